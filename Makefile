@@ -27,7 +27,8 @@ test: $(READY) ## run the tests; PYTEST_ARGS is handed on to pytest
 compatibility: ## check every monitor on models and train steps of other packages; writes docs/compatibility.md
 	$(call environment,$(VENV)-compatibility)
 	$(VENV)-compatibility/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[compatibility]'
-	$(VENV)-compatibility/bin/python $(PYTEST) -m compatibility tests/compatibility $(PYTEST_ARGS)
+	$(VENV)-compatibility/bin/python $(PYTEST) -m compatibility tests/compatibility \
+	    tests/gradient/test_skip_foreign_optimizers.py $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see it found
 	$(BIN)/ignite-monitor demo
@@ -46,10 +47,11 @@ bench: $(READY) ## run benchmarks/bench_*.py
 	@test -n "$(BENCHMARKS)" || echo "There are no benchmarks yet."
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
 
-docs: $(VENV)/.docs ## build the documentation into build/docs, and run the recipes for loggers
+docs: $(VENV)/.docs ## build and check the documentation in build/docs, and run its snippets that need more packages
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python docs/_ext/check_site.py build/docs
 	$(BIN)/python -m sphinx -W -q -b doctest -D nb_execution_mode=off docs build/doctest
-	$(BIN)/python -m pytest -q tests/test_docs.py -k loggers
+	$(BIN)/python -m pytest -q tests/test_docs.py -k 'loggers or accelerate'
 	@echo 'Open build/docs/index.html'
 
 dist: $(VENV)/.dist ## build a wheel and a source archive into dist, and check them

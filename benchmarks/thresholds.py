@@ -31,7 +31,8 @@ from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
 from ignite_monitor.gradient.loss import LossDetector
-from ignite_monitor.gradient.per_parameter import PerParameterDetector, culprits
+from ignite_monitor.gradient.per_parameter import PerParameterDetector
+from ignite_monitor.gradient.spike_numbers import culprits, named
 
 SHORT = ["gpt_adamw", "cnn", "mlp_sgd", "gan", "gpt_fall"]
 WARMUP = 20
@@ -248,7 +249,7 @@ def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> str:
                 spoilt[tensor] *= factor
                 detection = detector.detect(names, spoilt)
                 found.append(bool(detection.spike[tensor]))
-                shares = detector.named(culprits(detection, detection.spike.any()).tolist())
+                shares = named(culprits(detection, detection.spike.any()).tolist(), detector.names)
                 first += [next(iter(shares), "") == names[tensor]] * found[-1]
         detector.observe(detector.detect(names, norms))
     return f"| {recording.name} | {fmean(found):.2f} | {fmean(first) if first else math.nan:.2f} |"

@@ -13,15 +13,21 @@ version = release = version_of("ignite-monitor")
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "myst_nb",
-    "monitor_keys",
+    "mathml",
+    "generated",
 ]
-exclude_patterns = ["_ext"]
+exclude_patterns = ["_ext", "_templates"]
+templates_path = ["_templates"]
 html_theme = "furo"
 html_title = "ignite_monitor"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["figures.css"]
+html_copy_source = False
 
 # Titles of every page are targets, and so are those of the README's sections.
 myst_heading_anchors = 3
@@ -34,6 +40,7 @@ nb_execution_timeout = 300
 nb_execution_in_temp = True
 nb_merge_streams = True
 
+autosummary_generate_overwrite = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -4,7 +4,7 @@ charts in TensorBoard, and a figure for each monitor's page, of one real run.
     python docs/pictures.py [--chromium PROGRAM] [--only figures|pictures|notebooks]
 
 Also runs the notebooks, so that whoever reads them in the repository sees what comes out. Needs
-``pip install -e '.[docs,tensorboard]'``, and for the pictures Chromium or Chrome, which it runs without a window.
+``pip install -e '.[docs,tensorboard]'``, and for the charts in TensorBoard Chromium or Chrome, run without a window.
 Nothing is fetched from elsewhere.
 """
 
@@ -21,10 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ignite.distributed as idist
+import matplotlib
 import torch
 from ignite.engine import Engine, Events, create_supervised_trainer
-from PIL import Image, ImageChops
+from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
+from rich.style import Style
+from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.text import Text
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -46,8 +50,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.demo import TinyGPT
 from ignite_monitor.hdf5.reader import read_hdf5
-from ignite_monitor.report.panels import picture
-from ignite_monitor.report.plot import draw
+from ignite_monitor.report.plot import draw, picture
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import findings_text, spikes_text
@@ -93,23 +96,41 @@ def make_pictures(directory, browser):
     draw(picture(run, re.compile("^(grad/(norm|threshold|spike)|train/loss)$")), directory / "rollback.png")
     keep(directory / "rollback.png", "figures/rollback.png")
     findings = findings_text(summarise("runs/demo/run.h5", run))
-    shoot_terminal(browser, directory, "ignite-monitor summary runs/demo/run.h5", findings, "summary.png")
+    draw_terminal("ignite-monitor summary runs/demo/run.h5", findings, "summary.png")
     (snippet,) = re.findall("^```python\n(.*?)^```", (HERE / "monitors/spike_recorder.md").read_text(), re.S | re.M)
     subprocess.run([sys.executable, "-c", snippet], check=True, cwd=directory)
     parts = spikes_text(directory / "spikes")
-    shoot_terminal(browser, directory, "ignite-monitor spike spikes", parts, "figures/spike_recorder.png")
+    draw_terminal("ignite-monitor spike spikes", parts, "figures/spike_recorder.png")
     with tensorboard(directory, "runs/demo/tensorboard") as address:
         shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
     keep(directory / "charts.png", "tensorboard.png")
 
 
-def shoot_terminal(browser, directory, command, parts, name):
-    terminal = Console(record=True, width=80, file=io.StringIO(), highlight=False)
-    for part in parts:
-        terminal.print(part)
-    terminal.save_svg(str(directory / "terminal.svg"), title=command)
-    shoot(browser, f"file://{directory}/terminal.svg", directory / "terminal.png", "1020,900", 2000)
-    keep(directory / "terminal.png", name, crop=True)
+def draw_terminal(command, parts, name):
+    """A terminal of 80 columns as a picture."""
+    terminal = Console(width=80, file=io.StringIO(), color_system="truecolor", force_terminal=True, highlight=False)
+    rows = [*terminal.render_lines(Text(f"$ {command}", "bold")), []]
+    rows += [row for part in parts for row in terminal.render_lines(part)]
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    fonts = {it: ImageFont.truetype(folder / f"DejaVuSansMono{it}.ttf", 20) for it in ("", "-Bold", "-Oblique")}
+    wide, high, margin, theme = fonts[""].getlength("M"), 27, 20, SVG_EXPORT_THEME
+    size = round(80 * wide) + 2 * margin, high * len(rows) + 2 * margin
+    image = Image.new("RGB", size, tuple(theme.background_color))
+    pen = ImageDraw.Draw(image)
+    for number, row in enumerate(rows):
+        column = 0
+        for text, style, _ in row:
+            style = style or Style()
+            colour = style.color.get_truecolor(theme) if style.color else theme.foreground_color
+            colour = tuple(
+                (part + ground) // 2 if style.dim else part
+                for part, ground in zip(colour, theme.background_color, strict=True)
+            )
+            font = fonts["-Bold" if style.bold else "-Oblique" if style.italic else ""]
+            pen.text((margin + column * wide, margin + number * high), text.rstrip("\n"), fill=colour, font=font)
+            column += len(text)
+    image.save(HERE / name)
+    keep(HERE / name, name)
 
 
 def make_figures(directory):
@@ -121,7 +142,11 @@ def make_figures(directory):
         parallel.run(watch_replicas, directory / "replicas.h5")
     for name, file, metrics in (
         ("noise_scale", watch_noise(directory / "noise.h5"), "^noise_scale/"),
-        ("curvature", watch_curvature(directory / "curvature.h5"), "^curvature/(largest|limit|along_gradient)$"),
+        (
+            "curvature",
+            watch_curvature(directory / "curvature.h5"),
+            "^curvature/(hessian_max_eigenvalue|stability_threshold|along_gradient)$",
+        ),
         ("replicas", directory / "replicas.h5", "^replicas/"),
         ("step_stats", watch_time(directory / "time.h5"), "^step/(time_ms|data_wait_ms)$"),
     ):
@@ -293,12 +318,9 @@ def tensorboard(directory, runs):
             process.wait()
 
 
-def keep(path, name, crop=False):
+def keep(path, name):
     """A picture in few colours, small enough for a repository."""
     image = Image.open(path).convert("RGB")
-    if crop:
-        blank = Image.new("RGB", image.size, image.getpixel((0, 0)))
-        image = image.crop(ImageChops.difference(image, blank).getbbox())
     for width, colours in ((1400, 256), (1400, 64), (1100, 64), (900, 32)):
         small = image.resize((width, image.height * width // image.width)) if image.width > width else image
         # A median cut would give up the colours of the few pixels that matter, a spike's cross.

@@ -10,6 +10,7 @@ _MODULE_OF = {
     "GradMonitor": "gradient.handler",
     "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
+    "HealthyCheckpoint": "healthy_checkpoint.handler",
     "HistogramHandler": "histograms.handler",
     "Key": "schema",
     "MeanStdThreshold": "detection.thresholds",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two
     from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger
     from ignite_monitor.hdf5.reader import read_hdf5 as read_hdf5
+    from ignite_monitor.healthy_checkpoint.handler import HealthyCheckpoint as HealthyCheckpoint
     from ignite_monitor.histograms.handler import HistogramHandler as HistogramHandler
     from ignite_monitor.monitor.base import Monitor as Monitor
     from ignite_monitor.noise_scale.handler import GradientNoiseScaleHandler as GradientNoiseScaleHandler

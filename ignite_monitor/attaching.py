@@ -22,9 +22,8 @@ from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import named_modules, tags
-from ignite_monitor.model.optimizers import check_optimizer
-from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.handles import MonitorHandle
+from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.base import Monitor, MonitorHandle
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -176,7 +175,7 @@ class AttachedMonitors(MonitorHandle):
             former.remove()
         try:
             self._attach(engine)
-        except BaseException:
+        except BaseException:  # also an interrupt: the former monitors are attached again, and it is raised
             self.remove()
             if former is not None:
                 former._attach(engine)
@@ -202,29 +201,29 @@ class AttachedMonitors(MonitorHandle):
 def _shown_activations(model: nn.Module, start: str) -> str:
     """Return a regular expression for the names of activation values, after ``start``, that suit a dashboard."""
     modules = dict(named_modules(model))
+    children: dict[str, list[str]] = {name: [] for name in modules}
+    for name in filter(None, modules):
+        children[name.rpartition(".")[0]].append(name)
+    lists = [name for name in modules if isinstance(modules[name], nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+    blocks, inside = list[str](), set[str]()
+    for name in lists:  # a list comes before those inside of it
+        members = children[name]
+        if name not in inside:
+            blocks += members if len(members) <= _FEW else [members[0], members[len(members) // 2], members[-1]]
+        inside.update(other for other in modules if not name or other.startswith(f"{name}."))
 
-    def members(name: str) -> list[str]:
-        return [other for other in modules if other and other.rpartition(".")[0] == name]
-
-    def is_in(name: str, others: list[str]) -> bool:
-        return any(not other or f"{name}.".startswith(f"{other}.") for other in others)
-
-    def one_of(names: list[str]) -> str:
+    def one_of(names: Iterable[str]) -> str:
         return f"(?:{'|'.join(map(re.escape, tags(names)))})"
 
-    lists = [name for name in modules if isinstance(modules[name], nn.ModuleList | nn.ModuleDict | nn.Sequential)]
-    outermost = [name for name in lists if not is_in(name, [other for other in lists if other != name])]
-    blocks = list[str]()
-    for within in map(members, outermost):
-        blocks += within if len(within) <= _FEW else [within[0], within[len(within) // 2], within[-1]]
-    outline = ["_root_", *([] if "" in outermost else members("")), *blocks]
+    outline = ["_root_", *([] if "" in lists else children[""]), *blocks]
     units = [
         name
         for name, module in modules.items()
-        if type(module).__module__ == nn.ReLU.__module__ and (not blocks or is_in(name, blocks))
+        if type(module).__module__ == nn.ReLU.__module__
+        and (not blocks or any(f"{name}.".startswith(f"{block}.") for block in blocks))
     ]
     shown = [
-        rf"activation/{one_of(outline)}/(?!head_\d+/).*(?:std|max_abs)",
+        rf"activation/{one_of(outline)}/(?:[^/]+/)?(?:std|max_abs)",
         r"activation/_root_/.*nonfinite_count",
         rf"activation/{one_of(units)}/.*dead_fraction",
         rf"attention_\w+/{one_of(blocks)}[./].+" if blocks else r"attention_\w+/.+",

@@ -145,11 +145,11 @@ def _demo(chosen: argparse.Namespace) -> None:
 
 
 def _summary(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.report.summary import as_json, summarise
+    from ignite_monitor.report.summary import summarise
 
     summary = summarise(chosen.run, _read(chosen.run))
     if chosen.json:
-        print(json.dumps(as_json(summary), indent=2, allow_nan=False))
+        print(json.dumps(summary.as_json(), indent=2, allow_nan=False))
     else:
         from ignite_monitor.report.text import show, summary_text
 
@@ -157,9 +157,8 @@ def _summary(chosen: argparse.Namespace) -> None:
 
 
 def _plot(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.report.panels import picture
-    from ignite_monitor.report.plot import draw
-    from ignite_monitor.report.series import plural
+    from ignite_monitor.report.finding import plural
+    from ignite_monitor.report.plot import draw, picture
 
     try:
         selection = re.compile(chosen.metrics) if chosen.metrics is not None else None
@@ -178,11 +177,11 @@ def _plot(chosen: argparse.Namespace) -> None:
 
 
 def _compare(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.report.compare import as_json, compare
+    from ignite_monitor.report.summary import compare
 
     comparison = compare((chosen.a, chosen.b), (_read(chosen.a), _read(chosen.b)))
     if chosen.json:
-        print(json.dumps(as_json(comparison), indent=2, allow_nan=False))
+        print(json.dumps(comparison.as_json(), indent=2, allow_nan=False))
     else:
         from ignite_monitor.report.text import comparison_text, show
 
@@ -226,7 +225,7 @@ def _one_line(path: str) -> Iterator[None]:
 
 
 def _printable(text: str) -> str:
-    from ignite_monitor.report.series import printable
+    from ignite_monitor.hdf5.layout import printable
 
     return printable(text)
 

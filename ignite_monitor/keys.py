@@ -26,7 +26,7 @@ GRADIENT = Schema("grad", "grad", (
     Key("clipped_count", "number of optimizer steps with gradients clipped to their threshold so far",
         when='with ``on_spike="clip"``', chart=_COUNTS),
     Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
-), signs=frozenset({"norm", "spike"}))
+))
 
 _RATIOS = "update ratio over the parameters"
 _NORMS = "gradient norm over the parameters"
@@ -51,7 +51,9 @@ WEIGHT_UPDATE = Schema("weights", "monitor", (
     Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf", chart="largest gradient norms"),
     Key("topk_frozen/{name}", "number of monitored steps without an update, of the ``top_k`` longest frozen parameters",
         when="if parameters are frozen", chart="monitored steps without a move"),
-), signs=frozenset({"frozen_count"}))
+    Key("largest_update_ratio/group_{i}/{name}", "largest update ratio in a parameter group",
+        when="with ``optimizer``", chart="largest update ratio per group"),
+))
 
 _GIVEN = "with ``{}``".format
 
@@ -159,18 +161,18 @@ SPIKE = Schema("spike", "spike", (
     Key("threshold", "threshold; a larger value is a spike; not reported during the warm-up of the rule", chart=_VALUE),
     Key("spike", "1 if the value is a spike, else 0"),
     Key("spike_count", "number of spikes so far"),
-), signs=frozenset({"value", "spike"}))
+))
 
 ROLLBACK = Schema("rollback", "rollback", (
     Key("count", "number of rollbacks so far", chart="rollbacks"),
     Key("restored_iteration", "iteration after which the restored snapshot was taken",
         when="in iterations that are rolled back or discarded"),
     Key("discarded_count", "number of iterations discarded during recovery so far", chart="rollbacks"),
-), signs=frozenset({"count", "discarded_count"}))
+))
 
 SPIKE_RECORD = Schema("spike_record", "grad_record", (
     Key("recorded_count", "number of spike files written so far"),
-), signs=frozenset({"recorded_count"}))
+))
 
 _NOISE = "noise scale and its interval"
 
@@ -179,7 +181,7 @@ NOISE_SCALE = Schema("noise scale", "noise_scale", (
     Key("low", "lower end of its 95 % interval", unit="items", chart=_NOISE),
     Key("high", "upper end of its 95 % interval", unit="items", chart=_NOISE),
     Key("batch", "number of items in the optimizer's step", unit="items", chart=_NOISE),
-), signs=frozenset({"batch"}))
+))
 
 _MOMENTS = "gradient against second moment"
 _EPSILON = "epsilon-dominated fraction"

@@ -47,18 +47,11 @@ class Schema:
         kind: name of the monitor in reports.
         prefix: default prefix of its keys; empty if the patterns contain it.
         keys: the keys.
-        signs: keys that together identify the monitor under any prefix; empty if only its prefix does.
     """
 
     kind: str
     prefix: str
     keys: tuple[Key, ...]
-    signs: frozenset[str] = frozenset()
-
-    @property
-    def families(self) -> list[str]:
-        """The first parts of the patterns, if the prefix may be empty."""
-        return [] if self.prefix else list(dict.fromkeys(key.pattern.partition("/")[0] for key in self.keys))
 
     def find(self, name: str) -> Key | None:
         """Return the first key that matches a name.

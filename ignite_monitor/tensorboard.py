@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from ignite_monitor.checks import check_type
-from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.handles import MonitorHandle
+from ignite_monitor.monitor.base import Monitor, MonitorHandle
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
 

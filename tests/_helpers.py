@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine
+from ignite.handlers.base_logger import BaseLogger, BaseOutputHandler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -153,3 +154,22 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+class ListHandler(BaseOutputHandler):
+    def __call__(self, engine, logger, event_name):
+        named = self._setup_output_metrics_state_attrs(engine, key_tuple=False)
+        logger.written.append((self.global_step_transform(engine, event_name), named))
+
+
+class ListLogger(BaseLogger):
+    """The smallest logger that Ignite's base class allows."""
+
+    def __init__(self):
+        self.written = []
+
+    def _create_output_handler(self, *args, **kwargs):
+        return ListHandler(*args, **kwargs)
+
+    def _create_opt_params_handler(self, *args, **kwargs):
+        raise NotImplementedError

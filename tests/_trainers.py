@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,9 @@ from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor
 from tests._helpers import assert_same as assert_same
+from tests._judge import Judge as Judge
+from tests._judge import mean_of as mean_of
+from tests._judge import mean_std as mean_std
 
 Batch = tuple[Tensor, Tensor]
 
@@ -62,44 +64,6 @@ def true_norm(model: nn.Module, batches: Iterable[Batch], norm_type: float = 2.0
     for inputs, targets in batches:
         loss_of(model, (inputs.double(), targets.double())).backward()
     return grad_norm(model, norm_type)
-
-
-def mean_of(norms: list[float], decay: float = 0.99) -> float:
-    """The exponentially weighted mean, with the default rule's decay."""
-    weights = [decay ** (len(norms) - 1 - i) for i in range(len(norms))]
-    return math.fsum(w * x for w, x in zip(weights, norms, strict=True)) / math.fsum(weights)
-
-
-class Judge:
-    """The contract's statistics and thresholds, in Python floats over the whole history."""
-
-    def __init__(self, k: float = 6.0, warmup: int = 20, decay: float = 0.99) -> None:
-        self.k, self.warmup, self.decay = k, warmup, decay
-        self.norms: list[float] = []
-        self.row = 0
-
-    def expect(self, norm: float) -> dict[str, float]:
-        """What is to be published with a norm, before it enters."""
-        values = {}
-        weights = [self.decay ** (len(self.norms) - 1 - i) for i in range(len(self.norms))]
-        total = math.fsum(weights)
-        if self.norms:
-            values["mean"] = mean_of(self.norms, self.decay)
-        if len(self.norms) > 1:
-            if self.decay == 1.0:
-                values["std"] = statistics.stdev(self.norms)
-            else:
-                spread = math.fsum(w * (x - values["mean"]) ** 2 for w, x in zip(weights, self.norms, strict=True))
-                values["std"] = math.sqrt(spread / (total - math.fsum(w * w for w in weights) / total))
-        if len(self.norms) >= self.warmup:
-            values["threshold"] = values["mean"] + self.k * values["std"]
-        limit = values.get("threshold", math.inf)
-        values["spike"] = float(norm > limit or not math.isfinite(norm))
-        if math.isfinite(norm):
-            self.row = self.row + 1 if norm > limit else 0
-            if self.row < 2:  # a row must not widen its own threshold
-                self.norms.append(min(norm, limit))
-        return values
 
 
 class Recorder:

@@ -14,8 +14,7 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5, record
 from ignite_monitor.attaching import _ATTACHED
-from tests._helpers import footprint, make_batches, make_trainer
-from tests.monitor.test_contract import ListLogger
+from tests._helpers import ListLogger, footprint, make_batches, make_trainer
 
 
 @pytest.fixture

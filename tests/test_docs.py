@@ -11,6 +11,7 @@ import io
 import json
 import re
 import socket
+import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -24,9 +25,13 @@ from ignite.handlers.base_logger import BaseLogger
 
 import ignite_monitor
 from ignite_monitor import MonitorEvents, keys, scaling
+from ignite_monitor.report import finding
 from ignite_monitor.schema import Schema
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs" / "_ext"))  # where conf.py finds them too
+METRICS = importlib.import_module("metrics")
+TROUBLESHOOTING = importlib.import_module("troubleshooting")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -108,7 +113,7 @@ def docstrings():
                 yield from (
                     (f"{name}.{attribute}", inspect.getdoc(method))
                     for attribute, method in inspect.getmembers(value, inspect.isfunction)
-                    if attribute[0] != "_"
+                    if attribute[0] != "_" and method.__module__.startswith("ignite_monitor.")
                 )
 
 
@@ -161,16 +166,38 @@ def test_files_that_are_named_are_there():
 
 
 def test_every_public_name_is_documented():
-    api = set(re.findall(r"\w+", PAGES["docs/api.md"]))
-    assert set(ignite_monitor.__all__) <= api
-    assert "ignite_monitor.scaling" in PAGES["docs/api.md"]
+    listed = set(re.findall(r"^(?:   |\.\. py:data:: )(\w+)$", PAGES["docs/api.md"], flags=re.MULTILINE))
+    assert listed == {*ignite_monitor.__all__, *scaling.__all__}
     events = set(re.findall(r"`([A-Z_]+)`", PAGES["docs/monitors/index.md"]))
     assert {event.name for event in MonitorEvents} <= events
 
 
 def test_every_schema_has_its_table():
-    shown = set(re.findall(r"monitor-keys:: (\w+)", "".join(PAGES.values())))
-    assert shown == {name for name, value in vars(keys).items() if isinstance(value, Schema)}
+    schemas = {name: value for name, value in vars(keys).items() if isinstance(value, Schema)}
+    assert set(re.findall(r"{monitor-keys} (\w+)", "".join(PAGES.values()))) == set(schemas)
+    reference = "\n".join(METRICS.reference())  # raises LookupError for a key without a range
+    for schema in schemas.values():
+        for key in schema.keys:
+            assert f"`{schema.prefix}/{key.pattern}`".replace("`/", "`") in reference
+
+
+def test_every_finding_is_in_troubleshooting():
+    kinds = [kind for group in TROUBLESHOOTING.SYMPTOMS.values() for kind in group]
+    assert sorted(kinds) == sorted(finding.KINDS)
+    page = "\n".join(TROUBLESHOOTING.page())  # raises KeyError for a limit that is gone
+    assert all(f"(`{kind}`)" in page and advice in page for kind, (advice, _) in finding.KINDS.items())
+
+
+SECTIONS = ["Formula", "Example", "Arguments", "Metrics", "Plot", "Notes"]
+
+
+@pytest.mark.parametrize("page", sorted({page for _, page in METRICS.PAGES.values()}))
+def test_pages_of_monitors_follow_one_template(page):
+    text = re.sub(r"^```.*?^```", "", PAGES[f"docs/monitors/{page}.md"], flags=re.DOTALL | re.MULTILINE)
+    sections = re.findall(r"^## (.+)", text, flags=re.MULTILINE)
+    assert sections == [section for section in SECTIONS if section in sections]
+    assert {"Example", "Arguments", "Metrics", "Notes"} <= set(sections)
+    assert "~ignite_monitor." in text  # the link to the API
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -179,3 +206,9 @@ def test_notebooks(path, folder):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     run(source, path.name)
+
+
+def test_pre_commit_runs_the_linters_of_make_lint():
+    (recipe,) = re.findall(r"^lint:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    assert re.findall(r"entry: ([^,]+),", (ROOT / ".pre-commit-config.yaml").read_text()) == commands

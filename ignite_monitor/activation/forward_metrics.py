@@ -21,7 +21,7 @@ from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, 
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.modes import aside, is_plain
 from ignite_monitor.model.tensors import tagged_tensors
-from ignite_monitor.monitor.rank_reduction import Rows
+from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
 
 COMPLEX = "complex numbers have no built-in metrics and are not recorded"
@@ -74,7 +74,7 @@ class ForwardMetrics(ModuleHook):
         self._entropies: dict[tuple[str, ...], HeadEntropy] = {}
         # The unit dimension of what convolutions, and activation functions after them, return, by number of dimensions
         # and first two sizes.
-        self._channels: dict[tuple[int, ...], int] = {}
+        self._channels: dict[tuple[int, torch.Size], int] = {}
 
     def contexts(self, hookable: Iterable[nn.Module]) -> list[AbstractContextManager[Any]]:
         """Contexts around a train step, with hooks on modules where they do not change what the model computes."""
@@ -127,18 +127,18 @@ class ForwardMetrics(ModuleHook):
             if not is_plain(tensor):
                 self._skip(layer, NOT_PLAIN)
             elif tensor.is_floating_point():
-                key = f"{tag}/{place}" if place else tag
-                self.activation.add(key, name, tensor, unit=self._unit(module, tensor.shape), copy=True)
+                self.activation.add(
+                    f"{tag}/{place}" if place else tag, name, tensor, self._unit(module, tensor), copy=True
+                )
 
-    def _unit(self, module: nn.Module, shape: Sequence[int]) -> int | None:
+    def _unit(self, module: nn.Module, tensor: Tensor) -> int | None:
         """Return the dimension of channels or features; None for a batch of single numbers."""
-        dims = len(shape)
+        dims = tensor.ndim
         if dims < 2:
             return None
-        kind = (dims, shape[0], shape[1])
         if isinstance(module, _CONVOLUTIONS):
-            self._channels[kind] = dims - 1 - len(module.kernel_size)
-        return self._channels.get(kind, 1 if dims > 3 else dims - 1)
+            self._channels[dims, tensor.shape[:2]] = dims - 1 - len(module.kernel_size)
+        return self._channels.get((dims, tensor.shape[:2]), 1 if dims > 3 else dims - 1)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():
@@ -165,7 +165,7 @@ class ForwardMetrics(ModuleHook):
                 elif weight:
                     number = as_number(tensor, device_of(self._root))
                     self.recorded.aggregate(f"{layer[1]}/{name}", self._metrics.aggregate, number, weight)
-        except Exception:  # noqa: BLE001 - a recorded value never ends training
+        except Exception:  # noqa: BLE001 - conversion calls methods of the user's value, which may raise any error
             self._skip(layer, NOT_A_NUMBER)
 
     # Attention

@@ -12,10 +12,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor.activation.attention_calls import check_attention
-from ignite_monitor.activation.comparison import OutputComparison
 from ignite_monitor.activation.forward_metrics import COMPLEX, ForwardMetrics, Layer
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
-from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
+from ignite_monitor.activation.measurement import Measurement, OutputComparison, rows_of, values_of
 from ignite_monitor.activation.metric import AGGREGATES, MetricSet
 from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS
 from ignite_monitor.checks import check_choice, check_type
@@ -24,14 +23,18 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.modes import aside
-from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
+from ignite_monitor.model.names import (
+    Pattern,
+    Selection,
+    hookable,
+    modules_by_name,
+    named_parameters,
+    parameters_of,
+    tags,
+)
 from ignite_monitor.model.norms import whole_tensor
-from ignite_monitor.model.optimizers import parameters_of
-from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.structure import hookable, modules_by_name
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.rank_reduction import RankReduction
-from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.ranks import RankReduction, world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
@@ -141,8 +144,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             check_attention()
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
-        if self._metrics["parameter"] or self._metrics["gradient"]:
-            check_whole(model)
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
         if differences != (reference is not None):
             raise ValueError(
@@ -275,6 +276,8 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     def _measure_parameters(self) -> list[NamedValues]:
         current = Measurement("parameter", self._metrics["parameter"])
         difference = Measurement("parameter_difference", self._metrics["parameter_difference"])
+        if not (current.metrics or difference.metrics):
+            return []
         initial = {}
         if self._reference is not None and difference.metrics:
             named = named_parameters(self._reference.module)

@@ -1,9 +1,9 @@
-"""Values of the metrics of one kind of tensor in one iteration."""
+"""Values of the metrics of one kind of tensor in one iteration, and of differences from a reference."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ from ignite_monitor.activation.statistics import (
     with_units,
 )
 from ignite_monitor.model.devices import move_like, upload
-from ignite_monitor.monitor.rank_reduction import Rows
+from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
+from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
+from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 
 # Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
-SMALL = 2**16
+SMALL = 2**15
 
 # Elements of tensors that wait to be measured together.
 _MOST_WAITING = 2**22
@@ -54,8 +57,8 @@ class Measurement:
         key: str,
         name: str,
         tensor: Tensor,
-        *,
         unit: int | None = None,
+        *,
         minus: Tensor | None = None,
         copy: bool = False,
     ) -> None:
@@ -73,7 +76,10 @@ class Measurement:
         if size > SMALL:
             self._measure([key], tensor.unsqueeze(0), unit)
             return
-        keys, tensors = self._waiting.setdefault((unit, tensor.shape, tensor.dtype, tensor.device), ([], []))
+        group = unit, tensor.shape, tensor.dtype, tensor.device
+        if group not in self._waiting:
+            self._waiting[group] = [], []
+        keys, tensors = self._waiting[group]
         keys.append(key)
         tensors.append(tensor.clone() if copy else tensor)
         self._waiting_size += size
@@ -94,7 +100,9 @@ class Measurement:
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)
-        self._moments = {units: [merged_by_name(parts, merged)] for units, parts in self._moments.items()}
+        for units, parts in self._moments.items():
+            if len(parts) > 1:
+                self._moments[units] = [merged_by_name(parts, merged)]
 
     def put_rows(self, sums: Rows, maxima: Rows) -> None:
         """Add everything measured to rows that add up over ranks, and to rows whose maximum over ranks is taken."""
@@ -125,7 +133,8 @@ class Measurement:
         places = sorted(range(len(table.names)), key=lambda i: self._order.get(table.names[i], i))
         keys, rows = table.rows(places)
         values = statistics(rows)
-        names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
+        kinds = [f"/{STATISTICS[index]}" for index in self._columns]
+        names = [name + kind for name in (f"{self.family}/{key}" for key in keys) for kind in kinds]
         return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
@@ -167,3 +176,40 @@ def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | Non
         if kind[1] in _VALUES
     ]
     return found + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]
+
+
+class OutputComparison(Comparison):
+    """Measures each output of the model against that of the reference; the tags are names as loggers take them."""
+
+    by_weights = False
+
+    def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
+        self._tags = tags
+        self._metrics = metrics
+        self.clear()
+
+    def clear(self) -> None:
+        self.measured = Measurement("activation_difference", self._metrics)
+
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        return [tensor for _, tensor in floating_tensors(call.output)]
+
+    def leave(self, call: Call) -> bool:
+        tensors, tag = tagged_tensors(call.output), self._tags[call.name]
+        initial = [tensor for tensor in call.kept if tensor is not None]
+        if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
+            raise NotComparableError("its outputs have other shapes than in the reference")
+        if not all(map(is_plain, [*(tensor for _, tensor in tensors), *initial])):
+            raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
+        for (place, tensor), other in zip(tensors, initial, strict=True):
+            key = f"{tag}/{place}" if place else tag
+            self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())
+        return True
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        self.measured.flush()
+
+    def without(self, values: NamedValues, incomplete: Collection[str]) -> NamedValues:
+        """Exclude the differences of modules of which a call could not be compared."""
+        starts = tuple(f"activation_difference/{self._tags[name]}/" for name in incomplete)
+        return values.rows([i for i, name in enumerate(values.names) if not name.startswith(starts)])

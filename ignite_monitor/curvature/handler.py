@@ -21,16 +21,15 @@ from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, large
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
-from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.isolation import isolated_pass
-from ignite_monitor.model.names import unwrapped
+from ignite_monitor.model.modes import Eager
+from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.optimizers import check_holds, check_optimizer, parameters_of
-from ignite_monitor.model.sharding import check_whole
 from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.reference.reference import guarded, separate_copy
+from ignite_monitor.reference.reference import guarded, separate_copy, user_forward_hooks
 
 _MAX_ERROR = 0.1  # largest relative error bound of an eigenvalue that is reported
 
@@ -84,7 +83,6 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         prefix: str = "curvature",
     ) -> None:
         super().__init__(model, prefix)
-        check_whole(model)
         check_optimizer(optimizer)
         check_holds(optimizer, model)
         if any_sharded(model.parameters()):
@@ -157,6 +155,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     def _measure_on_copy(self, batch: Any, parameters: list[Tensor], is_adam: bool, mean: RankMean) -> None:
         root = unwrapped(self.model)
         model = separate_copy(root)
+        if user_forward_hooks(root.modules()):
+            self._warn_once("the loss is that of a copy of the model without its forward hooks")
         copies = {id(own): copied for own, copied in zip(root.parameters(), model.parameters(), strict=True)}
         own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
         if len(own) < len(parameters):

@@ -7,26 +7,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ignite_monitor.checks import check_count
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
-from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.transfer import DeferredFlag
+from ignite_monitor.model.modes import users_grad_mode
+from ignite_monitor.monitor.base import Monitor, check_flag
+from ignite_monitor.monitor.transfer import DeferredFlag, as_published
 
 
 class DetectionMonitor(Monitor):
     """Reports spikes and resets of a threshold.
 
     Attributes:
+        flag: attribute of the engine's state for the result.
         max_consecutive_spikes: number of consecutive spikes that reset the threshold.
+        on_spike: function of the engine and the value that is called at a spike, if it is a function.
     """
 
-    max_consecutive_spikes: int
+    on_spike: Callable[[Any, Any], Any] | str | None = None
     _iteration = -1  # the last monitored one
     _known_spike: tuple[Tensor, bool] | None = None  # a flag read on the host
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: nn.Module, prefix: str, flag: str, max_consecutive_spikes: int) -> None:
+        super().__init__(model, prefix)
+        check_flag(flag)
+        self.flag = flag
+        self.attributes = {flag: False}
+        self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         self._resets = DeferredFlag()
 
     def reset_run_state(self) -> None:
@@ -40,19 +48,27 @@ class DetectionMonitor(Monitor):
         return self._known_spike[1]
 
     def _is_awaited(self, event: MonitorEvents) -> bool:
+        if event is MonitorEvents.SPIKE_DETECTED and callable(self.on_spike):
+            return True
         return self._source is not None and self._source.is_awaited(event)
 
-    def _fire(self, engine: Any, event: MonitorEvents, spike: Spike, first: Callable[[], Any] = lambda: None) -> None:
-        """Call a function and fire an event while ``engine.state.spike`` describes a spike."""
+    def _is_awaited_spike(self, spike: Tensor) -> bool:
+        return self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(spike)
+
+    def _fire_spike(self, engine: Any, spike: Spike, value: Tensor) -> None:
+        """Call ``on_spike`` and fire SPIKE_DETECTED while ``engine.state.spike`` describes the spike."""
         if self._source is not None:
             with exposed_spike(engine, spike):
-                first()
-                self._source.fire(event)
+                if callable(self.on_spike):
+                    with users_grad_mode():
+                        self.on_spike(engine, as_published(value))
+                self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _fire_reset(self, engine: Any, detection: Any) -> None:
         awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
-        if self._resets and self._report_reset(synchronize=awaited) and awaited:
-            self._fire(engine, MonitorEvents.THRESHOLD_RESET, self._spike(detection))
+        if self._resets and self._report_reset(synchronize=awaited) and awaited and self._source is not None:
+            with exposed_spike(engine, self._spike(detection)):
+                self._source.fire(MonitorEvents.THRESHOLD_RESET)
 
     def _spike(self, detection: Any) -> Spike:
         raise NotImplementedError
@@ -62,10 +78,11 @@ class DetectionMonitor(Monitor):
         if is_reset:
             self._log(
                 logging.WARNING,
-                f"iteration {self._iteration}: {self.max_consecutive_spikes} spikes in a short time; assuming a regime "
-                "change, resetting threshold statistics.",
+                f"{self.max_consecutive_spikes} spikes in a short time; assuming a regime change, resetting threshold "
+                "statistics.",
             )
         return is_reset
 
     def _log(self, level: int, text: str) -> None:
-        self.logger.log(level, "%s (%s): %s", type(self).__name__, self.prefix, text)
+        """Log a message with the monitor and the last monitored iteration."""
+        self.logger.log(level, "%s (%s): iteration %d: %s", type(self).__name__, self.prefix, self._iteration, text)

@@ -12,18 +12,16 @@ from ignite_monitor.detection.thresholds import NEGLIGIBLE, State, ThresholdRule
 
 
 class RobustThreshold(ThresholdRule):
-    r"""A value above :math:`\max(\mu + k s,\ r \mu)` is a spike; :math:`s` is a spread of the upper side alone.
+    r"""Threshold for noisy, drifting values: :math:`\max(\mu + k s,\ r \mu)` with an upper spread :math:`s`.
 
     :math:`\mu` is the exponentially weighted mean of the earlier values, and
 
     .. math::
         s = \Bigl(\frac{\sum_i w_i \max(x_i - \mu_{i-1}, 0)^3}{\sum_i w_i}\Bigr)^{1/3}
 
-    the cube root of their upper partial moment of order 3 (P. C. Fishburn, "Mean-risk analysis with risk associated
-    with below-target returns", American Economic Review 67(2), 1977, mirrored). Each value is compared with the mean of
-    those before it; the weights are :math:`w_i = d^{\,n-i}` with the decay d; the first value has no deviation. Values
-    below the mean, as of a falling trend, do not widen :math:`s`, and a heavy upper tail widens it more than a standard
-    deviation.
+    the cube root of their upper partial moment of order 3 (P. C. Fishburn, American Economic Review 67(2), 1977,
+    mirrored), with weights :math:`w_i = d^{\,n-i}` for the decay d. Values below the mean, as of a falling trend, do
+    not widen :math:`s`, and a heavy upper tail widens it more than a standard deviation.
 
     A spike updates the statistics with the midpoint of mean and threshold. If more than :math:`(2/k)^3` of all values
     (6 in 100) are isolated spikes, :math:`s` widens until they are none. There is no threshold while it would exceed
@@ -46,7 +44,8 @@ class RobustThreshold(ThresholdRule):
         super().__init__(warmup=check_count("warmup", warmup, least=2), decay=decay)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        spread = (self.state["upper"] / self.state["weight"]) ** (1 / 3)
+        state = self.state
+        spread = (state["upper"] / state["weight"]) ** (1 / 3)
         limit = torch.maximum(torch.add(mean, spread, alpha=self.k), max(self.least, 1.0) * mean)
         return limit.masked_fill(limit <= torch.add(mean, mean.abs(), alpha=NEGLIGIBLE), math.nan)
 

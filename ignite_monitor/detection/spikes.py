@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.detection.thresholds import ThresholdRule
@@ -147,10 +148,9 @@ class SpikeDetector:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is of another kind, and nothing has changed then."""
-        names = {*self._state, "rule"}
+        names, values = {*self._state, "rule"}, {}
         if not isinstance(state_dict, Mapping) or set(state_dict) != names:
             raise ValueError(f"Argument state_dict should hold {', '.join(sorted(names))}, but given {state_dict}")
-        values = {}
         for name, own in self._state.items():
             values[name] = torch.as_tensor(state_dict[name], dtype=own.dtype, device=own.device)
             if values[name].shape != own.shape:
@@ -164,6 +164,11 @@ class SpikeDetector:
         for name, value in self._state.items():
             moved = move(value, reference.device) if value.dtype == torch.bool else move_like(value, reference)
             self._state[name] = moved.expand(reference.shape)
+
+    def arrange(self, index: Tensor) -> None:
+        """Select values compared side by side by index; the index after the last one is a new value."""
+        self.rule.arrange(index)
+        self._state = {name: pad(value, (0, 1))[index] for name, value in self._state.items()}
 
 
 def largest_usable(value: Tensor) -> float:

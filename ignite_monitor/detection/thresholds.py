@@ -28,9 +28,8 @@ class ThresholdRule:
     r"""Base class of threshold rules: running moments, warm-up, and a state for checkpoints.
 
     A subclass overrides :meth:`__call__`; one that needs more than the moments also extends :meth:`empty` and
-    :meth:`include`. The state is a dictionary of tensors on the device of the values, and nothing reads it on the host.
-    If all of them are 0-dim, the rule can also follow many values side by side: tensors that are 0-dim below then have
-    the shape of the values.
+    :meth:`include`. The state is a dictionary of 0-dim tensors on the device of the values, and nothing reads it on the
+    host. If many values are followed side by side, all tensors that are 0-dim below have their shape.
 
     The moments weigh the i-th of n values by :math:`w_i = d^{\,n-i}` with the decay d (Welford 1962, in the weighted
     form of D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979). The divisor
@@ -40,9 +39,9 @@ class ThresholdRule:
         warmup: number of values before the first threshold.
         decay: factor of all earlier weights at every new value, in (0, 1); None gives all values the same weight.
 
-    Attributes:
-        state: ``count`` n, ``weight`` :math:`\sum w_i`, ``mean`` :math:`\mu`, ``spread``
-            :math:`\frac{1 + d}{2} \sum w_i (x_i - \mu)^2`, and what a subclass adds.
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if an argument is out of its range, or :meth:`empty` returns tensors that are not 0-dim.
 
     Examples:
         .. code-block:: python
@@ -57,7 +56,21 @@ class ThresholdRule:
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
-        self.state = self._initial = {name: value.to(torch.float64) for name, value in self.empty().items()}
+        empty = self.empty()
+        if any(value.dim() for value in empty.values()):
+            raise ValueError(f"{type(self).__name__}.empty should return 0-dim tensors, but returned {empty}")
+        self._names = tuple(empty)
+        # One row for each name, so that one operation selects all of them.
+        self._rows = self._initial = torch.stack([value.to(torch.float64) for value in empty.values()])
+
+    @property
+    def state(self) -> State:
+        r"""The statistics by name.
+
+        ``count`` n, ``weight`` :math:`\sum w_i`, ``mean`` :math:`\mu`, ``spread``
+        :math:`\frac{1 + d}{2} \sum w_i (x_i - \mu)^2`, and those of a subclass.
+        """
+        return dict(zip(self._names, self._rows.unbind(), strict=True))
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
         """Compute the largest value that is no spike; NaN or inf for no threshold.
@@ -73,11 +86,11 @@ class ThresholdRule:
         raise NotImplementedError
 
     def empty(self) -> State:
-        """Create the state before the first value: name -> float64 tensor of any shape on the CPU."""
+        """Create the state before the first value: name -> 0-dim float64 tensor on the CPU."""
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new tensors of the same shapes.
+        """Return the state after one more value, as new 0-dim tensors.
 
         Args:
             state: the state before the value.
@@ -105,17 +118,14 @@ class ThresholdRule:
 
         The threshold is NaN during the warm-up, the mean before the first value, the deviation before the second.
         """
-        weight, mean = self.state["weight"], self.state["mean"]
+        state = self.state
+        weight, mean, count = state["weight"], state["mean"], state["count"]
         # NaN before the first value, by 0 / 0.
         freedom, known_mean = foreach_addcdiv((weight, mean), (weight, mean), (weight, weight), (-1.0, 0.0))
-        std = (self.state["spread"] / freedom).sqrt()
-        limit = self(mean, std, self.state["count"])
+        std = (state["spread"] / freedom).sqrt()
+        limit = self(mean, std, count)
         limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
-        return limit.masked_fill(self.state["count"] < self.warmup, math.nan), known_mean, std
-
-    def threshold(self) -> Tensor:
-        """Return the largest value that is no spike, 0-dim; inf if there is no threshold."""
-        return self.statistics()[0].nan_to_num(math.inf, math.inf, -math.inf)
+        return limit.masked_fill(count < self.warmup, math.nan), known_mean, std
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
         """Update the statistics with one value.
@@ -125,27 +135,34 @@ class ThresholdRule:
             when: 0-dim bool: do so only if it is True; None for True.
             reset: 0-dim bool: discard all earlier values first; None for False.
         """
-        before = self.state if reset is None else _where(reset, self._initial, self.state)
-        after = self.include(before, value)
-        self.state = after if when is None else _where(when, after, before)
+        rows = self._rows if reset is None else torch.where(reset, self._initial, self._rows)
+        after = self.include(dict(zip(self._names, rows.unbind(), strict=True)), value)
+        new = torch.stack([after[name] for name in self._names])
+        self._rows = new if when is None else torch.where(when, new, rows)
 
     def reset(self) -> None:
         """Discard all values."""
-        self.state = self._initial
+        self._rows = self._initial.expand_as(self._rows)
 
     def to(self, reference: Tensor) -> None:
         """Move the state to another device.
 
         Args:
-            reference: tensor of the device and dtype, and if all of the state is 0-dim, of the shape.
+            reference: tensor of the device and dtype, and if the state is 0-dim, of the shape.
         """
-        scalar = not any(value.ndim for value in self.empty().values())
+        self._initial, rows = move_like(self._initial, reference), move_like(self._rows, reference)
+        if rows.ndim == 1:
+            self._initial = self._initial.view(-1, *[1] * reference.ndim)
+            rows = rows.view(self._initial.shape)
+        self._rows = rows.expand(-1, *reference.shape)
 
-        def moved(state: State) -> State:
-            values = {name: move_like(value, reference) for name, value in state.items()}
-            return {name: value.expand(reference.shape) for name, value in values.items()} if scalar else values
+    def arrange(self, index: Tensor) -> None:
+        """Select values that are followed side by side.
 
-        self.state, self._initial = moved(self.state), _Packed(moved(self._initial), reference)
+        Args:
+            index: their indices, one-dimensional; the index after the last one is a new value.
+        """
+        self._rows = torch.cat((self._rows, self._initial), -1)[:, index]
 
     def state_dict(self) -> State:
         """Return the state, name -> tensor."""
@@ -169,30 +186,12 @@ class ThresholdRule:
                 f"Argument state_dict should hold {own_shapes} for {type(self).__name__}, but given {shapes}: "
                 "was it saved with another threshold rule?"
             )
-        self.state = {name: move_like(given[name], value).clone() for name, value in self.state.items()}
+        self._rows = torch.stack([move_like(given[name], self._rows) for name in self._names])
 
     def __repr__(self) -> str:
         given = vars(self) | {"decay": None if self.decay == 1.0 else self.decay}
         names = [name for name in inspect.signature(type(self)).parameters if name in given]
         return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in names)})"
-
-
-class _Packed(State):
-    """A state whose tensors are views of one, so that one operation selects all of them."""
-
-    def __init__(self, state: State, flag: Tensor, rows: Tensor | None = None) -> None:
-        parts = [value.reshape(-1, *flag.shape) for value in state.values()]
-        self.rows = torch.cat(parts) if rows is None else rows
-        views = self.rows.split([len(part) for part in parts])
-        super().__init__({name: view.view_as(state[name]) for name, view in zip(state, views, strict=True)})
-
-
-def _where(flag: Tensor, some: State, others: State) -> State:
-    """Select each tensor of two states by a flag."""
-    if [*some] != [*others]:
-        some = {name: some[name] for name in others}
-    packed, rows = (s.rows if isinstance(s, _Packed) else _Packed(s, flag).rows for s in (some, others))
-    return _Packed(others, flag, torch.where(flag, packed, rows))
 
 
 class MeanStdThreshold(ThresholdRule):
@@ -256,17 +255,14 @@ class CallableThreshold(ThresholdRule):
                 f"Argument threshold should be a threshold rule, a number or a function, but given {rule}{hint}"
             )
         super().__init__(warmup=2)
+        expected = "Argument threshold should be a function of mean, std and count that returns a number"
         try:
             answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
         except Exception as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(
-                f"Argument threshold should be a function of mean, std and count, but {rule} raised {error!r}"
-            ) from error
+            raise kind(f"{expected}, but {rule} raised {error!r}") from error
         if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
-            raise TypeError(
-                f"Argument threshold should return a number or a 0-dim tensor, but {rule} returned {type(answer)}"
-            )
+            raise TypeError(f"{expected} or a 0-dim tensor, but {rule} returned {type(answer)}")
         self.rule = rule
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:

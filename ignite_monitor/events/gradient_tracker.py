@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import weakly
 from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
+from ignite_monitor.model.names import held_by
 from ignite_monitor.model.norms import any_sharded, total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
@@ -82,9 +83,7 @@ class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
         self._hooks = ExitStack()
 
     def __enter__(self) -> AccumulationProbe:
-        leaves = [
-            parameter for parameter in self._parameters if parameter.requires_grad and not parameter.is_inference()
-        ]
+        leaves = [item for item in self._parameters if item.requires_grad and not item.is_inference()]
         if leaves:
             handle = torch.autograd.graph.register_multi_grad_hook(leaves, weakly(self._measure), mode="any")
             self._hooks.callback(handle.remove)
@@ -102,10 +101,9 @@ class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
     def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> None:
         """Take the first measurement of this backward, or of one around it, if it reached the parameters."""
         if self.accumulates is None and not reached.isdisjoint(map(id, self._parameters)):
-            numbers = (backward for backward in self._measured if backward == number or backward in running)
-            first = next(numbers, None)
-            if first is not None:
-                self.accumulates = self._measured[first]
+            inside = [backward for backward in self._measured if backward == number or backward in running]
+            if inside:
+                self.accumulates = self._measured[inside[0]]
                 self._hooks.close()
 
     def _measure(self, _: Tensor) -> None:
@@ -165,10 +163,8 @@ class GradientTracker:
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         key, (known, earlier) = (self._train_steps, lists), self._held.get(optimizer, (None, self.parameters))
         if known != key:
-            ids = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-            held = list(compress(self.parameters, map(ids.__contains__, map(id, self.parameters))))
-            same = (known_list for known_list in (self.parameters, earlier) if _are_same(held, known_list))
-            earlier = next(same, held)
+            held = list(compress(self.parameters, map(held_by(optimizer).__contains__, map(id, self.parameters))))
+            earlier = next((same for same in (self.parameters, earlier) if _are_same(held, same)), held)
             self._held[optimizer] = key, earlier
         return earlier
 

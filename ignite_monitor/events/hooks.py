@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import backward_number, queue_callback
-from ignite_monitor.model.eager import out_of_compiler, untraced
+from ignite_monitor.model.modes import out_of_compiler, untraced
 
 # How often the callback at the end of a backward queues itself again, so that it runs after other callbacks.
 # DistributedDataParallel reduces in one callback, with a static graph in one that queues another.

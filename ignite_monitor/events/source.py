@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -60,7 +60,7 @@ class EventSource:
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
         """The engine's source; the first monitor creates it. A RuntimeError if a private name is missing."""
-        source: EventSource | None = getattr(engine, cls._ATTRIBUTE, None)
+        source = cls.on(engine)
         if source is None:
             check_engine(engine)
             register_events(engine)
@@ -114,6 +114,11 @@ class EventSource:
         """Return True if monitors or the user's handlers listen to an event."""
         return bool(self._listeners[event.name]) or self._has_handlers(event.name)
 
+    @classmethod
+    def on(cls, engine: Engine) -> EventSource | None:
+        """The engine's source, if a monitor has created it."""
+        return getattr(engine, cls._ATTRIBUTE, None)
+
     @property
     def monitors(self) -> list[Any]:
         """The monitors attached to the engine."""
@@ -151,18 +156,14 @@ class EventSource:
 
     def backward_ended(self, number: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward has reached."""
-        ready: dict[int, Set[int]] = {}
-        for key, parameters in self.reached.pop(number, {}).items():
-            if key in self.trackers:
-                changed = self.trackers[key].backward_ended(number, parameters, self.reached.keys())
-                if changed is not None:
-                    ready[key] = changed
+        ended = {self.trackers[key]: ids for key, ids in self.reached.pop(number, {}).items() if key in self.trackers}
+        changed = {tracker: tracker.backward_ended(number, ids, self.reached.keys()) for tracker, ids in ended.items()}
+        ready = {tracker: ids for tracker, ids in changed.items() if ids is not None}
         about = {}
-        for key, changed in ready.items():
-            tracker = self.trackers[key]
+        for tracker, ids in ready.items():
             shared = len(ready) > 1 and not set().union(*ready.values()).issubset(map(id, tracker.parameters))
-            about[key] = GradientsReady(tracker, changed, shared, self._stepping)
-        if ready:
+            about[id(tracker.model)] = GradientsReady(tracker, ids, shared, self._stepping)
+        if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     def step_completed(self, optimizer: Optimizer, *_: Any) -> None:
@@ -172,8 +173,8 @@ class EventSource:
             self._stepping = None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_inner = self._stepping is not None and is_nested(optimizer)
-        if not self.running or is_inner or not any(tracker.shares(optimizer) for tracker in self.trackers.values()):
+        is_followed = self.running and any(tracker.shares(optimizer) for tracker in self.trackers.values())
+        if not is_followed or (self._stepping is not None and is_nested(optimizer)):
             return None
         self._stepping, self._is_step_reported = optimizer, False
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, may_be_true
 from ignite_monitor.gradient.detector import GradientDetection
-from ignite_monitor.gradient.skip import StepSkipper, check_hooks, check_skippable, hides_gradients, skips_on_device
+from ignite_monitor.gradient.skip import StepSkipper, check_step, hides_gradients, skips_on_device
+from ignite_monitor.gradient.window import Taken
 from ignite_monitor.model._torch import foreach_scale, sparse_parts
 from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.norms import is_sharded
@@ -29,10 +30,6 @@ class SpikeAction:
     if single parameters are compared too. A non-finite gradient cannot be clipped: its step is skipped if that takes
     no synchronization, on the CPU and in fused optimizers of ``torch.optim``.
 
-    Args:
-        on_spike: "skip", "clip", a function, or None.
-        optimizer: the optimizer.
-
     Attributes:
         kind: "skip", "clip" or None.
         counts: steps skipped, and with "clip" gradients clipped, so far: name -> 0-dim tensor.
@@ -46,21 +43,16 @@ class SpikeAction:
         self.kind = on_spike if isinstance(on_spike, str) else None
         if self.kind is None:
             check_function("on_spike", on_spike, "the engine", "the norm", described=_CHOICES)
-        elif self.kind == "skip":
-            check_skippable(optimizer)
-        elif self.kind != "clip":
+        elif self.kind not in ("skip", "clip"):
             raise ValueError(f"Argument on_spike should be {_CHOICES}, but given {on_spike!r}")
-        elif optimizer is None:
-            raise ValueError("on_spike='clip' needs the argument optimizer, in whose step the gradient is clipped")
         else:
-            check_hooks("clip", optimizer)
+            check_step(self.kind, optimizer)
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
         self._optimizer = optimizer
         self._skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step in progress is skipped
-        self._logged = dict.fromkeys(names, 0.0)  # counts at the last log line
-        self._in_run = dict.fromkeys(names, 0.0)
+        self._logged = self._at_start = dict.fromkeys(names, 0.0)  # counts at the last log line, and before the run
 
     def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
         """Contexts of a train step with skipped steps; ``completed`` is called after a step that is not run."""
@@ -68,32 +60,27 @@ class SpikeAction:
             return []
         return [self._skipper.context(self._optimizer, completed)]
 
-    def start(
-        self,
-        optimizer: Optimizer,
-        gradients: Sequence[Tensor],
-        detection: GradientDetection,
-        is_first: bool,
-        read: Callable[[], bool],
-    ) -> None:
-        """Act on the gradients of a step that starts.
+    def at_step(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor], taken: Taken, read: Callable[[Tensor], bool]
+    ) -> Callable[[], None] | None:
+        """Return a function that acts on the gradients of a step that starts; ``read`` reads a flag on the host."""
+        detection = taken.detection
 
-        Args:
-            is_first: whether it is the first step that uses them.
-            read: reads on the host whether they are a spike.
-        """
-        if self.kind == "skip":
+        def skip() -> None:
             self._skip(optimizer, detection.spike, read)
-        elif self.kind == "clip":
+
+        def clip() -> None:
             factor = clip_factor(detection)
             clipped = factor < 1.0
-            if is_first and may_be_true(clipped):
+            if taken.updates and may_be_true(clipped):
                 scale(gradients, factor)
                 self._count("clipped_count", clipped)
             lost = detection.spike & detection.norm.nonfinite
             on_device = skips_on_device(optimizer)
             if may_be_true(lost) and (on_device or (lost.is_cpu and hides_gradients(optimizer))):
-                self._skip(optimizer, lost, lambda: True)
+                self._skip(optimizer, lost, torch.is_nonzero)
+
+        return skip if self.kind == "skip" else clip if self.kind == "clip" else None
 
     def made(self, optimizer: Optimizer, spike: Tensor) -> bool | Tensor:
         """Return whether the completed step was made, a 0-dim bool tensor if only the device may know."""
@@ -107,18 +94,18 @@ class SpikeAction:
         self._skipper.restore()
 
     def start_run(self) -> None:
-        """Count the log lines of a run from zero."""
-        self._in_run = dict.fromkeys(self.counts, 0.0)
+        """Restore, and count the log lines of a run from zero."""
+        self.restore()
+        self._at_start = dict(self._logged)
 
     def message(self, counts: Sequence[float]) -> str | None:
         """Describe the skips and clips since the last call, from :attr:`counts` on the host: ten, then each 100th."""
         parts = []
         for name, count in zip(self.counts, counts, strict=True):
-            before = self._in_run[name]
-            self._in_run[name] = now = before + count - self._logged[name]
-            self._logged[name] = count
+            before, now = self._logged[name] - self._at_start[name], count - self._at_start[name]
             if now > before and (before < 10 or now // 100 > before // 100):
                 parts.append(f"{_DONE[name]} ({now:.0f} in this run).")
+        self._logged = dict(zip(self.counts, counts, strict=True))
         return " ".join(parts) or None
 
     def saved_counts(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -133,9 +120,9 @@ class SpikeAction:
     def load(self, counts: dict[str, Tensor]) -> None:
         """Continue from counts that :meth:`saved_counts` returned."""
         self.counts = counts
-        self._logged = {name: float(count) for name, count in counts.items()}
+        self._logged = self._at_start = {name: float(count) for name, count in counts.items()}
 
-    def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[], bool]) -> None:
+    def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[Tensor], bool]) -> None:
         self._skipper.skip(optimizer, flag, read)
         self._skipped = flag
         if may_be_true(flag):

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_type
+from ignite_monitor.checks import check_choice, check_real, check_type
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
-from ignite_monitor.gradient.per_parameter import PerParameterDetector, culprits, described
+from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.names import named_parameters
@@ -38,6 +40,7 @@ class GradientDetection(NamedTuple):
         parameters: of the norm of each parameter; None if these are not compared.
         spike: whether any of them is a spike, on any rank.
         threshold_reset: whether it resets any of their rules.
+        names: those of ``parameters``.
     """
 
     norm: Detection
@@ -45,23 +48,32 @@ class GradientDetection(NamedTuple):
     parameters: Detection | None
     spike: Tensor
     threshold_reset: Tensor
+    names: tuple[str, ...] = ()
 
+    def values(self) -> dict[str, Tensor]:
+        """Published values by name, but for counts."""
+        norm, loss = self.norm, self.loss
+        values = {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
+        values["spike"] = self.spike
+        if loss is not None:  # a loss without a logarithm is not compared
+            values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
+        return values
 
-class SpikeNumbers(NamedTuple):
-    """Numbers of a spike on the host: by what it was detected, value, threshold, and shares of the excess.
+    def where(self, flag: Tensor, other: GradientDetection | None) -> GradientDetection:
+        """Select this detection where a 0-dim bool tensor is True, elsewhere the other one; NaN and False for None."""
 
-    ``culprits`` has the shares by the name of the parameter, ``keys`` by the published key.
-    """
+        def select(one: Any, two: Any) -> Any:
+            if isinstance(one, Detection):
+                return Detection(*map(select, one, two or [None] * len(one)))
+            if not isinstance(one, Tensor):
+                return one
+            if two is None:
+                two = math.nan if one.is_floating_point() else False
+            elif one.shape != two.shape:  # parameters have been added in between
+                return one
+            return torch.where(flag, one, two)
 
-    name: str
-    value: float
-    threshold: float
-    culprits: dict[str, float]
-    keys: dict[str, float]
-
-    def __str__(self) -> str:
-        what = "loss" if self.name == "loss" else "gradient norm"
-        return described(what, self.value, self.threshold, self.culprits)
+        return GradientDetection(*map(select, self, other or [None] * len(self)))
 
 
 class GradientDetector:
@@ -70,12 +82,7 @@ class GradientDetector:
     The detection of a gradient that no step has used may be postponed: its gradient was either discarded, or the next
     backward accumulates into it. It then updates the statistics only in the first case.
 
-    Args:
-        loss: the source of losses; None for none.
-        per_parameter: whether to compare the norm of each parameter.
-        norm_type: p of the norm.
-        reduction: relation of the ranks' gradients, "mean" or "sum".
-        options: those of :class:`SpikeDetector`.
+    Arguments are those of the monitor, and as options those of :class:`SpikeDetector`.
 
     Attributes:
         losses: the collected losses.
@@ -83,7 +90,7 @@ class GradientDetector:
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if ``reduction`` is not that of the model's wrapper.
+        ValueError: if an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -98,7 +105,10 @@ class GradientDetector:
         **options: Any,
     ) -> None:
         check_type("per_parameter", per_parameter, bool, "bool")
-        self._model, self._norm_type, self._reduction = model, norm_type, reduction_of(model, reduction)
+        if norm_type != math.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
+            raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
+        check_choice("reduction", reduction, "mean", "sum")
+        self._model, self._norm_type, self._reduction = model, float(norm_type), reduction_of(model, reduction)
         self.losses = LossCollector(loss, model)
         self._detectors: dict[str, Any] = {"detector": SpikeDetector(rule, **options)}
         if loss is not None:
@@ -107,25 +117,25 @@ class GradientDetector:
             self._detectors["per_parameter"] = PerParameterDetector(**options)
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.pending: tuple[GradientDetection, Tensor] | None = None
+        self._probe: AccumulationProbe | None = None  # of the pending detection's gradient
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
-    def detect(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
-    ) -> GradientDetection:
-        """Compare gradients, at least one, with their thresholds; updates nothing.
+    def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
+        """Compare the gradients of parameters, at least one, with their thresholds; updates nothing.
 
-        Args:
-            parameters: the parameters, the same list as long as they are the same.
-            scale: factor of all gradients, 0-dim; None for 1.
+        ``parameters`` are the same list as long as they are the same; ``scale`` is a factor of all gradients, 0-dim.
         """
+        gradients = gradients_of(parameters)
         of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
-        loss = parameter = None
+        loss, parameter, names = None, None, ()
         if of_parameters is None:
-            norm = _divided(gradient_norm(gradients, self._norm_type, self._reduction), scale)
+            norm = gradient_norm(gradients, self._norm_type, self._reduction)
+            norm = norm if scale is None else norm / scale.to(norm.device)
         else:
-            parts = _divided(norms(gradients, self._norm_type), scale)
+            parts = norms(gradients, self._norm_type)
+            parts = parts if scale is None else parts / scale.to(parts.device)
             parameter = of_parameters.detect(self._names(parameters), _with_zeros(parts, parameters))
-            any_spike = parameter.spike.any()
+            names, any_spike = of_parameters.names, parameter.spike.any()
             norm, any_spike = norm_of_parts(gradients, parts, self._norm_type, self._reduction, any_spike)
         detection = self._detectors["detector"].detect(norm)
         spike, reset = detection.spike, detection.threshold_reset
@@ -134,7 +144,7 @@ class GradientDetector:
         if of_loss is not None:
             loss = of_loss.detect(self.losses.mean(norm.device))
             spike, reset = spike | loss.spike, reset | loss.threshold_reset
-        return GradientDetection(detection, loss, parameter, spike, reset)
+        return GradientDetection(detection, loss, parameter, spike, reset, names)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if self._named[0] is not parameters:
@@ -149,15 +159,21 @@ class GradientDetector:
             detector.observe(parts[name], when)
         self._counts = self._counts_with(detection, when)
 
-    def resolve(self, accumulated: Tensor | None, device: torch.device) -> Tensor:
+    def probe_contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AccumulationProbe]:
+        """Contexts of a train step that measure whether it accumulates into the pending detection's gradient."""
+        # It may have measured already, in a backward under no_sync().
+        if self.pending is None or (self._probe is not None and self._probe.accumulates is not None):
+            return []
+        self._probe = tracker.accumulation_probe(optimizer)
+        return [self._probe]
+
+    def resolve(self, device: torch.device) -> Tensor:
         """Let the pending detection update the statistics, unless a backward has accumulated into its gradient.
 
-        Args:
-            accumulated: whether it has on this rank, a 0-dim bool tensor; None if unknown.
-
         Returns:
-            Whether it has on any rank.
+            Whether it has on any rank, a 0-dim bool tensor.
         """
+        accumulated = None if self._probe is None else self._probe.accumulates
         if accumulated is None:
             accumulated = torch.zeros((), dtype=torch.bool, device=device)
         if world_size() > 1 and all_take_part(self._model):
@@ -169,8 +185,13 @@ class GradientDetector:
     def settle(self, when: Tensor | None = None) -> None:
         """Let the pending detection update the statistics where a 0-dim bool tensor is True; None for True."""
         if self.pending is not None:
-            (detection, counts), self.pending = self.pending, None
+            detection, counts = self.pending
+            self.drop_pending()
             self.observe(detection, counts if when is None else counts & move_like(when, counts))
+
+    def drop_pending(self) -> None:
+        """Forget the pending detection."""
+        self.pending = self._probe = None
 
     def counts(self) -> Sequence[Tensor]:
         """Number of spikes, of non-finite norms, and of resets so far, the pending detection included."""
@@ -183,28 +204,6 @@ class GradientDetector:
         if self._counts[0].device != flags[0].device:
             self._counts = tuple(move_like(count, detection.norm.value) for count in self._counts)
         return foreach_add(self._counts, flags)
-
-    def spike_numbers(self, detection: GradientDetection) -> Tensor:
-        """Collect what is reported of a spike in a vector for :meth:`read`, without synchronization."""
-        norm, loss, parameters = detection.norm, detection.loss, detection.parameters
-        by_gradient = norm.spike if parameters is None else norm.spike | parameters.spike.any()
-        numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(by_gradient)
-        if loss is not None:
-            by_loss, by_gradient = loss.spike & ~by_gradient, loss.spike | by_gradient
-            numbers = torch.where(by_loss, torch.stack((loss.value, loss.threshold)).exp(), numbers)
-        parts = [by_loss.view(1).to(numbers.dtype), numbers]
-        if parameters is not None:  # none is named if only those of another rank are above their thresholds
-            parts.append(culprits(parameters, by_gradient))
-        return torch.cat(parts)
-
-    def read(self, numbers: Sequence[float]) -> SpikeNumbers:
-        """Convert :meth:`spike_numbers`, read on the host; without a threshold it is inf."""
-        by_loss, value, threshold, *shares = numbers
-        threshold = math.inf if math.isnan(threshold) else threshold
-        of_parameters = self._detectors.get("per_parameter")
-        named = of_parameters.named(shares) if of_parameters is not None else {}
-        keys = of_parameters.keys(shares) if of_parameters is not None else {}
-        return SpikeNumbers("loss" if by_loss else "norm", value, threshold, named, keys)
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
@@ -238,11 +237,13 @@ class GradientDetector:
         for name in twin._detectors.keys() & state_dict.keys():
             twin._detectors[name].load_state_dict(state_dict[name])
         self._detectors = twin._detectors
-        self._counts, self.pending = counts.clone().unbind(), None
+        self._counts = counts.clone().unbind()
+        self.drop_pending()
 
 
-def _divided(values: Tensor, scale: Tensor | None) -> Tensor:
-    return values if scale is None else values / scale.to(values.device)
+def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients of parameters that have one."""
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def _with_zeros(norms_given: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:

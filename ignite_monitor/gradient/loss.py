@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,18 +13,12 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, State
+from ignite_monitor.gradient.missing import LOSS_PATIENCE
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 
 _SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_loss), or a function of the engine"
-
-_PATIENCE = 20
-NO_LOSS = (
-    f"iteration %d: {_PATIENCE} gradients, but no loss was seen, so losses are not compared and loss_spike is not "
-    "reported. Likely cause: the train step computes its loss by another module, by a function, or inside a compiled "
-    "one: give a function of the engine that returns the loss."
-)
 
 LossSource = nn.Module | Callable[[Any], Any]
 
@@ -73,16 +67,7 @@ class LossDetector(SpikeDetector):
 
 
 class LossCollector:
-    """Collects the losses of an optimizer step.
-
-    Args:
-        source: a module whose output is the loss, or a function of the engine that is called after each backward; None
-            to collect none.
-        model: the model.
-
-    Raises:
-        TypeError: if the source is neither.
-    """
+    """Collects the losses of an optimizer step, from the output of a module or a function of the engine."""
 
     def __init__(self, source: LossSource | None, model: nn.Module) -> None:
         if isinstance(source, type):
@@ -96,11 +81,7 @@ class LossCollector:
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Contexts of a train step: a hook on the module."""
-        if not isinstance(self.source, nn.Module):
-            return []
-        hooks = ExitStack()
-        hooks.callback(self.source.register_forward_hook(self._on_output).remove)
-        return [hooks]
+        return [self.source.register_forward_hook(self._on_output)] if isinstance(self.source, nn.Module) else []
 
     def backward_ended(self, engine: Any) -> None:
         """Call the function."""
@@ -138,8 +119,8 @@ class LossCollector:
 
     def is_missing(self) -> bool:
         """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""
-        self._missing += self.source is not None and self._missing <= _PATIENCE
-        return self._missing == _PATIENCE
+        self._missing += self.source is not None and self._missing <= LOSS_PATIENCE
+        return self._missing == LOSS_PATIENCE
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # What is evaluated without gradients belongs to no backward.
@@ -149,7 +130,7 @@ class LossCollector:
     def _add(self, loss: Any) -> None:
         if loss is None:
             return
-        self._missing = _PATIENCE + 1
+        self._missing = LOSS_PATIENCE + 1
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
         with torch.no_grad():
             value = value.to(wide_dtype(value.device)).mean()

@@ -22,36 +22,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
+from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.optimizers import parameters_of
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
 
 
-def check_skippable(optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer whose step cannot be skipped, with a ValueError."""
+def check_step(action: str, optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer whose steps cannot be skipped or clipped, with a ValueError."""
     if optimizer is None:
-        raise ValueError("on_spike='skip' needs the argument optimizer, whose step is to be skipped")
+        raise ValueError(f"on_spike={action!r} needs the argument optimizer, in whose step it acts")
     optimizer = _innermost(optimizer)
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    is_sam = hasattr(optimizer, "first_step") and not _is_from_torch(optimizer)
-    if isinstance(optimizer, LBFGS) or needs_closure or is_sam:
-        raise ValueError(
-            f"on_spike='skip' does not work with {type(optimizer).__name__}, whose step evaluates a closure more than "
-            f"once: {_FIX}"
-        )
-    check_hooks("skip", optimizer)
-
-
-def check_hooks(action: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer without step hooks, which an action needs, with a ValueError."""
-    optimizer = _innermost(optimizer)
+    name, reason = type(optimizer).__name__, None
+    if action == "skip":
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        is_sam = hasattr(optimizer, "first_step") and not _is_from_torch(optimizer)
+        if isinstance(optimizer, LBFGS) or needs_closure or is_sam:
+            reason = "evaluates a closure more than once in a step"
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise ValueError(
-            f"on_spike={action!r} needs an optimizer with step hooks, but {type(optimizer).__name__} does not call the "
-            f"constructor of torch.optim.Optimizer: {_FIX}"
-        )
+        reason = "has no step hooks, because it does not call the constructor of torch.optim.Optimizer"
+    if reason is not None:
+        raise ValueError(f"on_spike={action!r} does not work with {name}, which {reason}: {_FIX}")
 
 
 class _SkippedError(Exception):
@@ -98,7 +90,7 @@ class StepSkipper:
                 else:
                     optimizer.step = own  # type: ignore[method-assign]
 
-    def skip(self, optimizer: Optimizer, spike: Tensor, read: Callable[[], bool]) -> None:
+    def skip(self, optimizer: Optimizer, spike: Tensor, read: Callable[[Tensor], bool]) -> None:
         """Skip the step that starts if a 0-dim bool tensor is True; ``read`` reads it on the host, if need be."""
         if skips_on_device(optimizer):
             found_inf = getattr(optimizer, "found_inf", None)
@@ -107,7 +99,7 @@ class StepSkipper:
             if found_inf is not None:
                 skipped = torch.maximum(found_inf, skipped.to(found_inf.device))
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        elif read():
+        elif read(spike):
             self._is_skipped = not _is_from_torch(optimizer)
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:

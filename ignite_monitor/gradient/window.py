@@ -34,20 +34,20 @@ been the one that the backward was for. ``tests/stress/_window_truth.py`` implem
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-D = TypeVar("D")
+from ignite_monitor.gradient.detector import GradientDetection
 
 
-class Taken(NamedTuple, Generic[D]):
+class Taken(NamedTuple):
     """The detection that a step took; whether it is of a backward, and whether it updates the statistics."""
 
-    detection: D
+    detection: GradientDetection
     of_backward: bool
     updates: bool
 
 
-class GradientWindow(Generic[D]):
+class GradientWindow:
     """Follows the detections of one monitor's gradient.
 
     Attributes:
@@ -61,11 +61,11 @@ class GradientWindow(Generic[D]):
     """
 
     def __init__(self) -> None:
-        self.newest: D | None = None
-        self.unshared: D | None = None
+        self.newest: GradientDetection | None = None
+        self.unshared: GradientDetection | None = None
         self.is_current = self.shared = self.used_by_other = self.announced = False
-        self.last: Taken[D] | None = None
-        self._taken: Taken[D] | None = None  # by the own step in progress
+        self.last: Taken | None = None
+        self._taken: Taken | None = None  # by the own step in progress
 
     def iteration_started(self, unseen: bool) -> None:
         """A monitored iteration starts, after others that were not monitored or directly after the last one."""
@@ -74,7 +74,7 @@ class GradientWindow(Generic[D]):
         if unseen or self.used_by_other:
             self.close()
 
-    def backward(self, detection: D, shared: bool) -> bool:
+    def backward(self, detection: GradientDetection, shared: bool) -> bool:
         """A backward has ended: return whether to announce its spike now."""
         if self._taken is not None:
             return False
@@ -89,7 +89,7 @@ class GradientWindow(Generic[D]):
         self.used_by_other = True
         return True
 
-    def step_started(self, detect: Callable[[], D]) -> Taken[D]:
+    def step_started(self, detect: Callable[[], GradientDetection]) -> Taken:
         """The own optimizer starts its step; ``detect`` is called if no backward made the gradient."""
         if self.newest is not None and self.is_current:
             self._taken = Taken(self.newest, of_backward=True, updates=True)
@@ -99,7 +99,7 @@ class GradientWindow(Generic[D]):
             self._taken = Taken(detect(), of_backward=False, updates=True)
         return self._taken
 
-    def step_completed(self) -> Taken[D] | None:
+    def step_completed(self) -> Taken | None:
         """The own optimizer has stepped: return what the step took; None if there was no gradient."""
         taken, self._taken = self._taken, None
         if taken is not None:
@@ -107,7 +107,7 @@ class GradientWindow(Generic[D]):
             self.close()
         return taken
 
-    def returned(self) -> D | None:
+    def returned(self) -> GradientDetection | None:
         """The train step has returned: return the newest detection that may be published."""
         if self.is_current and (self.last is None or not self.shared):
             return self.unshared if self.used_by_other else self.newest

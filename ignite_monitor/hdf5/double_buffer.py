@@ -58,15 +58,14 @@ class DoubleBuffer:
             self._lock.close()
             raise BlockingIOError(f"{path} is open in another program, or in another logger of this one")
         _HELD.add(self)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._discard()
             if mode == "w" or not path.exists():
                 create(self._standby)
                 os.replace(self._standby, path)
             self._published = {_identity(path)}
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def write(self, patch: Patch) -> None:
         """Apply a patch to the file; if that fails, the file is unchanged."""
@@ -77,12 +76,11 @@ class DoubleBuffer:
                 self._discard()
                 shutil.copyfile(self.path, self._standby)
                 self._apply(patch, locking=False)
-            kept = self._publish()
-        except BaseException:
-            self._discard()
-            raise
-        if kept:
-            self._behind = patch
+            if self._publish():
+                self._behind = patch
+        finally:
+            if self._behind is None:
+                self._discard()
 
     def close(self) -> None:
         """Remove all files but the one with the name."""

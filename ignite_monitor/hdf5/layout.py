@@ -33,8 +33,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.report.series import printable
-
 FORMAT, VERSION = "ignite_monitor", 2
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 RUNS = 2**62
@@ -85,6 +83,11 @@ def create(path: Path) -> None:
             file.create_dataset(
                 name, (0,), dtype, maxshape=(None,), chunks=(chunk,), shuffle=True, compression=1, fletcher32=True
             )
+
+
+def printable(name: str) -> str:
+    """Escape control characters, so that a name is safe to print to a terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
 def one_line(error: BaseException) -> str:

@@ -20,13 +20,11 @@ from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, 
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.hdf5.clock import Clock
-from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line
+from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, printable
 from ignite_monitor.hdf5.values import flatten
-from ignite_monitor.hdf5.writer import Writer
+from ignite_monitor.hdf5.writer import Clock, Writer
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.loggers import Values
-from ignite_monitor.report.series import printable
 
 Origin = Callable[[str], Name]
 

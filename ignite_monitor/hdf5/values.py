@@ -27,22 +27,19 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> tuple
     leaves: dict[str, Any] = {}
     _add_leaves(leaves, "", named)
     numbers: dict[str, float] = {}
-    tensors: dict[torch.device, dict[torch.dtype, list[str]]] = {}
+    tensors: dict[torch.device, list[str]] = {}
     for name, leaf in leaves.items():
-        if type(leaf) is float:
-            numbers[name] = leaf
-        elif _is_plain(leaf):
-            tensors.setdefault(leaf.device, {}).setdefault(leaf.dtype, []).append(name)
+        if _is_plain(leaf):
+            tensors.setdefault(leaf.device, []).append(name)
             numbers[name] = math.nan
         elif (number := _number(leaf)) is not None:
             numbers[name] = number
         else:
             skip(name, leaf)
-    for device, by_dtype in tensors.items():
+    for device, names in tensors.items():
         wide = torch.float32 if device.type == "mps" else torch.float64
-        parts = [torch.stack([leaves[name].detach() for name in names]).to(wide) for names in by_dtype.values()]
-        joined = [name for names in by_dtype.values() for name in names]
-        numbers.update(zip(joined, torch.cat(parts).tolist(), strict=True))
+        joined = torch.stack([leaves[name].detach().to(wide) for name in names])
+        numbers.update(zip(names, joined.tolist(), strict=True))
     return tuple(numbers), np.array(list(numbers.values()), np.float64)
 
 

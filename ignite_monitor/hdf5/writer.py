@@ -1,29 +1,114 @@
-"""Rows of named values, collected in memory and written together."""
+"""Rows of named values: the run and iteration they belong to; collected in memory and written together."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from ignite.engine import Engine
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.clock import Position
 from ignite_monitor.hdf5.double_buffer import DoubleBuffer, Patch
-from ignite_monitor.hdf5.layout import ROW, Name, one_line, opened
-from ignite_monitor.report.series import printable
+from ignite_monitor.hdf5.layout import ROW, Name, one_line, opened, printable
 
+SECONDS = 10.0  # after which rows are written
 REMEMBERED = 64  # lists of names
 WAITING_BYTES = 2**23  # of rows in memory, after which they are written
 KEPT_BYTES = 2**27  # of rows kept in memory at most while writing fails
 ROW_BYTES, NAME_BYTES = 512, 256  # approximate size of a row and of a name in a list of names, without the values
+
+
+class Position(NamedTuple):
+    """Run and iteration of a row: see :mod:`ignite_monitor.hdf5.layout`."""
+
+    run: int
+    start: int
+    iteration: int
+    nested: bool
+
+
+@dataclass
+class _Run:
+    number: int
+    start: int
+    last: int  # iteration
+    completed: bool = False
+
+
+class Clock:
+    """Follows the engines that a logger is attached to.
+
+    An engine whose ``run()`` is called within that of another one belongs to the other's run. The call stack decides
+    it: an engine that has raised is no longer on it, whatever it raised and however long the engine lives.
+    """
+
+    def __init__(self, next_run: int, flush_every: int) -> None:
+        self._next_run, self._flush_every = next_run, flush_every
+        self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()
+        self._latest: _Run | None = None  # that had a row
+        self.written()
+
+    def start(self, engine: Engine) -> None:
+        """Begin a run."""
+        self._begin(engine, engine.state.iteration)
+
+    def tick(self, engine: Engine) -> None:
+        """Count an iteration; an iteration that was counted before begins a run."""
+        self._iterations += 1
+        run, iteration = self._runs.get(engine), engine.state.iteration
+        if run is None or iteration <= run.last:
+            run = self._begin(engine, iteration - 1)
+        run.last = iteration
+
+    def complete(self, engine: Engine) -> None:
+        """End a run."""
+        if engine in self._runs:
+            self._runs[engine].completed = True
+
+    def position(self, engine: Engine) -> Position:
+        """Return the position of a value that comes from an engine now."""
+        outermost = _outermost() or engine
+        run, iteration = self._runs.get(outermost), outermost.state.iteration
+        if run is None or iteration < run.last:  # an engine that is not followed
+            run = self._begin(outermost, max(0, iteration - 1))
+        run.last = iteration
+        self._latest = run
+        return Position(run.number, run.start, iteration, outermost is not engine)
+
+    def is_time(self) -> bool:
+        """Return True if rows should be written: after enough iterations or seconds, and after the end of a run."""
+        completed = self._latest is not None and self._latest.completed
+        return completed or self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
+
+    def written(self) -> None:
+        """Count from now on."""
+        self._iterations, self._written = 0, time.monotonic()
+
+    def _begin(self, engine: Engine, start: int) -> _Run:
+        run = self._runs[engine] = _Run(self._next_run, start, start)
+        self._next_run += 1
+        return run
+
+
+def _outermost() -> Engine | None:
+    """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
+    outermost, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Engine.run.__code__:
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return outermost
 
 
 @dataclass
@@ -50,12 +135,11 @@ class Writer:
         self._logger = logger
         self._process = os.getpid()
         self._file: DoubleBuffer | None = DoubleBuffer(path, mode)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release)
             with opened(path) as contents:
                 sizes, names, rows = contents.sizes, contents.names, contents.rows
-        except BaseException:
-            self._release()
-            raise
+            undo.pop_all()
         self.first_run = int(rows["run"].max(initial=-1)) + 1
         self._session = int(rows["session"].max(initial=-1)) + 1
         self._names = {name.name: name for name in names}

@@ -21,16 +21,21 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.histograms.buckets import as_histogram, count
 from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.forward import after_forward, is_recomputation
 from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import aside, is_plain
-from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags, unwrapped
+from ignite_monitor.model.modes import Eager, aside, is_plain
+from ignite_monitor.model.names import (
+    Pattern,
+    Selection,
+    hookable,
+    modules_by_name,
+    named_parameters,
+    parameters_of,
+    tags,
+    unwrapped,
+)
 from ignite_monitor.model.norms import whole_tensor
-from ignite_monitor.model.optimizers import parameters_of
 from ignite_monitor.model.samples import is_measurable, reshard
-from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.structure import hookable, modules_by_name
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
 
@@ -95,8 +100,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             check_type(name, wanted, bool, "bool")
         if not any(kinds.values()):
             raise ValueError("Arguments weights, gradients and activations should not all be False")
-        if weights or gradients:
-            check_whole(model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.weights, self.gradients, self.activations = weights, gradients, activations

@@ -57,7 +57,8 @@ def in_backward() -> bool:
 class GradientHook:
     """One post-accumulate-grad hook on many parameters, frozen ones too: the train step may unfreeze them.
 
-    Writing into torch's own dictionaries costs a sixth of registering and removing hooks.
+    Public registration refuses frozen parameters, takes eight times as long, and leaves dictionaries that every
+    later backward consults.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,11 @@ class _Hook(ModuleHook):
 def _registered(register: Callable[..., Any], modules: Modules, hook: Any, **options: bool) -> Iterator[None]:
     modules = list(modules)
     hook = hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)
-    with contextlib.ExitStack() as exits:
+    handles: list[Any] = []
+    try:
         for module in modules:
-            exits.callback(register(module, hook, **options).remove)  # scripted modules refuse the bound method
+            handles.append(register(module, hook, **options))  # scripted modules refuse the bound method
         yield
+    finally:
+        for handle in handles:
+            handle.remove()

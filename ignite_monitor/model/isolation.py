@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in
+from ignite_monitor.model.names import named_modules
 
 _thread = threading.local()
 
@@ -36,12 +37,10 @@ def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = Non
 
     The RNG state is that of ``devices``; None for those of the model's parameters and buffers.
     """
-    modules = list(model.modules())
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
-    generators = [item for module in modules for item in generators_of(module).values()]
     before = is_reference_run(), torch.is_autocast_cache_enabled()
-    with preserved_rng_state(devices, generators), preserved_buffers(modules):
+    with preserved_rng_state(devices, generators_of(model).values()), preserved_buffers(model.modules()):
         try:
             _thread.in_second_pass = True
             # Weights that are cast here without gradients would be reused where gradients are recorded.
@@ -63,7 +62,8 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, flag in flags:
-            module.training = flag
+            if module.training != flag:
+                module.training = flag
         for registry, saved in buffers:
             registry.clear()
             registry.update(saved)
@@ -79,11 +79,16 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 
     It holds only what ``torch.load(weights_only=True)`` reads.
     """
-    version, words, gauss = random.getstate()
+    state = _rng_state(devices)
+    version, words, gauss = state["python"]
+    return {name: _without_arrays(value) for name, value in state.items()} | {"python": [version, list(words), gauss]}
+
+
+def _rng_state(devices: Iterable[torch.device] | None) -> dict[str, Any]:
     devices = set(cuda_devices() if devices is None else devices)
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
-        "python": [version, list(words), gauss],
+        "python": random.getstate(),
         "devices": {
             str(item): torch.get_device_module(item).get_rng_state(*_index_of(item))
             for item in devices
@@ -92,7 +97,7 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
     }
     numpy = sys.modules.get("numpy.random")  # nothing was drawn from a package that is not imported
     if numpy is not None:
-        state["numpy"] = _without_arrays(numpy.get_state(legacy=False))
+        state["numpy"] = numpy.get_state(legacy=False)
     return state
 
 
@@ -117,26 +122,38 @@ def preserved_rng_state(
     devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
 ) -> Iterator[None]:
     """Restore the state that :func:`capture_rng_state` returns, and that of generators, on exit."""
-    state = capture_rng_state(devices)
-    own = [(set_state, get_state()) for get_state, set_state in map(_accessors, generators)]
+    state, own = _rng_state(devices), [(item, generator_state(item)) for item in generators]
     try:
         yield
     finally:
         restore_rng_state(state)
-        for set_state, saved in own:
-            set_state(saved)
+        for item, saved in own:
+            set_generator_state(item, saved)
 
 
-def copy_generator_state(generator: Any, source: Any) -> None:
-    """Set the state of a generator to that of another one of its kind."""
-    _accessors(generator)[1](_accessors(source)[0]())
-
-
-def generators_of(module: nn.Module) -> dict[tuple[Any, ...], Any]:
-    """Generators of torch, Python and NumPy that a module reaches, by path."""
+def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
+    """Generators of torch, Python and NumPy that the modules of a model reach, by name of the module and path."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
-    return {path: value for path, value in reachable(module) if isinstance(value, kinds)}
+    members = ((name, *member) for name, module in named_modules(model) for member in reachable(module))
+    return {(name, *path): value for name, path, value in members if isinstance(value, kinds)}
+
+
+def generator_state(generator: Any) -> Any:
+    """State of a generator of torch, Python or NumPy."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a state that :func:`generator_state` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
 
 
 def _index_of(device: torch.device) -> tuple[torch.device, ...]:
@@ -146,17 +163,8 @@ def _index_of(device: torch.device) -> tuple[torch.device, ...]:
 def _without_arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_arrays(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Functions that return and set the state of a generator."""
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    bits = getattr(generator, "bit_generator", None)  # of NumPy
-    if bits is not None:
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return generator.get_state, generator.set_state
+    is_array = hasattr(value, "tolist") and not isinstance(value, Tensor)
+    return value.tolist() if is_array else value
 
 
 class Captured(int):
@@ -165,12 +173,13 @@ class Captured(int):
 
 _ATOMS = (int, float, str, bytes, type(None), Tensor, nn.Module, ModuleType, type)
 _MAX_DEPTH = 5  # a trainer or a data set may be behind an attribute
+_MAX_MEMBERS = 1000  # a larger container holds data
 
 
 def reachable(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Paths and objects that a module reaches by attributes of its own, containers, objects and closures.
 
-    Modules are returned, and not entered.
+    Modules are returned, and not entered; nor are containers of more than 1,000 members.
     """
     seen: set[int] = set()
     waiting: deque[tuple[tuple[Any, ...], Any]]
@@ -186,10 +195,9 @@ def reachable(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _members(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return [*value.items()]
-    if isinstance(value, (list, tuple, deque)):
-        return enumerate([*value])
+    if isinstance(value, (dict, list, tuple, deque)):
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        return [*members] if len(value) <= _MAX_MEMBERS else ()
     if isinstance(value, FunctionType):
         held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -1,15 +1,18 @@
-"""Names of modules and parameters in the user's own model, without those of wrappers."""
+"""Modules and parameters by the names they have in the user's own model, without those of wrappers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import WRAPPED
+from ignite_monitor.model._torch import WRAPPED, parameters_in
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -82,3 +85,84 @@ def _compiled(name: str, pattern: object) -> re.Pattern[str] | None:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"Argument {name} should be a regular expression, but given {pattern!r}: {error}") from None
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters that an optimizer holds, of all groups."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def held_by(optimizer: Optimizer) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return set(map(id, parameters_of(optimizer)))
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The user's own modules by name, without the wrappers around them.
+
+    Modules inside of scripted and traced modules are excluded: they are never called from Python.
+    """
+    modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
+    scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
+    inside = {id(inner) for module in scripted for inner in module.modules() if inner is not module}
+    return {name: module for name, module in modules.items() if id(module) not in inside}
+
+
+def is_layer(name: str, module: nn.Module) -> bool:
+    """Return True for a module with parameters of its own."""
+    # The weights of a parametrized module are in a submodule that it computes them with.
+    if ".parametrizations." in f".{name}.":
+        return False
+    return any(item is not None for item in parameters_in(module).values()) or hasattr(module, "parametrizations")
+
+
+def first_difference(model: nn.Module, other: nn.Module) -> str | None:
+    """The first module or parameter in which another model differs; None if they are built alike.
+
+    Compared are names and classes of modules, whatever wraps or shards them, and names and shapes of parameters.
+    """
+    return _first_difference(_structure(model), _structure(other))
+
+
+def first_difference_of_states(state: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first entry in which another state_dict differs by name or shape; None if there is none."""
+    return _first_difference(_shapes("entry", state.items()), _shapes("entry", other.items()))
+
+
+def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
+    for name, kind in ours.items():
+        if name not in theirs:
+            return f"{name} ({kind}) is not in it"
+        if theirs[name] != kind:
+            return f"{name} is {theirs[name]} in it, not {kind}"
+    return next((f"{name} ({kind}) is in it alone" for name, kind in theirs.items() if name not in ours), None)
+
+
+def _structure(model: nn.Module) -> dict[str, str]:
+    modules = modules_by_name(model)
+    # fully_shard makes a class of its own out of a module's.
+    own = {
+        name: [kind for kind in type(module).__mro__ if "FSDPModule" not in {base.__name__ for base in kind.__mro__}]
+        for name, module in modules.items()
+    }
+    members = [(name, item) for name, module in modules.items() for item in parameters_in(module).items()]
+    parameters = [(f"{name}.{last}".lstrip("."), item) for name, (last, item) in members if item is not None]
+    return {f"module {name!r}": kinds[0].__name__ for name, kinds in own.items()} | _shapes("parameter", parameters)
+
+
+def _shapes(what: str, values: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    return {
+        f"{what} {name!r}": str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        for name, value in values
+    }
+
+
+def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Select those of a model's modules on which a forward hook does not change the model's result.
+
+    ``nn.TransformerEncoderLayer`` in evaluation mode leaves its fast path, whose result differs in the last bits and at
+    padded positions, where it or a module inside has a forward hook.
+    """
+    layers = (module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer))
+    inside = {id(module) for layer in layers if not layer.training for module in layer.modules()}
+    return {name: module for name, module in modules.items() if id(module) not in inside}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import Any
 
 from ignite.engine import Engine, Events, EventsList, State
@@ -11,9 +12,10 @@ from ignite.engine.events import CallableEventWithFilter
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_type
-from ignite_monitor.model.sharding import check_whole
+from ignite_monitor.model.names import held_by
 
 
 class NoModel(nn.Module):
@@ -79,3 +81,30 @@ def steps_through_scaler() -> bool:
             return bool(frame.f_locals["self"].is_enabled())
         frame = frame.f_back
     return False
+
+
+def check_optimizer(optimizer: object, *, optional: bool = False) -> None:
+    """Raise a TypeError, which names an optimizer inside, for an object that is none of torch's optimizers."""
+    if isinstance(optimizer, Optimizer) or (optional and optimizer is None):
+        return
+    attributes = getattr(optimizer, "__dict__", {}).items()
+    inner = next((name for name, value in attributes if isinstance(value, Optimizer)), None)
+    fix = f": give the optimizer inside of it, its attribute {inner!r}" if inner is not None else ""
+    kinds = "torch.optim.Optimizer" + " or None" * optional
+    raise TypeError(f"Argument optimizer should be of type {kinds}, but given {type(optimizer)}{fix}")
+
+
+def check_holds(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise a ValueError for an optimizer that holds none of a model's parameters."""
+    if held_by(optimizer).isdisjoint(map(id, model.parameters())):
+        raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse, with a ValueError, a model that FullyShardedDataParallel (FSDP1) has flattened and sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # no model is sharded before this import
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "Argument model should not be sharded by FullyShardedDataParallel, which leaves flattened parts of "
+            "parameters: shard it with torch.distributed.fsdp.fully_shard"
+        )

@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ignite.base import Serializable
@@ -22,13 +23,14 @@ from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
-from ignite_monitor.monitor.handles import MonitorHandle, forget_last_values
 from ignite_monitor.monitor.loggers import add_logger
 from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
 
 Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
+
+_LAST_VALUES = "_ignite_monitor_last_values"  # of an engine: names that stay after a ``with`` block
 
 
 class Monitor(Serializable):
@@ -162,7 +164,8 @@ class Monitor(Serializable):
             engine.add_event_handler(name, handler)
             if name == Events.ITERATION_STARTED:
                 put_first(engine, name)
-        forget_last_values(engine)
+        for name in vars(engine).pop(_LAST_VALUES, ()):
+            engine.state.metrics.pop(name, None)
         self.clear(engine)
         return MonitorHandle(engine, {self.prefix: self})
 
@@ -209,10 +212,12 @@ class Monitor(Serializable):
     def publish(self, **values: Tensor | float) -> None:
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_complete = False
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        on_device = {name: value for name, value in tensors.items() if not transfer.is_on_host(value)}
-        self._waiting += [transfer.NamedValues([name], value.reshape(1)) for name, value in on_device.items()]
-        self._put({name: value if name in on_device else float(value) for name, value in values.items()})
+        for name, value in values.items():
+            if isinstance(value, Tensor) and not transfer.is_on_host(value):
+                self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
+            else:
+                values[name] = float(value)
+        self._put(values)
 
     def publish_table(self, names: Sequence[str], values: Tensor) -> None:
         """Publish the elements of a vector under names without the prefix."""
@@ -276,7 +281,8 @@ class Monitor(Serializable):
 
     def _put(self, values: Mapping[str, float | Tensor]) -> None:
         not_reported = self.schema.not_reported(values)
-        named = {self._named(name): value for name, value in values.items() if name not in not_reported}
+        start = self._named("")
+        named = {start + name: value for name, value in values.items() if name not in not_reported}
         for metrics in self._all_metrics():
             for name in not_reported:
                 metrics.pop(self._named(name), None)
@@ -285,3 +291,39 @@ class Monitor(Serializable):
     def _all_metrics(self) -> list[dict[str, Any]]:
         engine = self._attached_to()
         return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]
+
+
+class MonitorHandle:
+    """Handle of monitors on an engine: :meth:`remove` or the end of a ``with`` block detaches them.
+
+    After a ``with`` block their last values stay in ``engine.state.metrics``, until a monitor is attached.
+
+    Attributes:
+        monitors: name -> monitor, read-only; for checkpoints: ``Checkpoint({**handle.monitors, ...}, ...)``.
+    """
+
+    def __init__(self, engine: Engine, monitors: Mapping[str, Any]) -> None:
+        self.monitors = MappingProxyType(dict(monitors))
+        self._engine = weakref.ref(engine)
+
+    def remove(self) -> None:
+        """Detach the monitors that are still attached to the engine."""
+        for monitor in self._attached():
+            monitor.detach()
+
+    def __enter__(self) -> MonitorHandle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        engine = self._engine()
+        if kind is None and engine is not None:
+            for monitor in self._attached():
+                last = dict(monitor.on_host())
+                monitor.detach()
+                monitor.metrics.update(last)
+                engine.state.metrics.update(last)
+                vars(engine).setdefault(_LAST_VALUES, set()).update(last)
+        self.remove()
+
+    def _attached(self) -> list[Any]:
+        return [monitor for monitor in self.monitors.values() if monitor._attached_to() is self._engine()]

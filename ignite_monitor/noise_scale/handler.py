@@ -20,8 +20,8 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.optimizers import check_holds, check_optimizer
 from ignite_monitor.model.tensors import count_items
+from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal

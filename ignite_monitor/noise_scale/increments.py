@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.model._torch import backward_number, foreach_norm
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.model.eager import out_of_compiler
-from ignite_monitor.model.modes import aside
+from ignite_monitor.model.modes import aside, out_of_compiler
 from ignite_monitor.model.norms import summed_values
 
 

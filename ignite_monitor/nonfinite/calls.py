@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
 from ignite_monitor.model.forward import ModuleHook, before_forward
-from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.names import named_modules
+from ignite_monitor.model.isolation import generator_state, generators_of, is_reference_run
+from ignite_monitor.model.names import named_modules, unwrapped
 
 MOST_CALLS = 64
 
@@ -24,7 +24,8 @@ class ModelCall(NamedTuple):
         args: positional arguments.
         kwargs: keyword arguments.
         versions: tensors among the arguments, and their versions.
-        states: generators, and their states when the model was called.
+        states: generators of devices, and their states when the model was called.
+        own: place of :func:`generators_of` the model -> generator, and its state.
         autocast: device type -> dtype of autocast, and whether it was enabled.
     """
 
@@ -32,6 +33,7 @@ class ModelCall(NamedTuple):
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]
     states: list[tuple[torch.Generator, Tensor]]
+    own: dict[tuple[Any, ...], tuple[Any, Any]]
     autocast: dict[str, tuple[torch.dtype, bool]]
 
 
@@ -52,6 +54,7 @@ class ModelCalls(ModuleHook):
         self._ended = False
         self._device: torch.device | None = None
         self._generators: list[torch.Generator] = []
+        self._own: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
     def __enter__(self) -> None:
@@ -80,21 +83,29 @@ class ModelCalls(ModuleHook):
             self.calls.clear()
             self._ended = False
         generators = self._find_generators()
-        if len(generators) > 1 and torch.cuda.is_current_stream_capturing():
+        if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
             return
         tensors = [(item, version(item)) for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
         states = [(item, item.get_state()) for item in generators]
+        own = {place: (item, generator_state(item)) for place, item in self._own.items()}
         kinds = {item.device.type for item in generators}
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        if states:
-            self.calls.append(ModelCall(args, kwargs, tensors, states, autocast))
+        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast))
 
     def _find_generators(self) -> list[torch.Generator]:
-        """Return the generators of the model's devices; none if reading a state would synchronize."""
+        """Return the generators of devices; none if reading a state would synchronize."""
         device = next(self._called.parameters()).device
         if device != self._device:
             self._device = device
-            devices = {item.device for item in self._called.parameters()} - {torch.device("cpu")}
+            try:
+                self._own = generators_of(unwrapped(self._called))
+            except Exception:  # noqa: BLE001 - a module may hold objects of any kind, and training continues
+                self._generators = []
+                return []
+            devices = {
+                item.device for item in (*self._called.parameters(), *self._own.values()) if hasattr(item, "device")
+            }
+            devices.discard(torch.device("cpu"))
             is_known = {item.type for item in devices} <= {"cuda"}
             self._generators = [torch.default_generator] if is_known else []
             self._generators += [torch.cuda.default_generators[item.index] for item in devices if is_known]

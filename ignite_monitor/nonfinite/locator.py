@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +13,16 @@ from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import NonFiniteSource
 from ignite_monitor.model._torch import DispatchMode, version
-from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.forward import after_forward, before_forward
-from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass
-from ignite_monitor.model.modes import aside, is_plain
+from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass, set_generator_state
+from ignite_monitor.model.modes import Eager, aside, is_plain
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class NotLocatedError(Exception):
@@ -74,11 +77,16 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: b
     _check(root, calls)
     gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
     model = separate_copy(root)
+    generators = generators_of(model)
     trace = _Trace({module: name for name, module in named_modules(model)})
     with _isolated(root, model, [generator.device for generator, _ in calls[0].states]):
-        with before_forward(trace.names, trace.enter, first=True), after_forward(trace.names, trace.leave):
+        with (
+            before_forward(trace.names, trace.enter, first=True),
+            after_forward(trace.names, trace.leave),
+            torch.autograd.set_detect_anomaly(True, check_nan=False),  # notes the stack of every operation
+        ):
             for call in calls:
-                _call_again(model, call)
+                _call_again(model, generators, call)
         if not all(_is_finite(item, may_mask=True) for item in trace.outputs):
             return _forward_source(trace, model)
         if is_overflow:
@@ -100,11 +108,13 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: b
 
 
 def _check(root: nn.Module, calls: list[ModelCall]) -> None:
-    modules = list(root.modules())
+    modules, generators = list(root.modules()), {place: id(item) for place, item in generators_of(root).items()}
     reasons = {
         "a scripted module has no copy": any(isinstance(module, torch.jit.ScriptModule) for module in modules),
         "the model is sharded": any_sharded(root.parameters()),
-        "a module holds a random number generator": any(map(generators_of, modules)),
+        "a random number generator of the model has been replaced": any(
+            {place: id(item) for place, (item, _) in call.own.items()} != generators for call in calls
+        ),
         "the model was not called as a whole, or is compiled in place": not calls,
         "the model was called too often": len(calls) > MOST_CALLS,
         "the model's inputs have been changed in place": any(
@@ -146,9 +156,11 @@ def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) ->
             raise NotLocatedError("the model draws from Python's or NumPy's generators")
 
 
-def _call_again(model: nn.Module, call: ModelCall) -> None:
+def _call_again(model: nn.Module, generators: Mapping[Any, Any], call: ModelCall) -> None:
     for generator, state in call.states:
         generator.set_state(state)
+    for place, (_, own_state) in call.own.items():
+        set_generator_state(generators[place], own_state)
     with contextlib.ExitStack() as contexts:
         for kind, (dtype, enabled) in call.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
@@ -208,7 +220,7 @@ class _Trace:
             return hook
 
         for node, module in self._owners.items():
-            node.register_hook(hook_of(module, node.name()))
+            node.register_hook(hook_of(module, f"{node.name()}{_called_at(node)}"))
         outputs = [item for item in self.outputs if item.requires_grad]
         torch.autograd.backward(outputs, [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs])
         return operations[0] if operations else None
@@ -221,6 +233,13 @@ class _Trace:
             if node is not None and node not in self._owners:
                 self._owners[node] = name
                 waiting += [following for following, _ in node.next_functions]
+
+
+def _called_at(node: Any) -> str:
+    """The innermost line outside of torch that called an operation, as anomaly mode has noted it."""
+    frames = [re.match(r'\s*File "(.+)", line (\d+)', frame) for frame in node.metadata.get("traceback_", ())]
+    lines = [f"{frame[1]}:{frame[2]}" for frame in frames if frame and not frame[1].startswith(_TORCH)]
+    return f" ({lines[-1]})" if lines else ""
 
 
 def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:

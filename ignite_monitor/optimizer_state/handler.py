@@ -17,9 +17,8 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import OPTIMIZER_STATE
 from ignite_monitor.model.names import tags
-from ignite_monitor.model.optimizers import check_holds, check_optimizer
-from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.updates import order_statistics
+from ignite_monitor.model.norms import order_statistics
+from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.optimizer_state.measured_step import MeasuredStep, StepResult
 
@@ -71,7 +70,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     ) -> None:
         super().__init__(model, prefix)
         check_optimizer(optimizer)
-        check_whole(model)
         check_holds(optimizer, model)
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)

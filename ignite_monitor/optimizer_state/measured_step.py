@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from ignite_monitor.model.devices import move, upload
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.norms import is_sharded
-from ignite_monitor.model.samples import local
-from ignite_monitor.monitor.sampled_step import SampledStep
+from ignite_monitor.model.samples import SampledStep, local
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ignite_monitor.keys import RCC
-from ignite_monitor.model.names import Pattern, Selection, tags
-from ignite_monitor.model.structure import is_layer
+from ignite_monitor.model.names import Pattern, Selection, is_layer, tags
 from ignite_monitor.rcc.layers import LayerChanges
 from ignite_monitor.rcc.terms import over_layers
 from ignite_monitor.reference.monitor import ReferenceMonitor

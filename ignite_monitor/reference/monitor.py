@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.model.eager import Eager
+from ignite_monitor.model.modes import Eager
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part
 from ignite_monitor.reference.call import Comparison

@@ -25,16 +25,22 @@ from ignite_monitor.model._torch import (
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
     Captured,
-    copy_generator_state,
+    generator_state,
     generators_of,
     is_reference_run,
     isolated_pass,
     preserved_rng_state,
     reachable,
+    set_generator_state,
 )
-from ignite_monitor.model.names import named_modules, unwrapped
-from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.structure import first_difference, first_difference_of_states, modules_by_name
+from ignite_monitor.model.names import (
+    first_difference,
+    first_difference_of_states,
+    modules_by_name,
+    named_modules,
+    unwrapped,
+)
+from ignite_monitor.monitor.arguments import check_whole
 from ignite_monitor.reference.call import NotComparableError
 
 
@@ -84,7 +90,8 @@ class Reference:
             raise error_kind(f"Argument reference should be 'init' or a module, but given {reference!r}")
         self.modules = modules_by_name(self.module)
         self._model_modules = modules_by_name(self.root)
-        self._drawing = {name for name, module in self.modules.items() if generators_of(module)}
+        self._names = {module: name for name, module in self.modules.items()}
+        self._draws = bool(generators_of(self.module))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Weights of a copy; None for a module that was given."""
@@ -125,15 +132,15 @@ class Reference:
 
         Autocast, grad mode and RNG state are the model's too: the last bits depend on all of them.
         """
-        inside = set(self.modules[name].modules())
         with isolated_pass(self.modules[name]):
-            for path, copied in self.modules.items():
-                if copied in inside:
-                    copied.training = self._model_modules[path].training
-                    if path in self._drawing:
-                        own, sources = generators_of(copied), generators_of(self._model_modules[path])
-                        for place in own.keys() & sources.keys():
-                            copy_generator_state(own[place], sources[place])
+            for copied in self.modules[name].modules():
+                path = self._names.get(copied)
+                if path is not None and copied.training != self._model_modules[path].training:
+                    copied.training = not copied.training
+            if self._draws:
+                own, sources = generators_of(self.modules[name]), generators_of(self._model_modules[name])
+                for place in own.keys() & sources.keys():
+                    set_generator_state(own[place], generator_state(sources[place]))
             yield
 
 

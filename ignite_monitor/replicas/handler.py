@@ -15,8 +15,8 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of, upload
 from ignite_monitor.model.names import Pattern, Selection
-from ignite_monitor.model.optimizers import check_optimizer
 from ignite_monitor.model.samples import reshard
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, own_rank, sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import DeferredFlag

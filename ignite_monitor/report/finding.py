@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ignite_monitor.report.series import Array
+from ignite_monitor.report.run import Array
 
 SEVERITIES = ("problem", "warning", "note")
 
@@ -21,7 +22,7 @@ KINDS: dict[str, tuple[str, int]] = {
     "dead_units": ("Lower the learning rate, or use an activation without a flat part (GELU, LeakyReLU).", LOWER),
     "activation_outlier": ("If the module gets raw inputs, scale them; else scale its initial weights down.", 0),
     "large_updates": ("Lower the learning rate.", LOWER),
-    "update_ratio_outlier": ("Give that parameter a learning rate of its own; handler.diagnostics names it.", 0),
+    "update_ratio_outlier": ("Give that parameter a learning rate of its own.", 0),
     "large_curvature": ("Lower the learning rate, or use a longer warm-up.", LOWER),
     "early_norms": ("Use a learning rate warm-up, and inspect these batches.", 0),
     "stale_moments": ("Lower beta2 (0.95), or clip updates as StableAdamW does.", 0),
@@ -123,3 +124,36 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 def steps(of: Iterable[int] | Array) -> tuple[int, ...]:
     """Convert steps to Python's integers."""
     return tuple(np.asarray(of, int).tolist())
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Format a number; whole numbers without a decimal point."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.{digits}g}"
+
+
+def times(factor: float) -> str:
+    """Format a factor: ``3.5 times``."""
+    return f"{factor:{'.0f' if 10 <= factor < 1e6 else '.2g'}} times"
+
+
+def plural(count: int, what: str) -> str:
+    """Format a count: ``1 step``, ``2 steps``."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def listed(words: Iterable[str], at_most: int = 5) -> str:
+    """Join words: ``a, b and 3 more``."""
+    words = list(words)
+    if len(words) > at_most + 1:
+        return f"{', '.join(words[:at_most])} and {len(words) - at_most} more"
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def iterations(steps: Array) -> str:
+    """Format ascending steps: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
+    starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 2) != 1)
+    ranges = zip(steps[starts].tolist(), steps[np.append(starts[1:], len(steps)) - 1].tolist(), strict=True)
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return f"iteration{'s' * (len(steps) > 1)} {listed(words, 6)}"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.run import Recorded, Run
-from ignite_monitor.report.series import Array, Series, iterations, listed, number, plural, printable, times
+from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, steps, times
+from ignite_monitor.report.run import Array, Recorded, Run, Series
 from ignite_monitor.report.training import rollbacks
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.run import Recorded, Run
-from ignite_monitor.report.series import Series, iterations, listed, number, plural, printable, times
+from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, steps, times
+from ignite_monitor.report.run import Recorded, Run, Series
 
 
 def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -55,53 +55,117 @@ def _frozen_since(series: Series, counts: Series) -> int:
     return max(int(counts.steps[0]), round(float(step - (still - 1) * distance)))
 
 
-def _spread(monitor: Recorded) -> Series:
-    """The largest update ratio over the median one, where both are above 0."""
-    largest, median = monitor.get("update_ratio_max").finite, monitor.get("update_ratio_median").finite
-    usual = median.at(largest.steps)
-    known = (largest.values > 0) & (usual > 0)
-    return Series(largest.steps[known], largest.values[known] / usual[known])
+def persistent(run: Run) -> Iterator[Finding]:
+    """Metrics that are beyond their limit at the end of the run."""
+    for limit in limits.PERSISTENT:
+        for monitor in run.of(limit.monitor):
+            series, name, severity = monitor.get(limit.key).finite, monitor.name(limit.key), limit.severity
+            beyond = _beyond({name: series}, limit.limit, limit.below).get(name)
+            if beyond is None:
+                continue
+            pattern = limits.LARGEST.get(limit.key, "")
+            items = monitor.each(pattern) if pattern else {}
+            largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
+            until = f"to the end{'; largest in ' * bool(largest)}{listed(map(printable, largest))}"
+            if limit.kind == "vanishing_gradients" and _always_vanished(monitor, series, run):
+                severity, until = "note", "from the beginning, while the rest learn"
+            what = f"{limit.text.format(beyond.value)} ({name}), {until}."
+            names, values = (name, *monitor.names(pattern, largest)), {"value": beyond.value}
+            yield Finding(limit.kind, severity, what, names, (beyond.since,), values)
+
+
+def _always_vanished(monitor: Recorded, counts: Series, run: Run) -> bool:
+    """Check that few gradients vanish, and as many as in the beginning: of biases that softmax or BatchNorm cancel."""
+    first, known = counts.values[: max(1, len(counts.values) // 4)], monitor.each("topk_grad/{}")
+    modules = {layer for other in run.of("rcc") for layer in other.each("weight_update/{}")}
+    modules = modules.union(*(other.modules for other in run.of("activation")))
+    of_keys = sum(map(bool, map(limits.KEY_BIAS.fullmatch, {*known, *(f"{module}.bias" for module in modules)})))
+    # The number of names is at most that of the parameters.
+    few = max(limits.FEW_VANISHING, limits.VANISHING_SHARE * len(known), of_keys)
+    return bool(counts.last_quarter.median <= min(few, np.median(first)))
+
+
+def _relative(monitor: Recorded, ratios: Series) -> Series:
+    """Update ratios over the median one, where both are above 0."""
+    usual = monitor.get("update_ratio_median").at(ratios.steps)
+    known = (ratios.values > 0) & (usual > 0)
+    return Series(ratios.steps[known], ratios.values[known] / usual[known])
 
 
 def update_ratios(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """A parameter whose updates are far larger than the others', and do not become smaller."""
-    factors, name = _spread(monitor), monitor.name("update_ratio_max")
+    largest, name = monitor.get("update_ratio_max").finite, monitor.name("update_ratio_max")
+    factors = _relative(monitor, largest)
     count = len(factors.values)
     if count < limits.RATIO_POINTS:
         return
     end, second = factors.last_quarter.median, float(np.median(factors.values[count // 4 : count // 2]))
     if end >= limits.NOTED_SPREAD and end >= limits.LASTING_SHARE * second:
-        what = f"One parameter moves {times(end)} more for its size than the median one, to the end ({name}, about "
-        what += f"{number(monitor.get('update_ratio_max').last_quarter.median, 3)})."
+        items, since = monitor.each("largest_update_ratio/{}"), factors.last_quarter.steps[0]
+        fastest = max(items, key=lambda item: items[item].values[items[item].steps >= since].sum(), default="")
+        parameter = printable(fastest.partition("/")[2]) or "One parameter"
+        what = f"{parameter} moves {times(end)} more for its size than the median parameter, to the end ({name}, about "
+        what += f"{number(largest.last_quarter.median, 3)})."
         severity = "warning" if end >= limits.UPDATE_SPREAD else "note"
         names, at = (name, monitor.name("update_ratio_median")), steps(factors.steps[:1])
         yield Finding("update_ratio_outlier", severity, what, names, at, {"factor": end})
 
 
 def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """A parameter group whose learning rate is far above the others'.
+    """Parameter groups whose learning rate is far above the others', and those that hardly move.
 
-    A warning if the largest update ratio is too, or if the parameters grow: then the ratios do not show it.
+    A far larger rate is a warning if the group's own update ratios are too, or if the parameters grow: then the ratios
+    do not show it.
     """
     groups = monitor.each("lr/{}")
-    rates = {group: float(series.values.max()) for group, series in groups.items() if series.values.max() > 0}
-    quarters = [part for weights in run.of("weights") for part in np.array_split(_spread(weights).values, 4)]
-    factor = max((float(np.median(part)) for part in quarters if len(part)), default=0.0)
+    rates = {group: float(series.values.max()) for group, series in groups.items()}
     norm = monitor.get("parameter_norm").finite
-    growth = norm.end / norm.values[0] if norm and norm.values[0] > 0 else 0.0
+    growth = norm.tail.median / norm.values[0] if norm and norm.values[0] > 0 else 0.0
     for group, rate in rates.items():
-        usual = float(np.median([other for name, other in rates.items() if name != group] or [rate]))
-        if rate < limits.GROUP_RATE * usual:
+        usual = float(np.median([other for name, other in rates.items() if name != group and other > 0] or [rate]))
+        ratios, factor, fastest = _group_updates(run, monitor.root, group)
+        most, severity, advice = ratios.last_quarter.median, "warning", ""
+        kind, name, shown = "group_rate", monitor.name(f"lr/{group}"), number(rate, 3)
+        what = f"Parameter {printable(group).replace('_', ' ')}{f' (with {fastest})' * bool(fastest)} "
+        if rate >= limits.GROUP_RATE * usual > 0:
+            what += f"has a learning rate of {shown} ({name}), {times(rate / usual)} that of the other groups"
+            if factor >= limits.GROUP_RATIO:
+                what += f", and moves {fastest} up to {times(factor)} more for its size than the median parameter"
+            elif growth >= limits.GROUP_GROWTH:
+                what += f", and the norm of all parameters grew {times(growth)}"
+            else:
+                severity = "note"
+        elif not rate and len(groups[group].values) > 1:
+            what += f"has a learning rate of 0 from the beginning to the end ({name})"
+            advice = "Give it a learning rate, or set requires_grad=False if its parameters are not to learn."
+        elif 0 < most < limits.SMALL_UPDATE and len(groups) > 1:
+            kind = "small_updates"
+            what += f"moves no parameter by more than {most:.2g} of its size per step, to the end, at a learning rate "
+            what += f"of {shown} ({name})"
+        else:
             continue
-        name, severity = monitor.name(f"lr/{group}"), "note"
-        what = f"Parameter {printable(group).replace('_', ' ')} has a learning rate of {number(rate, 3)} ({name}), "
-        what += f"{times(rate / usual)} that of the other groups"
-        if factor >= limits.GROUP_RATIO:
-            severity, what = "warning", f"{what}, and the largest update ratio is up to {times(factor)} the median one"
-        elif growth >= limits.GROUP_GROWTH:
-            severity, what = "warning", f"{what}, and the norm of all parameters grew {times(growth)}"
-        at, values = steps(groups[group].steps[:1]), {"rate": rate, "usual": usual}
-        yield Finding("group_rate", severity, f"{what}.", (name,), at, values)
+        values = {"rate": rate, "usual": usual}
+        yield Finding(kind, severity, f"{what}.", (name,), steps(groups[group].steps[:1]), values, advice)
+
+
+def _group_updates(run: Run, root: str, group: str) -> tuple[Series, float, str]:
+    """Largest update ratios of a parameter group, and the parameter that has them most often.
+
+    The factor is the largest median, over the quarters of the run, of these ratios to the median parameter's.
+
+    Args:
+        root: of the monitor that recorded the group's learning rate; update ratios of the same tag belong to it.
+    """
+    tag = root.rpartition("/")[0]
+    for monitor in run.of("weights"):
+        items = monitor.each(f"largest_update_ratio/{group}/{{}}")
+        if items and monitor.root.rpartition("/")[0] == tag:
+            joined = [np.concatenate(parts) for parts in zip(*items.values(), strict=True)]
+            ratios = Series(*joined).part(np.argsort(joined[0], kind="stable"))
+            quarters = np.array_split(_relative(monitor, ratios).values, 4)
+            factor = max(float(np.median(part)) if len(part) else 0.0 for part in quarters)
+            return ratios, factor, printable(max(items, key=lambda item: len(items[item].steps)))
+    return Series(), 0.0, ""
 
 
 def nonfinite(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -142,8 +206,8 @@ def _beyond(items: Mapping[str, Series], limit: float, below: bool = False) -> d
     """Items beyond a limit, the farthest first."""
     beyond = {}
     for item, series in items.items():
-        value, mask = series.last_quarter.median, (series.values < limit) if below else (series.values >= limit)
-        if value < limit if below else value >= limit:
+        value, mask = series.last_quarter.median, (series.values < limit) if below else (series.values > limit)
+        if value < limit if below else value > limit:
             beyond[item] = Beyond(value, series.since(mask), bool(mask.all()))
     return dict(sorted(beyond.items(), key=lambda entry: entry[1].value * (1 if below else -1)))
 
@@ -163,16 +227,20 @@ def _onsets(items: Mapping[str, Beyond]) -> tuple[int, ...]:
 def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Units that are 0 over the whole batch.
 
-    Units that were dead from the beginning are a matter of initialization; those that died, of the learning rate.
+    Units that were dead before the first step are a matter of initialization; those that died, of the learning rate.
     """
     pattern = "activation/{}/dead_fraction"
-    if modules := _beyond(monitor.each(pattern), limits.DEAD_FRACTION):
-        worst = next(iter(modules.values()))
+    fractions = monitor.each(pattern)
+    if modules := _beyond(fractions, limits.DEAD_FRACTION):
+        worst, it = next(iter(modules.items()))
         what = f"Fractions of units that are 0 over the whole batch, at the end: {_described(modules)}."
-        severity = "problem" if worst.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
-        advice = "Raise the biases before the activation, or re-initialize that layer; a lower rate does not help."
-        names, values = monitor.names(pattern, modules), {"modules": len(modules), "largest": worst.value}
-        advice = advice if worst.initially else ""
+        severity = "problem" if it.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
+        advice, repair = "", "raise the biases before the activation, or re-initialize that layer"
+        if it.initially and fractions[worst].steps[0] <= 1:
+            advice = f"{repair.capitalize()}; a lower rate does not help."
+        elif it.initially:
+            advice = f"Lower the learning rate; if they are 0 before the first step too, {repair}."
+        names, values = monitor.names(pattern, modules), {"modules": len(modules), "largest": it.value}
         yield Finding("dead_units", severity, what, names, _onsets(modules), values, advice)
 
 
@@ -222,7 +290,7 @@ def large_logits(monitor: Recorded, run: Run) -> Iterator[Finding]:
 def coordinate_check(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Layers whose weight update is far from the others'."""
     pattern = "weight_update/{}"
-    ends = {layer: series.end for layer, series in monitor.each(pattern).items() if series.end > 0}
+    ends = {layer: series.tail.median for layer, series in monitor.each(pattern).items() if series.tail.median > 0}
     middle = float(np.median(list(ends.values()))) if ends else 1.0
     far = {layer: end for layer, end in ends.items() if abs(np.log(end / middle)) > np.log(limits.LAYER_SPREAD)}
     if far and len(ends) >= 4:
@@ -236,7 +304,7 @@ def coordinate_check(monitor: Recorded, run: Run) -> Iterator[Finding]:
 def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """The largest spectral norm, if it grew."""
     name, series = monitor.name("norm_max"), monitor.get("norm_max").finite
-    if series and series.end > limits.SPECTRAL_GROWTH * series.values[0] > 0:
-        first, end = float(series.values[0]), series.end
+    if series and series.tail.median > limits.SPECTRAL_GROWTH * series.values[0] > 0:
+        first, end = float(series.values[0]), series.tail.median
         what = f"The largest spectral norm grew {times(end / first)} ({name}), from {number(first)} to {number(end)}."
         yield Finding("spectral_growth", "warning", what, (name,), values={"first": first, "end": end})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 # Spikes. The rules raise 1 to 5 false alarms per 1,000 iterations of healthy runs, nearly all below 2 thresholds.
@@ -33,6 +34,8 @@ UPDATE_SPREAD, NOTED_SPREAD = 15.0, 12.0  # largest update ratio to the median; 
 # 100 times the learning rate
 LASTING_SHARE = 0.8  # of the second quarter's spread; that of biases and norms, which start at 0, falls by 0.7 or more
 RATIO_POINTS = 8  # measurements, for quarters to be compared
+# Names of attention keys' biases, whose gradient softmax cancels.
+KEY_BIAS = re.compile(r"(.*[._])?(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
 FEW_VANISHING, VANISHING_SHARE = 2, 1 / 3  # gradients that vanish from the start: a convolution's before a BatchNorm
 
 # Layers.
@@ -53,11 +56,12 @@ CURVATURE = 1.2  # times the stability threshold; full-batch gradient descent st
 CURVATURE_NEAR = 0.3  # with momentum and AdamW, at batches of 64, the loss rises 10 iterations later
 CURVATURE_MEASUREMENTS = 3
 
-PERSISTENT_SHARE = 0.5  # of the last quarter of a run, and its last value
+# At 0.1 a weight is replaced within ten steps; at 1e-6 it takes 1e5 steps for a change of a tenth.
+LARGE_UPDATE, SMALL_UPDATE = 0.1, 1e-6
 
 
 class Persistent(NamedTuple):
-    """A finding if a metric is beyond its limit at the end of a run."""
+    """A finding if the median of a metric in the last quarter of a run is beyond its limit."""
 
     kind: str
     monitor: str
@@ -74,9 +78,8 @@ PERSISTENT = (
     Persistent("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
     # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
     Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
-    # At 0.1 a weight is replaced within ten steps; at 1e-6 it takes 1e5 steps for a change of a tenth.
-    Persistent("large_updates", "weights", "update_ratio_median", 0.1, _SIZE),
-    Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True),
+    Persistent("large_updates", "weights", "update_ratio_median", LARGE_UPDATE, _SIZE),
+    Persistent("small_updates", "weights", "update_ratio_median", SMALL_UPDATE, _SIZE, below=True),
     # A loss spike is likely (arXiv:2304.13013).
     Persistent("stale_moments", "optimizer", "rms_p95", 2.3, "Gradients are {:.3g} times what second moments expect"),
     Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, "{:.0%} of second moments are < eps"),

@@ -1,21 +1,32 @@
-"""Figure of a run: panels with the spikes marked."""
+"""Figure of a run: one panel per chart of the schemas, or per metric, with the spikes marked."""
 
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from ignite_monitor.report.panels import Line, Panel, Picture
-from ignite_monitor.report.series import Array, printable
+from ignite_monitor.hdf5.layout import printable
+from ignite_monitor.keys import SCHEMAS
+from ignite_monitor.report.finding import Finding
+from ignite_monitor.report.run import Array, Recorded, Run, Series, natural
+from ignite_monitor.report.summary import assessment, find
+from ignite_monitor.report.training import rollbacks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ONE_SCREEN = 8  # panels, unless all are requested
+
+_SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
 
 # Legible on white and on black.
 LINES = ("#2f7fc1", "#e07b00", "#2a9d4a", "#9b6bd0", "#a0704f", "#d060a0")
@@ -26,6 +37,121 @@ MOST_FINDINGS = 8
 LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
 LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
 SIGNED_RANGE = 1e4  # ratio of largest to median size from which on a scale for both signs is logarithmic
+
+
+class Line(NamedTuple):
+    """A line of a panel."""
+
+    label: str  # in the legend
+    series: Series
+    name: str  # of the metric
+    style: str = "solid"  # "dashed" for thresholds, "points" for items that come and go
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of a figure."""
+
+    title: str
+    lines: list[Line]
+    marked: Series | None = None  # points that are marked as spikes
+    is_chart: bool = True  # False for a monitor's key that has no chart in its schema
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Contents of a figure of a run."""
+
+    panels: list[Panel]
+    spikes: tuple[int, ...] = ()  # iterations with a gradient spike
+    rollbacks: tuple[int, ...] = ()  # iterations with a rollback
+    assessment: str = ""  # the run in a few words, empty if metrics were selected
+    findings: list[Finding] = field(default_factory=list)
+    omitted: int = 0  # number of panels that are not shown
+
+
+def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
+    """Choose the panels of a run: those that findings are about first, then the user's own, then by monitor.
+
+    Args:
+        selection: the metrics to show, by a match anywhere in their names.
+        every: whether to show all panels, and lines that are constant.
+    """
+    flags = [monitor.get("spike") for monitor in run.of("grad")]
+    spikes = tuple(sorted({step for series in flags for step in series.where(series.values > 0).tolist()}))
+    marks = spikes, tuple(rollback.step for rollback in rollbacks(run))
+    panels = [*_own(run), *(panel for monitor in run.monitors for panel in _panels(monitor))]
+    if selection is not None:
+        chosen = [(panel, [line for line in panel.lines if selection.search(line.name)]) for panel in panels]
+        return Picture([replace(panel, lines=lines) for panel, lines in chosen if lines], *marks)
+    findings = find(run)
+    shown = panels if every else _most_important(panels, findings)
+    words = assessment(findings, bool(run.monitors))
+    return Picture(shown, *marks, words, findings, len(panels) - len(shown))
+
+
+def _most_important(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
+    """One screen of panels without constant lines: those that findings are about first, keys without a chart last."""
+    alarms = [name for finding in findings if finding.severity != "note" for name in finding.metrics[:1]]
+    order = {name: place for place, name in reversed(list(enumerate(alarms)))}
+    ranked = []
+    for panel in panels:
+        lines = [line for line in panel.lines if line.name in order or line.style == "dashed" or _varies(line.series)]
+        if any(line.style != "dashed" for line in lines):
+            first = min(order.get(line.name, len(alarms)) for line in lines)
+            ranked.append((first, replace(panel, lines=lines)))
+    ranked.sort(key=lambda entry: (entry[0], not entry[1].is_chart))
+    return [panel for _, panel in ranked[:ONE_SCREEN]] or panels[:ONE_SCREEN]
+
+
+def _varies(series: Series) -> bool:
+    return len(series.values) == 1 or bool((series.values != series.values[0]).any())
+
+
+def _panels(monitor: Recorded) -> Iterator[Panel]:
+    """Panels of a monitor: keys of one chart share a panel, and so do the layers or parameters of one metric."""
+    charts: dict[str, list[Line]] = defaultdict(list)
+    for key in sorted(monitor.series, key=natural):
+        chart, label = _chart(monitor.kind, key)
+        style = "dashed" if "threshold" in key else "points" if key.startswith(("topk", "largest")) else "solid"
+        charts[chart].append(Line(label, monitor.series[key], monitor.name(key), style))
+    flags = monitor.get("spike")
+    for chart, lines in charts.items():
+        value = next((line.series for line in lines if line.label in ("norm", "value")), None)
+        spikes = flags.where(flags.values > 0)
+        marked = Series(spikes, value.at(spikes)) if value is not None and flags else None
+        is_chart = chart != lines[0].label
+        title = f"{monitor.root or monitor.kind}: {chart}" if is_chart else lines[0].name
+        yield Panel(title, lines, marked, is_chart)
+
+
+def _chart(kind: str, key: str) -> tuple[str, str]:
+    """Title of a key's panel, and the label of its line there."""
+    keys = _SCHEMAS[kind].keys if kind in _SCHEMAS else ()
+    matching = [schema for schema in keys if re.fullmatch(schema.regex, key)]
+    schema = next((schema for schema in matching if schema.chart), matching[0] if matching else None)
+    if schema is None or "{" not in schema.pattern:
+        return (schema.chart if schema else "") or key, key
+    family, _, item = key.partition("/")
+    if re.search(r"\{\w+\}$", schema.pattern) and not schema.pattern.endswith("{metric}"):
+        return schema.chart or family, item
+    item, _, metric = item.rpartition("/")
+    return schema.chart or (metric if family == kind else f"{family} {metric}"), item
+
+
+def _own(run: Run) -> Iterator[Panel]:
+    """Panels of the user's own metrics by the last word of their names, losses first."""
+    panels: dict[str, list[str]] = defaultdict(list)
+    for name in run.own:
+        panels[_last_word(name)].append(name)
+    for word, names in sorted(panels.items(), key=lambda entry: ("loss" not in entry[0].lower(), natural(entry[0]))):
+        lines = [Line(name, run.own[name], name) for name in sorted(names, key=natural)]
+        yield Panel(names[0] if len(names) == 1 else word, lines)
+
+
+def _last_word(name: str) -> str:
+    head, _, last = name.rpartition("/")
+    return _last_word(head) if head and re.fullmatch(r"(group_)?\d+", last) else last
 
 
 def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False, dark: bool = False) -> None:
@@ -57,8 +183,8 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False,
     style = context(["default", "dark_background"] if dark else "default")
     with style, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
-        head = _head(picture, printable(title), 68 * columns)
-        width, heights = 0.4 + 4.6 * columns, (0.1 + 0.2 * len(head), 0.3 + 2.2 * rows)
+        head = _head(picture, printable(title), 60 * columns)
+        width, heights = 0.4 + 4.0 * columns, (0.1 + 0.2 * len(head), 0.3 + 2.1 * rows)
         figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
         above, body = cast(Any, figure.subfigures(2, 1, height_ratios=heights))
         for row, (text, colour, weight) in enumerate(head):
@@ -76,9 +202,8 @@ def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str | No
     first = f"{title}{': ' * bool(title and picture.assessment)}{picture.assessment}{omitted}"
     lines: list[tuple[str, str | None, str]] = [(first, None, "bold")] if first else []
     for finding in picture.findings[:MOST_FINDINGS]:
-        text = f"{finding.severity}: {finding.text}"
-        text = text if len(text) <= length else f"{text[: length - 1]}…"
-        lines.append((text, SEVERITIES[finding.severity], "normal"))
+        text = textwrap.wrap(f"{finding.severity}: {finding.text}", length, max_lines=3, placeholder=" …")
+        lines += [(line, SEVERITIES[finding.severity], "normal") for line in text]
     if len(picture.findings) > MOST_FINDINGS:
         more = f"{len(picture.findings) - MOST_FINDINGS} more: ignite-monitor summary"
         lines.append((more, SEVERITIES["note"], "normal"))
@@ -111,7 +236,7 @@ def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
     _marks(axes, panel, picture)
     _legend(axes, panel, lines, handles)
     notes = [f"{count} in order, dark to light"] * (count > FEW) + ["no finite value"] * (not len(values))
-    axes.set_xlabel(f"iteration{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=8.5)
+    axes.set_xlabel(f"iteration{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=9)
     axes.grid(visible=True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
@@ -163,7 +288,7 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> 
     chosen = range(len(lines)) if len(lines) <= FEW else (0, len(lines) - 1)
     names = _short([printable(line.label) for line in lines])
     shown = [*(handles[index] for index in chosen), *marks]
-    options: Any = {"fontsize": 7.5, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
+    options: Any = {"fontsize": 8, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
     place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
     # Texts are set afterwards: matplotlib skips labels that begin with an underscore.
     legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **options)

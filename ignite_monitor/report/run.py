@@ -1,17 +1,90 @@
-"""A recorded run: the metrics of each monitor, and the user's own."""
+"""A recorded run: the series of each monitor's metrics, and of the user's own."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ignite_monitor.keys import SCHEMAS
-from ignite_monitor.report.series import Series
+
+Array: TypeAlias = npt.NDArray[Any]
 
 _ORDER = {schema.kind: place for place, schema in enumerate(SCHEMAS)}
+
+
+class Series(NamedTuple):
+    """A metric over the run; without values, and false, if it was not recorded."""
+
+    steps: Array = np.empty(0, int)  # iterations, ascending
+    values: Array = np.empty(0)  # float64, non-finite ones included
+
+    def __bool__(self) -> bool:
+        return bool(len(self.steps))
+
+    def part(self, which: Array | slice) -> Series:
+        """Select values by a mask, by indices or by a slice."""
+        return Series(self.steps[which], self.values[which])
+
+    @property
+    def finite(self) -> Series:
+        """The finite values."""
+        keep = np.isfinite(self.values)
+        return self if keep.all() else self.part(keep)
+
+    @property
+    def last_quarter(self) -> Series:
+        """The last quarter of the values, at least one."""
+        return self.part(slice(-max(1, len(self.steps) // 4), None))
+
+    @property
+    def median(self) -> float:
+        """Median of the finite values, NaN if there is none."""
+        values = self.finite.values
+        return float(np.median(values)) if len(values) else math.nan
+
+    @property
+    def head(self) -> Series:
+        """The first tenth of the finite values, at most 50."""
+        finite = self.finite
+        return finite.part(slice(_tenth(finite)))
+
+    @property
+    def tail(self) -> Series:
+        """The last tenth of the finite values, at most 50."""
+        finite = self.finite
+        return finite.part(slice(-_tenth(finite), None))
+
+    @property
+    def last(self) -> float:
+        """The last finite value, NaN if there is none."""
+        values = self.finite.values
+        return float(values[-1]) if len(values) else math.nan
+
+    def at(self, steps: Array) -> Array:
+        """Return the values at some steps, NaN where there is none."""
+        if not self:
+            return np.full(len(steps), math.nan)
+        index = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
+        return np.where(self.steps[index] == steps, self.values[index], math.nan)
+
+    def where(self, condition: Array) -> Array:
+        """Return the steps at which a condition holds."""
+        return np.asarray(self.steps[condition])
+
+    def since(self, condition: Array) -> int:
+        """Return the step from which on a condition holds to the end, or else the last step."""
+        failing = np.flatnonzero(~condition)
+        return int(self.steps[min(failing[-1] + 1, len(self.steps) - 1) if len(failing) else 0])
+
+
+def _tenth(series: Series) -> int:
+    return max(1, min(50, math.ceil(len(series.values) / 10)))
 
 
 @dataclass(frozen=True)
@@ -38,6 +111,11 @@ class Recorded:
             for key, series in self.series.items()
             if key.startswith(start) and key.endswith(end) and np.isfinite(series.values).any()
         }
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules whose outputs were measured."""
+        return {key.split("/")[1] for key in self.series if key.startswith("activation/")}
 
     def names(self, pattern: str, items: Iterable[str]) -> tuple[str, ...]:
         """Return the full names of a pattern's items."""
@@ -73,3 +151,8 @@ class Run:
     def of(self, kind: str) -> list[Recorded]:
         """Return the monitors of a kind."""
         return [monitor for monitor in self.monitors if monitor.kind == kind]
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts ``layers.2`` before ``layers.10``."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,20 +1,24 @@
-"""Findings, measurements and statistics of a run, also as JSON."""
+"""Summaries of a run and comparisons of two, also as JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ignite_monitor.report import layers, training
-from ignite_monitor.report.finding import Finding, in_order
+from ignite_monitor.report.finding import Finding, in_order, number, plural
 from ignite_monitor.report.gradients import gradient_findings, norms, value_spikes
-from ignite_monitor.report.run import Recorded, Run
-from ignite_monitor.report.series import Statistics, natural, number, plural, statistics
+from ignite_monitor.report.run import Recorded, Run, Series, natural
 
 VERSION = 3
 """Version of the JSON; raised when a key changes its meaning or is removed."""
+
+MATTERS = 0.05  # relative difference of two values
+NOISE = 2.0  # ratio of the difference to the noise within the runs
 
 RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),
@@ -33,7 +37,7 @@ RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
 
 def find(run: Run) -> list[Finding]:
     """Return the findings of a run in the order of what happened; notes last."""
-    findings = [*training.curves(run), *training.rolled_back(run), *training.persistent(run)]
+    findings = [*training.curves(run), *training.rolled_back(run), *layers.persistent(run)]
     findings += [
         finding for monitor in run.monitors for rule in RULES.get(monitor.kind, ()) for finding in rule(monitor, run)
     ]
@@ -75,12 +79,25 @@ def measured(run: Run) -> list[str]:
         if frozen := monitor.get("frozen_count"):
             words.append(f"weight updates in {plural(len(frozen.steps), 'iteration')} ({monitor.name('*')})")
         counts = {
-            "module": len({key.split("/")[1] for key in monitor.series if key.startswith("activation/")}),
-            "attention head": len(monitor.each("attention_entropy/{}")),
-            "layer": len(monitor.each("weight_update/{}")),
+            ("module", "activation/*"): len(monitor.modules),
+            ("attention head", "attention_entropy/*"): len(monitor.each("attention_entropy/{}")),
+            ("layer", "weight_update/*"): len(monitor.each("weight_update/{}")),
         }
-        words += [f"{plural(count, what)} ({monitor.name('*')})" for what, count in counts.items() if count]
+        words += [f"{plural(count, what)} ({monitor.name(key)})" for (what, key), count in counts.items() if count]
     return words
+
+
+class Statistics(NamedTuple):
+    """A series as a row of a table."""
+
+    first: float
+    last: float
+    min: float  # of the finite values; NaN if there is none
+    max: float
+    values: int  # number of values
+    nonfinite: int  # number of non-finite values
+    first_step: int
+    last_step: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,18 @@ class Summary:
         """True if all findings are notes; None if, in addition, the gradients were not monitored."""
         return healthy(self.findings)
 
+    def as_json(self) -> dict[str, Any]:
+        """Convert to JSON's own types."""
+        return {
+            "version": VERSION,
+            "file": self.file,
+            "iterations": {"first": self.first, "last": self.last},
+            "healthy": self.healthy,
+            "measured": self.measured,
+            "findings": _findings_json(self),
+            "metrics": {name: _plain(numbers, numbers._fields) for name, numbers in self.metrics.items()},
+        }
+
 
 def summarise(file: str, run: Run) -> Summary:
     """Summarise a run, which has one series at least."""
@@ -107,37 +136,92 @@ def summarise(file: str, run: Run) -> Summary:
         for monitor in run.monitors:
             keys = [key for key in monitor.series if ("/" in key) is of_parts]
             names += map(monitor.name, sorted(keys, key=natural))
-    counting = [run.series[name].steps for name in names]
-    return Summary(
-        file,
-        min(int(steps[0]) for steps in counting),
-        max(int(steps[-1]) for steps in counting),
-        find(run),
-        measured(run),
-        {name: statistics(run.series[name]) for name in names},
-    )
+    metrics = {name: _statistics(run.series[name]) for name in names}
+    first, last = min(it.first_step for it in metrics.values()), max(it.last_step for it in metrics.values())
+    return Summary(file, first, last, find(run), measured(run), metrics)
 
 
-def as_json(summary: Summary) -> dict[str, Any]:
-    """Convert a summary to JSON's own types."""
-    return {
-        "version": VERSION,
-        "file": summary.file,
-        "iterations": {"first": summary.first, "last": summary.last},
-        "healthy": summary.healthy,
-        "measured": summary.measured,
-        "findings": [finding_json(finding) for finding in summary.findings],
-        "metrics": {name: plain(numbers, numbers._fields) for name, numbers in summary.metrics.items()},
-    }
+def _statistics(series: Series) -> Statistics:
+    steps, values = series
+    finite = series.finite.values
+    least, most = (float(finite.min()), float(finite.max())) if len(finite) else (math.nan, math.nan)
+    bad = len(values) - len(finite)
+    return Statistics(float(values[0]), float(values[-1]), least, most, len(values), bad, int(steps[0]), int(steps[-1]))
 
 
-def finding_json(finding: Finding) -> dict[str, Any]:
-    """Convert a finding to JSON's own types."""
-    values = {name: value if math.isfinite(value) else None for name, value in finding.values.items()}
-    return plain(finding, ("kind", "severity", "text", "metrics", "iterations")) | {"values": values}
+class Difference(NamedTuple):
+    """A metric in two runs."""
+
+    name: str
+    a: float  # median of its last tenth in the first run
+    b: float  # and in the second
+    best_a: float  # smallest value of a loss, largest of an accuracy; NaN if the name does not tell
+    best_b: float
+    relative: float  # (b - a) / max(|a|, |b|); NaN if one is non-finite
+    matters: bool  # whether the difference is more than noise
 
 
-def plain(record: Any, fields: Iterable[str]) -> dict[str, Any]:
-    """Return fields of a record, with None for non-finite numbers."""
-    values = {field: getattr(record, field) for field in fields}
-    return {key: None if isinstance(it, float) and not math.isfinite(it) else it for key, it in values.items()}
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side."""
+
+    runs: tuple[Summary, Summary]
+    until: int  # the last iteration that both have
+    differences: list[Difference]  # the largest first, the user's own before the rest
+    only: tuple[list[str], list[str]]  # names of metrics of the first run only, and of the second only
+
+    def as_json(self) -> dict[str, Any]:
+        """Convert to JSON's own types."""
+        runs = [
+            {"file": run.file, "last_iteration": run.last, "findings": _findings_json(run), "only_here": only}
+            for run, only in zip(self.runs, self.only, strict=True)
+        ]
+        metrics = {it.name: _plain(it, Difference._fields[1:]) for it in self.differences}
+        return {"version": VERSION, "compared_until": self.until, "runs": runs, "metrics": metrics}
+
+
+def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
+    """Compare two runs, each metric up to the last iteration that both have."""
+    first, second = (run.series for run in runs)
+    summaries = summarise(files[0], runs[0]), summarise(files[1], runs[1])
+
+    def place(it: Difference) -> tuple[Any, ...]:
+        size = math.inf if math.isnan(it.relative) else abs(it.relative)
+        return not it.matters, not any(it.name in run.own for run in runs), -size, natural(it.name)
+
+    differences = sorted((_difference(name, first[name], second[name]) for name in first if name in second), key=place)
+    only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))
+    return Comparison(summaries, min(summary.last for summary in summaries), differences, only)
+
+
+def _difference(name: str, *runs: Series) -> Difference:
+    until, better = min(series.steps[-1] for series in runs), training.direction(name)
+    parts = [series.part(series.steps <= until) for series in runs]
+    if not all(parts):
+        return Difference(name, math.nan, math.nan, math.nan, math.nan, math.nan, False)
+    a, b = (part.tail.median if np.isfinite(part.values[-1]) else float(part.values[-1]) for part in parts)
+    # The smallest value of a loss, the largest of an accuracy.
+    best_a, best_b = (better * max((better * part.finite.values).tolist() or [math.nan]) for part in parts)
+    gap, size = abs(b - a), max(abs(a), abs(b))
+    if math.isfinite(gap):
+        noise = max(float(np.median(np.abs(part.tail.values - part.tail.median))) for part in parts)
+        relative, matters = (b - a) / size if size else 0.0, gap > MATTERS * size and gap > NOISE * noise
+    else:
+        relative, matters = math.nan, repr(a) != repr(b)
+    return Difference(name, a, b, best_a if better else math.nan, best_b if better else math.nan, relative, matters)
+
+
+def _findings_json(summary: Summary) -> list[dict[str, Any]]:
+    fields = ("kind", "severity", "text", "metrics", "iterations", "values")
+    return [_plain(finding, fields) for finding in summary.findings]
+
+
+def _plain(record: Any, fields: Iterable[str]) -> dict[str, Any]:
+    """Fields of a record, with None for non-finite numbers."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: convert(item) for key, item in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {field: convert(getattr(record, field)) for field in fields}

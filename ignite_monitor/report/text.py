@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ignite_monitor.report.compare import Comparison, Difference
-from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.series import Statistics, listed, number, plural, printable
-from ignite_monitor.report.summary import Summary, assessment
+from ignite_monitor.hdf5.layout import printable
+from ignite_monitor.report.finding import Finding, listed, number, plural
+from ignite_monitor.report.summary import Comparison, Difference, Statistics, Summary, assessment
 
 try:
     from rich import box

@@ -1,4 +1,4 @@
-"""Findings about losses, rollbacks, batch size, curvature, ranks, and what is beyond a limit at the end of a run."""
+"""Findings about losses, rollbacks, batch size, curvature and ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, steps
-from ignite_monitor.report.run import Recorded, Run
-from ignite_monitor.report.series import Array, Series, iterations, listed, number, printable, times
+from ignite_monitor.report.finding import Finding, iterations, number, steps, times
+from ignite_monitor.report.run import Recorded, Run, Series
 
 _SUFFIX = r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$"
 SMALLER_IS_BETTER = re.compile(
@@ -22,7 +22,6 @@ LARGER_IS_BETTER = re.compile(
     rf"reward|return){_SUFFIX}",
     re.IGNORECASE,
 )
-KEY_BIAS = re.compile(r"(.*[._])?(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
 
 
 def direction(name: str) -> int:
@@ -56,7 +55,7 @@ def lost_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
 def _lost(name: str, series: Series) -> Iterator[Finding]:
     if len(series.values) < limits.LOSS_POINTS:
         return
-    begin, end, smooth = series.start, series.end, _smoothed(series)
+    begin, end, smooth = series.head.median, series.tail.median, _smoothed(series)
     lowest, best = int(smooth.steps[smooth.values.argmin()]), float(smooth.values.min())
     noise = float(np.median(np.abs(np.diff(series.values))))
     gained, lost = begin - best, end - best
@@ -109,51 +108,6 @@ def rolled_back(run: Run) -> Iterator[Finding]:
         more = f", {discarded} more discarded during recovery" if discarded else ""
         what = f"Rolled back to iteration {target} at iteration {step} ({name}): {step - target} batches skipped{more}."
         yield Finding("rolled_back", "warning", what, (name,), (step,), {"target": target, "discarded": discarded})
-
-
-def persistent(run: Run) -> Iterator[Finding]:
-    """Metrics that are beyond their limit at the end of the run."""
-    for limit in limits.PERSISTENT:
-        for monitor in run.of(limit.monitor):
-            series, name = monitor.get(limit.key).finite, monitor.name(limit.key)
-            beyond = series.values < limit.limit if limit.below else series.values > limit.limit
-            if not _lasts(beyond):
-                continue
-            value = series.last_quarter.median
-            pattern = limits.LARGEST.get(limit.key, "")
-            items = monitor.each(pattern) if pattern else {}
-            largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
-            where = f"; largest in {listed(map(printable, largest))}" if largest else ""
-            what, severity = f"{limit.text.format(value)} ({name}), to the end{where}.", limit.severity
-            if limit.kind == "vanishing_gradients" and _always_vanished(monitor, series, run):
-                what, severity = (
-                    f"{limit.text.format(value)} ({name}), from the beginning, while the rest learn.",
-                    "note",
-                )
-            names, at = (name, *monitor.names(pattern, largest)), (series.since(beyond),)
-            yield Finding(limit.kind, severity, what, names, at, {"value": value})
-
-
-def _lasts(beyond: Array) -> bool:
-    end = beyond[-max(1, len(beyond) // 4) :]
-    return bool(len(end) and end[-1] and end.mean() >= limits.PERSISTENT_SHARE)
-
-
-def _always_vanished(monitor: Recorded, counts: Series, run: Run) -> bool:
-    """Check that few gradients vanish, and as many as in the beginning: of biases that softmax or BatchNorm cancel."""
-    first, count = counts.values[: max(1, len(counts.values) // 4)], counts.last_quarter.median
-    modules = {item for other in run.of("activation") + run.of("rcc") for item in _modules(other)}
-    biases = {f"{module}.bias" for module in modules} | set(monitor.each("topk_grad/{}"))
-    known = len(monitor.each("topk_grad/{}"))  # at most the number of parameters
-    few = max(limits.FEW_VANISHING, limits.VANISHING_SHARE * known, sum(map(bool, map(KEY_BIAS.fullmatch, biases))))
-    return bool(_lasts(first > 0) and count <= few and count <= np.median(first))
-
-
-def _modules(monitor: Recorded) -> set[str]:
-    """Names of the modules that a monitor has measured."""
-    if monitor.kind == "rcc":
-        return set(monitor.each("weight_update/{}"))
-    return {key.split("/")[1] for key in monitor.series if key.startswith("activation/")}
 
 
 def noise_scale(monitor: Recorded, run: Run) -> Iterator[Finding]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
 
@@ -21,12 +21,11 @@ from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.rollback.parts import TrainingState, clone
-from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
+from ignite_monitor.rollback.parts import TrainingState, clone, numbers_in
+from ignite_monitor.rollback.policy import LONG, Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots
 from ignite_monitor.rollback.triggers import Findings, Triggers
 
-_KNOWN_AFTER = 2  # iterations discarded before a level that was seen in an earlier recovery is accepted
 _UNSEEN = 20  # iterations without any trigger, or snapshots overdue for want of a step, before a warning
 
 
@@ -49,7 +48,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         to_save: name -> model, optimizer, scheduler, GradScaler, EMA: anything with ``state_dict`` and
             ``load_state_dict``. The trainer and monitors need not be in it.
         every: distance of snapshots in iterations.
-        keep: number of confirmed snapshots; up to three unconfirmed ones are kept beside them.
+        keep: number of confirmed snapshots; up to three unconfirmed ones are kept as well.
         patience: number of losses in a row above the threshold, or not finite, that trigger a rollback.
         max_rollbacks: number of rollbacks within 1,000 iterations, after which a regime change is assumed.
         lr_factor: factor of learning rates from the second rollback within 1,000 iterations on, in (0, 1].
@@ -71,8 +70,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     """
 
     _OBJECTS = ("policy", "snapshots", "triggers")
-    _NUMBERS = ("count", "discarded_count", "lr_scale", "stepped")
-    _state_dict_all_req_keys = _OBJECTS + _NUMBERS
+    _FIELDS = ("count", "discarded_count", "lr_scale", "stepped", "is_decisive", "thresholds")
+    _state_dict_all_req_keys = _OBJECTS + _FIELDS
 
     def __init__(
         self,
@@ -107,6 +106,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
         self._stepped = True  # whether an optimizer made a step in this iteration
+        self._is_decisive = False  # trigger of the last rollback
+        self._thresholds: dict[str, Any] = {}  # at the newest snapshot, of the monitors and of this handler
         self._parameters: list[int] = []  # identities
         self._has_loaded = False
 
@@ -125,13 +126,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
-        self._triggers.accept()
+        self._triggers.accept_peaks()
         self._triggers.reset_threshold()
         for monitor in self._monitors():
             monitor.reset_threshold()
-        thresholds = self._thresholds()
-        for snapshot in self._snapshots.all:
-            snapshot.thresholds = thresholds
+        self._thresholds = self._current_thresholds()
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. A new ``run()`` does it by itself."""
@@ -147,19 +146,19 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and the snapshots that a recovery may need: tensors, numbers, strings, lists and dicts."""
         return OrderedDict(
-            {name: getattr(self, f"_{name}") for name in self._NUMBERS},
+            {name: getattr(self, f"_{name}") for name in self._FIELDS},
             **{name: getattr(self, f"_{name}").state_dict() for name in self._OBJECTS},
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        own = self._training.parts.keys()
+        own = self._training.things.keys()
         for saved in state_dict["snapshots"]["all"]:
             if saved["state"].keys() != own:
                 raise ValueError(f"Argument state_dict should be of {[*own]}, but it holds {[*saved['state']]}")
         for name in self._OBJECTS:
             getattr(self, f"_{name}").load_state_dict(state_dict[name])
-        vars(self).update({f"_{name}": state_dict[name] for name in self._NUMBERS})
+        vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
         self._parameters, self._has_loaded = self._training.parameters(), True
 
     # Before the train step
@@ -188,7 +187,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                     self._warn_once("no snapshot for %d iterations: no optimizer of to_save made a step", overdue)
                 return
         if not self._ruin():
-            self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
+            self._snapshots.take(before, self._training.state(), self._lr_scale)
+            self._thresholds = self._current_thresholds()
 
     def start_iteration(self, engine: Engine) -> None:
         self.run_summary = self.run_summary or RunSummary(self.run_totals())
@@ -197,14 +197,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return {"rolled back": self._count, "discarded": self._discarded_count}
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        return [self._noting_steps()] if self._is_running else []
-
-    @contextmanager
-    def _noting_steps(self) -> Iterator[None]:
-        with ExitStack() as handles:
-            for optimizer in self._training.optimizers:
-                handles.enter_context(optimizer.register_step_post_hook(self._on_step))
-            yield
+        optimizers = self._training.optimizers if self._is_running else []
+        return [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
@@ -223,25 +217,28 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _decide(self, engine: Engine) -> None:
         policy, triggers = self._policy, self._triggers
         if not all(map(all_take_part, self._training.modules)):
-            self._warn_once("under join(), where not all ranks take part, no iteration is judged")
+            self._warn_once("under join(), where not all ranks take part, no instability is detected")
             return
         findings = triggers.collect(self._loss_of(engine), self._monitors())
-        event, reason = self._classify(engine, findings)
+        if not triggers.has_any and engine.state.iteration >= _UNSEEN:
+            self._warn_once(
+                "only request() can trigger a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
+            )
+        event, reason = self._classify(findings)
         was_recovering, values = policy.recovering, dict[str, float]()
-        may_be_known = was_recovering and policy.discarded >= _KNOWN_AFTER
-        if may_be_known and event in (Event.UNHEALTHY, Event.UNSTABLE) and triggers.is_known_level():
-            action, reason = Action.ACCEPT, "restored weights are at the level of an earlier recovery again"
-        else:
-            action = policy.next(event, engine.state.iteration)
+        action = policy.next(event, engine.state.iteration)
         self._snapshots.note(event == Event.HEALTHY)
         if action != Action.NONE and self._snapshots.all:
             self._discarded_count += was_recovering
-            snapshot = self._restore(action, findings.is_decisive or event in (Event.RUINED, Event.NONFINITE))
+            if action == Action.ROLL_BACK:
+                self._is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
+            snapshot = self._restore(action)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not policy.recovering:
-            self._snapshots.drop_newer()
-            triggers.recovered(policy.discarded)
+            self._snapshots.end_recovery()
+            if policy.discarded >= LONG and not self._is_decisive:
+                triggers.accept_peaks()  # with restored weights the data cause them
             text = "%s: iteration %d: recovered; %d iterations discarded"
             self.logger.info(text, self._title, engine.state.iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:
@@ -250,11 +247,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
 
-    def _classify(self, engine: Engine, findings: Findings) -> tuple[Event, str]:
-        if not self._triggers.has_any and engine.state.iteration >= _UNSEEN:
-            self._warn_once(
-                "only request() can trigger a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
-            )
+    def _classify(self, findings: Findings) -> tuple[Event, str]:
         if findings.check_state and (reason := self._ruin()):
             return Event.RUINED, reason
         if findings.reasons:
@@ -266,26 +259,26 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _loss_of(self, engine: Engine) -> float | Tensor | None:
         value = engine.state.output if self.loss is None else self.loss(engine)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            return value.detach() if value.device.type != "cpu" else float(value.detach())
+            return value.detach()
         if isinstance(value, Real) and not isinstance(value, bool):
             return float(value)
         if self.loss is not None and value is not None:
             raise TypeError(f"Argument loss should return one number or None, but it returned {value!r}")
         return None
 
-    def _restore(self, action: Action, is_decisive: bool) -> Snapshot:
+    def _restore(self, action: Action) -> Snapshot:
+        snapshot = self._snapshots.all[-1]
         if action == Action.ROLL_BACK:
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
             self._triggers.forget_peaks()
-        snapshot = newest = self._snapshots.all[-1]
         if action in (Action.ROLL_BACK, Action.DISCARD):
-            snapshot = self._snapshots.choose(is_decisive, self._policy.discarded)
+            snapshot = self._snapshots.choose(self._is_decisive, self._policy.discarded)
         if action == Action.ACCEPT:
             self._lr_scale = snapshot.lr_scale
             self.accept()
         else:
-            self._restore_thresholds(newest.thresholds)  # from before the instability
+            self._restore_thresholds()
         self._training.restore(snapshot.state, self._lr_scale / snapshot.lr_scale)
         return snapshot
 
@@ -308,26 +301,31 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         monitors = dict.fromkeys([*attached, *self._training.monitors])
         return [monitor for monitor in monitors if monitor.counts() is not None]
 
-    def _thresholds(self) -> dict[str, Any]:
+    def _current_thresholds(self) -> dict[str, Any]:
         monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
-        return {"monitors": monitors, "triggers": self._triggers.state_dict()}
+        return {"monitors": clone(monitors), "triggers": clone(self._triggers.state_dict())}
 
-    def _restore_thresholds(self, thresholds: dict[str, Any]) -> None:
-        """Restore thresholds, but not the monitors' counts."""
-        self._triggers.load_state_dict(thresholds["triggers"], baselines_only=True)
+    def _restore_thresholds(self) -> None:
+        """Restore thresholds from before the instability, but not the monitors' counts."""
+        self._triggers.load_state_dict(self._thresholds["triggers"], baselines_only=True)
         for monitor in self._monitors():
-            if monitor.prefix in thresholds["monitors"]:
-                state = monitor.state_dict()
-                counts = {key: value for key, value in state.items() if key == "counts" or key.endswith("_count")}
-                monitor.load_state_dict(type(state)(clone(thresholds["monitors"][monitor.prefix]) | counts))
+            if monitor.prefix in self._thresholds["monitors"]:
+                counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}
+                monitor.load_state_dict(OrderedDict(clone(self._thresholds["monitors"][monitor.prefix]), **counts))
 
     def _ruin(self) -> str:
         """Return the reason if the state of any rank is not finite."""
-        paths = self._training.nonfinite(self._snapshots.all[-1].state if self._snapshots.all else None)
-        ruined = torch.tensor([float(bool(paths))], device=device_of(self._training.modules[0]))
-        if not (paths if world_size() == 1 else bool(sum_over_ranks(ruined))):
-            return ""
-        return f"{paths[0]} is not finite" if paths else "the state of another rank is not finite"
+        paths = self._training.nonfinite()
+        if paths:
+            newest = numbers_in(self._snapshots.all[-1].state) if self._snapshots.all else {}
+            paths = [path for path in paths if path in newest and bool(newest[path].isfinite().all())]
+            if not paths:  # they are new, or have never been finite
+                self._training.exempt_nonfinite()
+        if world_size() > 1:
+            number = torch.tensor([float(bool(paths))], device=device_of(self._training.modules[0]))
+            is_ruined = bool(sum_over_ranks(number))  # a collective on all ranks
+            paths = paths or ["the state of another rank"] * is_ruined
+        return f"{paths[0]} is not finite" if paths else ""
 
 
 def _check_to_save(to_save: Mapping[str, Any]) -> None:

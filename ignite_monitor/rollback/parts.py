@@ -27,97 +27,82 @@ _RATES = (
 
 def clone(value: Any, on_host: bool = False) -> Any:
     """Copy dicts, lists and tuples with their tensors, to host memory if asked; anything else is copied deeply."""
-    return copy_into(None, value, on_host)
-
-
-@torch.no_grad()
-def copy_into(current: Any, value: Any, on_host: bool = False) -> Any:
-    """Copy as :func:`clone` does, into the tensors of ``current`` where shape and dtype are the same."""
-    if isinstance(value, Tensor):
-        target = current if isinstance(current, Tensor) and _fits(current, value) else _empty(value, on_host)
-        part_of_rank(target).detach().copy_(part_of_rank(value).detach())
-        return target
     if type(value) in (dict, OrderedDict):
-        known = current if isinstance(current, dict) else {}
-        return type(value)((key, copy_into(known.get(key), item, on_host)) for key, item in value.items())
+        return type(value)((key, clone(item, on_host)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)(copy_into(None, item, on_host) for item in value)
-    return copy.deepcopy(value)
+        return type(value)(clone(item, on_host) for item in value)
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if not on_host or value.is_cpu:
+        return value.detach().clone()
+    pinned = value.is_cuda and type(value) in (Tensor, nn.Parameter)
+    copied = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
+    part_of_rank(copied).copy_(part_of_rank(value).detach())
+    return copied
 
 
-def _empty(tensor: Tensor, on_host: bool) -> Tensor:
-    if not on_host or tensor.is_cpu:
-        return torch.empty_like(tensor, requires_grad=False)
-    pinned = tensor.is_cuda and type(tensor) in (Tensor, nn.Parameter)
-    return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
+def _restored(current: Any, saved: Any) -> Any:
+    """Copy saved values into the tensors of ``current`` where shape and dtype are the same; clone the others."""
+    if type(saved) is dict and isinstance(current, dict):
+        return {key: _restored(current.get(key), value) for key, value in saved.items()}
+    if not isinstance(saved, Tensor) or not isinstance(current, Tensor) or not _fits(current, saved):
+        return clone(saved)
+    part_of_rank(current).detach().copy_(part_of_rank(saved))
+    return current
 
 
-def _fits(current: Tensor, value: Tensor) -> bool:
-    is_expanded = any(size > 1 and not stride for stride, size in zip(current.stride(), current.shape, strict=True))
-    kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in (current, value)]
-    return kinds[0] == kinds[1] and current.layout == torch.strided and not is_expanded
+def _fits(current: Tensor, saved: Tensor) -> bool:
+    is_dense = current.layout == saved.layout == torch.strided and 0 not in current.stride()  # 0: expanded
+    return is_dense and current.shape == saved.shape and current.dtype == saved.dtype
 
 
-class _Part:
-    """An object with ``state_dict`` and ``load_state_dict``; its state is not copied."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def state(self) -> Any:
-        return self.thing.state_dict()
-
-    def restore(self, state: Any) -> None:
-        if state:  # a disabled GradScaler has nothing to load
-            self.thing.load_state_dict(clone(state))
-
-
-class _Module(_Part):
-    """Parameters, all buffers (non-persistent ones included) and extra state."""
-
-    def state(self) -> Any:
-        modules, unused = self.thing.named_modules(), nn.Module.get_extra_state
+def _state_of(thing: Any) -> Any:
+    """The state itself, nothing copied; of modules with non-persistent buffers."""
+    if isinstance(thing, nn.Module):
+        modules, unused = thing.named_modules(), nn.Module.get_extra_state
         return {
-            "tensors": dict(chain(self.thing.named_parameters(), self.thing.named_buffers())),
+            "tensors": dict(chain(thing.named_parameters(), thing.named_buffers())),
             "extra": {name: m.get_extra_state() for name, m in modules if type(m).get_extra_state is not unused},
         }
-
-    def restore(self, state: Any) -> None:
-        current = self.state()["tensors"]
-        for name, tensor in copy_into(current, state["tensors"]).items():
-            known = current.get(name)
-            if isinstance(known, nn.Parameter) and known is not tensor:  # the shape has changed
-                known.data = tensor
-            elif known is not tensor:
-                path, _, leaf = name.rpartition(".")
-                setattr(self.thing.get_submodule(path), leaf, tensor)
-        for name, extra in clone(state["extra"]).items():
-            self.thing.get_submodule(name).set_extra_state(extra)
-
-
-class _Optimizer(_Part):
-    """State and parameter groups of an optimizer, restored in place: ``load_state_dict`` changes dtypes."""
-
-    def state(self) -> Any:
-        names = {parameter: name for name, parameter in self._parameters().items()}
+    if _is_usual_optimizer(thing):
+        index = {parameter: i for i, parameter in enumerate(_optimized(thing))}
         return {
-            "state": {names.get(key, key): value for key, value in self.thing.state.items()},
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.thing.param_groups],
+            "state": {index.get(key, key): value for key, value in thing.state.items()},
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in thing.param_groups],
         }
+    return thing.state_dict()
 
-    def restore(self, state: Any) -> None:
-        own, parameters = self.thing.state, self._parameters()
-        current = dict(own)
-        own.clear()
-        for name, saved in state["state"].items():
-            key = parameters.get(name, name)
-            own[key] = copy_into(current.get(key), saved)
-        for group, saved in zip(self.thing.param_groups, state["groups"], strict=False):
-            group.update((key, copy_into(group.get(key), value)) for key, value in saved.items())
 
-    def _parameters(self) -> dict[str, Tensor]:
-        groups = enumerate(self.thing.param_groups)
-        return {f"{i}.{j}": parameter for i, group in groups for j, parameter in enumerate(group["params"])}
+def _restore(thing: Any, state: Any) -> None:
+    if isinstance(thing, nn.Module):
+        current = _state_of(thing)["tensors"]
+        for name, saved in state["tensors"].items():
+            known, tensor = current.get(name), _restored(current.get(name), saved)
+            if isinstance(known, nn.Parameter) and tensor is not known:  # the shape has changed
+                known.data = tensor
+            elif tensor is not known:
+                path, _, leaf = name.rpartition(".")
+                setattr(thing.get_submodule(path), leaf, tensor)
+        for name, extra in clone(state["extra"]).items():
+            thing.get_submodule(name).set_extra_state(extra)
+    elif _is_usual_optimizer(thing):  # in place: load_state_dict() changes dtypes
+        parameters, current = dict(enumerate(_optimized(thing))), dict(thing.state)
+        thing.state.clear()
+        for index, saved in state["state"].items():
+            key = parameters.get(index, index)
+            thing.state[key] = _restored(current.get(key), saved)
+        for group, saved in zip(thing.param_groups, state["groups"], strict=False):
+            group.update(_restored(group, saved))
+    elif state:  # a disabled GradScaler has nothing to load
+        thing.load_state_dict(clone(state))
+
+
+def _is_usual_optimizer(thing: Any) -> bool:
+    return isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict
+
+
+def _optimized(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class TrainingState:
@@ -128,38 +113,44 @@ class TrainingState:
         self.monitors = [thing for thing in things.values() if isinstance(thing, Monitor)]
         self.modules = [thing for thing in things.values() if isinstance(thing, nn.Module)]
         self.optimizers = [thing for thing in things.values() if hasattr(thing, "register_step_post_hook")]
-        self.parts = {name: _part_of(thing) for name, thing in things.items() if not isinstance(thing, Monitor)}
-        self._exempt: set[str] = set()  # paths of tensors that were not finite from the first
+        self.things = {name: thing for name, thing in things.items() if not isinstance(thing, Monitor)}
+        self._exempt: set[str] = set()  # paths
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
-        return {name: part.state() for name, part in self.parts.items()}
+        return {name: _state_of(thing) for name, thing in self.things.items()}
 
     def restore(self, state: Mapping[str, Any], lr_factor: float) -> None:
         """Restore an earlier state with its learning rates times a factor, and drop all gradients."""
-        for name, part in self.parts.items():
-            has_rates = any(hasattr(part.thing, key) for key in ("param_groups", "get_last_lr", "simulate_values"))
-            part.restore(_scaled(state[name], lr_factor) if has_rates and lr_factor != 1.0 else state[name])
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        for parameter in chain(*(module.parameters() for module in self.modules), *groups):
+        for name, thing in self.things.items():
+            has_rates = any(hasattr(thing, key) for key in ("param_groups", "get_last_lr", "simulate_values"))
+            _restore(thing, _scaled(state[name], lr_factor) if has_rates and lr_factor != 1.0 else state[name])
+        for parameter in chain(*(module.parameters() for module in self.modules), *map(_optimized, self.optimizers)):
             parameter.grad = None
 
     def parameters(self) -> list[int]:
         """Identities of all parameters."""
         return [id(parameter) for module in self.modules for parameter in module.parameters()]
 
-    def nonfinite(self, earlier: Mapping[str, Any] | None) -> list[str]:
-        """Paths of tensors that are not finite, and were in an earlier state; synchronizes with the device.
-
-        Others, attention masks for instance, are exempt from then on.
-        """
-        tensors = {path: tensor for path, tensor in _numbers_in(self.state()).items() if path not in self._exempt}
-        if bool(torch.isfinite(total_norm(tensors.values()))):  # cheaper than an elementwise check
+    def nonfinite(self) -> list[str]:
+        """Paths of tensors that are not finite and not exempt; synchronizes with the device."""
+        tensors = {path: tensor for path, tensor in numbers_in(self.state()).items() if path not in self._exempt}
+        devices = {tensor.device for tensor in tensors.values()}  # AdamW keeps its step counts on the CPU
+        norms = [total_norm([tensor for tensor in tensors.values() if tensor.device == device]) for device in devices]
+        if all(bool(norm.isfinite()) for norm in norms):  # cheaper than an elementwise check
             return []
-        known = _numbers_in(earlier)
-        paths = [path for path, tensor in tensors.items() if not bool(tensor.isfinite().all())]
-        self._exempt |= {path for path in paths if path not in known or not bool(known[path].isfinite().all())}
-        return sorted(set(paths) - self._exempt)
+        return sorted(path for path, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+
+    def exempt_nonfinite(self) -> None:
+        """Exempt the tensors that are not finite now, attention masks for instance."""
+        self._exempt.update(self.nonfinite())
+
+
+def numbers_in(state: Any) -> dict[str, Tensor]:
+    """Tensors by path that may be non-finite, of DTensors this rank's part."""
+    tensors = ((path.replace("/", "."), part_of_rank(tensor.detach())) for path, tensor in tensors_in(state))
+    floating = ((path, t) for path, t in tensors if (t.is_floating_point() or t.is_complex()) and not t.is_meta)
+    return {path: tensor for path, tensor in floating if tensor.itemsize > 1}
 
 
 def _scaled(state: Any, factor: float, is_rate: bool = False) -> Any:
@@ -177,17 +168,3 @@ def _unwrapped(thing: Any) -> Any:
     inner = getattr(thing, "optimizer", None)
     is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
     return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing
-
-
-def _part_of(thing: Any) -> _Part:
-    if isinstance(thing, nn.Module):
-        return _Module(thing)
-    is_usual = isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict
-    return _Optimizer(thing) if is_usual else _Part(thing)
-
-
-def _numbers_in(state: Any) -> dict[str, Tensor]:
-    """Tensors by path that may be non-finite, of DTensors this rank's part."""
-    tensors = ((path.replace("/", "."), part_of_rank(tensor.detach())) for path, tensor in tensors_in(state))
-    floating = ((path, t) for path, t in tensors if (t.is_floating_point() or t.is_complex()) and not t.is_meta)
-    return {path: tensor for path, tensor in floating if tensor.itemsize > 1}

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROBATION = 5
-"""Number of consecutive healthy iterations that end a recovery."""
-HOLD = 50
-"""Number of iterations since the first sign of instability after which it is accepted as a new regime."""
-WINDOW = 1000
-"""Number of iterations within which rollbacks are counted."""
+PROBATION = 5  # consecutive healthy iterations that end a recovery
+HOLD = 50  # iterations since the first sign of instability after which it is accepted as a new regime
+WINDOW = 1000  # iterations within which rollbacks are counted
+LONG = 10  # discarded iterations from which on the values of a recovery are accepted when it ends
 
 
 class Event(Enum):
@@ -32,7 +30,7 @@ class Action(Enum):
     NONE = "none"
     ROLL_BACK = "roll back"
     DISCARD = "discard"  # restore the same snapshot: the iteration has no effect
-    ACCEPT = "accept"  # restore it a last time, and reset all thresholds
+    ACCEPT = "accept"  # restore a snapshot a last time, and reset all thresholds
     END = "end"  # restore it, and end the run
 
 
@@ -87,9 +85,10 @@ class RecoveryPolicy:
         self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < WINDOW]
         action, instead = _ACTIONS[self.recovering, event]
         if action != instead and self._is_too_long(instead):
+            action = instead
+        if action in (Action.ACCEPT, Action.END):
             self.reset()
-            return instead
-        if action == Action.ROLL_BACK:
+        elif action == Action.ROLL_BACK:
             self.rollbacks.append(iteration)
             self.recovering, self.discarded = RECOVERING, 0
         elif action == Action.DISCARD:

@@ -11,7 +11,7 @@ from ignite_monitor.rollback.parts import clone
 CONFIRMED_AFTER = 20  # healthy iterations
 _UNCONFIRMED = 3  # number of unconfirmed snapshots at most
 _SPACING = 5  # distance of older confirmed snapshots, in units of ``every``
-_PROBE = 4  # of so many discarded iterations one is tried from a confirmed snapshot
+_PROBE = 7  # of so many discarded iterations one is tried from a confirmed snapshot
 
 
 @dataclass(eq=False)
@@ -20,7 +20,6 @@ class Snapshot:
 
     iteration: int
     state: Any  # nested copies
-    thresholds: Any  # of the monitors and of the handler, at the same time
     lr_scale: float  # product of the factors that learning rates had been multiplied by
     quiet: int = 0  # healthy iterations since it was taken or restored
     confirmed: bool = False
@@ -40,13 +39,13 @@ class Snapshots:
         self.restored: Snapshot | None = None  # the one restored last, until it has been confirmed again
         self._unhealthy = 0  # consecutive unhealthy iterations
 
-    def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
-        """Copy a state."""
+    def take(self, iteration: int, state: Any, lr_scale: float) -> None:
+        """Copy a state, in place of the second of three unconfirmed ones: the first is confirmed next."""
         self.taken = iteration
         unconfirmed = [snapshot for snapshot in self.all if not snapshot.confirmed]
         if len(unconfirmed) == _UNCONFIRMED:
-            self.all.remove(unconfirmed[1])  # the first is confirmed next
-        self.all.append(Snapshot(iteration, clone(state, self.on_host), clone(thresholds), lr_scale))
+            self.all.remove(unconfirmed[1])
+        self.all.append(Snapshot(iteration, clone(state, self.on_host), lr_scale))
 
     def note(self, healthy: bool) -> None:
         """Count an iteration, confirm snapshots, and drop those that are not needed any more.
@@ -69,7 +68,7 @@ class Snapshots:
         """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
         It begins with the newest after a decisive trigger, else with the newest confirmed one, and with an older one if
-        that of the last recovery has not been confirmed again. Then the newest is restored, every fourth time the
+        that of the last recovery has not been confirmed again. Then the newest is restored, every seventh time the
         newest confirmed one, in case that the newest is damaged.
         """
         if not discarded and self.restored in self.all:
@@ -81,9 +80,9 @@ class Snapshots:
         self.restored.quiet = 0
         return self.restored
 
-    def drop_newer(self) -> None:
+    def end_recovery(self) -> None:
         """Drop the snapshots newer than the one that the recovery ended with."""
-        if self.restored is not None:
+        if self.restored in self.all:
             self.all = self.all[: self.all.index(self.restored) + 1]
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import State, ThresholdRule
-from ignite_monitor.model._torch import foreach_norm, part_of_rank
+from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
+from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
@@ -21,7 +22,7 @@ from ignite_monitor.rollback.policy import PROBATION
 
 _FAR = 10.0  # times the threshold: so far above it, _PATIENCE of PROBATION iterations are decisive
 _PATIENCE = 3  # also of running statistics
-_RECURRING = 20  # iterations discarded in a recovery, from which on its level is remembered
+_STATISTICS = ("running_mean", "running_var")
 
 
 class LossRule(ThresholdRule):
@@ -29,18 +30,21 @@ class LossRule(ThresholdRule):
 
     Jumps: :math:`\mu + \max(2\sigma, \mu/2)`, or :math:`\mu + 4\sigma` of a loss that has been negative. Growth:
     a quarter of the descent from the first mean to the lowest one, at least :math:`4\sigma`, above the lowest mean.
+    It is never below an accepted loss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accepted: float) -> None:
+        self.accepted = accepted
         super().__init__(decay=0.95)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
-        first, lowest = self.state["first"], self.state["lowest"]
-        if self.state["smallest"] < 0.0:
+        first, lowest, smallest = self.state["first"], self.state["lowest"], self.state["smallest"]
+        if smallest < 0.0:
             jump, growth = 4.0 * std, (first - lowest) / 4.0
         else:
             jump, growth = torch.maximum(2.0 * std, 0.5 * mean), torch.maximum(first / 4.0, 0.5 * lowest)
-        return torch.fmin(mean + jump, lowest + torch.maximum(4.0 * std, growth))
+        limit = torch.fmin(mean + jump, lowest + torch.maximum(4.0 * std, growth))
+        return limit.clamp(min=self.accepted)
 
     def empty(self) -> State:
         own = {"first": math.nan, "lowest": math.nan, "smallest": math.inf}  # the first two are means
@@ -48,18 +52,14 @@ class LossRule(ThresholdRule):
 
     def include(self, state: State, value: Tensor) -> State:
         after = super().include(state, value)
-        first, lowest = state["first"], state["lowest"]
-        if after["count"] >= self.warmup:
-            first = torch.where(first.isnan(), after["mean"], first)
-            lowest = torch.fmin(lowest, after["mean"])
+        mean = after["mean"].masked_fill(after["count"] < self.warmup, math.nan)
+        first = torch.where(state["first"].isnan(), mean, state["first"])
+        lowest = torch.fmin(state["lowest"], mean)
         return after | {"first": first, "lowest": lowest, "smallest": torch.minimum(state["smallest"], value)}
 
 
 class StatisticsRule(ThresholdRule):
     """Threshold of the second moments of running statistics: three times their mean."""
-
-    def __init__(self) -> None:
-        super().__init__(decay=0.95)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
         return 3.0 * mean
@@ -67,12 +67,10 @@ class StatisticsRule(ThresholdRule):
 
 @dataclass
 class Signal:
-    """Values of one number that turned out to be healthy, and those of the current instability."""
+    """Recent and accepted values of one number."""
 
     far: int = 0  # one bit for each of the last iterations, the newest lowest: was it far above the threshold?
-    value: float = -math.inf  # of this iteration, if it is unhealthy
-    peak: float = -math.inf  # largest value since the last healthy iteration, or with restored weights
-    recurring: float = -math.inf  # the same in an earlier recovery, which ended
+    peak: float = -math.inf  # largest unhealthy value since the last healthy iteration, or with restored weights
     accepted: float = -math.inf
 
 
@@ -92,9 +90,9 @@ class Findings:
         """Combine the findings of all ranks in one sum."""
         *numbers, reasons = vars(self).values()
         own = torch.tensor([*numbers, bool(reasons)], dtype=wide_dtype(device), device=device)
-        loss, losses, *flags, unstable = sum_over_ranks(own).tolist()
+        loss, losses, *flags, is_unstable = sum_over_ranks(own).tolist()
         unhealthy, nonfinite, check, decisive = map(bool, flags)
-        reasons = reasons or ["another rank is unstable"] * bool(unstable)
+        reasons = reasons or ["another rank is unstable"] * bool(is_unstable)
         return Findings(loss, losses, unhealthy, nonfinite, check, decisive, reasons)
 
 
@@ -106,79 +104,64 @@ class Triggers:
         self._counts: dict[str, list[float]] = {}  # of each monitor, at the last iteration
         self._signals: dict[str, Signal] = {}
         self.request: str | None = None
-        self.has_any = False  # whether there has ever been anything to judge by
-        self.is_suspicious = False  # whether a signal was far above its threshold lately: the state may be ruined
+        self.has_any = False  # whether there has ever been a value to detect instability by
         self.reset_threshold()
 
+    @property
+    def is_suspicious(self) -> bool:
+        """True if a signal was far above its threshold lately: the state may be ruined."""
+        return any(signal.far for signal in self._signals.values())
+
     def reset_threshold(self) -> None:
-        """Forget the baselines of loss and running statistics; what was accepted stays accepted."""
-        rules = {"loss": (LossRule(), self._patience), "statistics": (StatisticsRule(), _PATIENCE)}
+        """Forget the baselines of loss and running statistics; accepted values stay accepted."""
+        rules = {"loss": LossRule(self._signal("loss").accepted), "statistics": StatisticsRule(decay=0.95)}
         self._detectors = {
             name: SpikeDetector(rule, max_consecutive_spikes=patience, overflow_is_spike=False, ignored=math.nan)
-            for name, (rule, patience) in rules.items()
+            for (name, rule), patience in zip(rules.items(), (self._patience, _PATIENCE), strict=True)
         }
 
-    def accept(self) -> None:
-        """Accept the level of the current instability as that of a healthy regime."""
+    def accept_peaks(self) -> None:
+        """Accept the values of the current instability as those of a healthy regime."""
         for signal in self._signals.values():
-            if signal.peak > -math.inf:
-                signal.accepted = max(signal.accepted, signal.peak, signal.recurring)
+            signal.accepted = max(signal.accepted, signal.peak)
 
     def forget_peaks(self) -> None:
         """Start to note values again: no instability is going on, or weights have been restored."""
         for signal in self._signals.values():
             signal.peak = -math.inf
 
-    def recovered(self, discarded: int) -> None:
-        """Remember the level of a long recovery: if the data cause it again, it is a regime."""
-        for signal in self._signals.values():
-            signal.recurring = max(signal.recurring, signal.peak if discarded >= _RECURRING else -math.inf)
-
-    def is_known_level(self) -> bool:
-        """Return True if every unhealthy signal is at a level that an earlier recovery ended at."""
-        signals = self._signals.values()
-        return all(signal.value <= signal.recurring for signal in signals) and any(s.value > -math.inf for s in signals)
-
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor]) -> Findings:
         """Findings of the iteration that ends, the same on every rank but for the reasons."""
         for signal in self._signals.values():
             signal.far = (signal.far << 1) % 2**PROBATION
-        tensors: list[list[Any]] = [
-            [loss] if isinstance(loss, Tensor) else [],
-            [monitor.counts() for monitor in monitors],
-            [number for monitor in monitors for number in _value_and_threshold(monitor)],
-            second_moments(self._modules),
-        ]
-        losses, counts, numbers, moments = transfer(tensors) if any(tensors) else [[], [], [], []]
+        on_device = [loss] if isinstance(loss, Tensor) else []
+        tensors = [on_device, second_moments(self._modules), *map(_counts_value_threshold, monitors)]
+        self.has_any = self.has_any or loss is not None or any(tensors)
+        losses, moments, *published = transfer(tensors)
         number = losses[0][0] if isinstance(loss, Tensor) else loss
-        self.has_any = self.has_any or number is not None or any(tensors)
-        findings = Findings(0.0 if number is None else number, float(number is not None))
-        for i, monitor in enumerate(monitors):
-            self._judge_monitor(findings, monitor.prefix, counts[i], numbers[2 * i][0], numbers[2 * i + 1][0])
-        if moments:
-            self._judge(findings, "statistics", [moment for group in moments for moment in group])
+        findings = Findings() if number is None else Findings(number, 1.0)
         if self.request is not None:
             findings.reasons.append(self.request)
             findings.is_decisive, self.request = True, None
+        for monitor, (counts, [value], [threshold]) in zip(monitors, published, strict=True):
+            self._note_monitor(findings, monitor.prefix, counts, value, threshold)
+        if moments:
+            self._detect(findings, "statistics", moments[0])
         if world_size() > 1:
             findings = findings.over_ranks(device_of(self._modules[0]))
         if findings.losses:
-            self._judge(findings, "loss", findings.loss / findings.losses)
-        self.is_suspicious = any(signal.far for signal in self._signals.values())
+            self._detect(findings, "loss", findings.loss / findings.losses)
         return findings
 
-    def _judge_monitor(
-        self, findings: Findings, name: str, counts: list[float], value: float, threshold: float
-    ) -> None:
+    def _note_monitor(self, findings: Findings, name: str, counts: list[float], value: float, threshold: float) -> None:
         spike, nonfinite, reset = (a > b for a, b in zip(counts, self._counts.get(name, counts), strict=True))
         self._counts[name] = counts
         findings.check_state |= nonfinite
         findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         value = math.inf if math.isnan(value) else value
-        reason = f"the threshold of {name} was reset after consecutive spikes" if reset else ""
-        self._note(findings, name, value, threshold, spike, reason)
+        self._note(findings, name, value, threshold, spike, f"the threshold of {name} was reset" * reset)
 
-    def _judge(self, findings: Findings, name: str, numbers: float | list[float]) -> None:
+    def _detect(self, findings: Findings, name: str, numbers: float | list[float]) -> None:
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if not bool(values.isfinite().all()):
             findings.check_state = True
@@ -190,25 +173,28 @@ class Triggers:
         value, threshold = float(values.max()), float(detection.threshold.max())
         if name == "statistics":
             value, threshold = float((values / detection.limit).nan_to_num(0.0).max()), 1.0
+        reason = f"the {name} exceeded its threshold {detector.max_consecutive_spikes} times in a row"
         is_reset = bool(detection.threshold_reset.any())
-        reason = f"the {name} exceeded its threshold {detector.max_consecutive_spikes} times in a row" * is_reset
-        self._note(findings, name, value, threshold, bool(detection.spike.any()), reason)
+        self._note(findings, name, value, threshold, bool(detection.spike.any()), reason * is_reset)
 
     def _note(self, findings: Findings, name: str, value: float, threshold: float, is_spike: bool, reason: str) -> None:
         """Note a value, which is unhealthy if it is a spike above everything that was accepted."""
-        signal = self._signals.setdefault(name, Signal())
-        is_unhealthy = is_spike and value > signal.accepted
-        findings.is_unhealthy |= is_unhealthy
-        signal.value = value if is_unhealthy else -math.inf
-        signal.peak = max(signal.peak, signal.value if math.isfinite(value) else -math.inf)
-        is_far = is_unhealthy and value > _FAR * threshold > 0.0
+        signal = self._signal(name)
+        if not (is_spike or reason) or value <= signal.accepted:
+            return
+        findings.is_unhealthy = True
+        signal.peak = max(signal.peak, value if math.isfinite(value) else -math.inf)
+        is_far = value > _FAR * threshold > 0.0
         signal.far |= is_far
-        if reason and value > signal.accepted:
+        if reason:
             findings.reasons.append(reason)
             findings.is_decisive |= name == "statistics"
         elif is_far and signal.far.bit_count() >= _PATIENCE and math.isfinite(value):
             findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold in {_PATIENCE} iterations")
             findings.is_decisive = True
+
+    def _signal(self, name: str) -> Signal:
+        return self._signals.setdefault(name, Signal())
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines and accepted values: tensors, numbers and dicts."""
@@ -219,31 +205,27 @@ class Triggers:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], baselines_only: bool = False) -> None:
         """Continue from a saved state; with ``baselines_only`` the accepted values stay as they are."""
+        if not baselines_only:
+            self._signals = {name: Signal(**saved) for name, saved in state_dict["signals"].items()}
         self.reset_threshold()
         for name, saved in state_dict["detectors"].items():
             self._detectors[name].to(saved["recent"])  # of the same shape
             self._detectors[name].load_state_dict(saved)
-        if not baselines_only:
-            self._signals = {name: Signal(**saved) for name, saved in state_dict["signals"].items()}
 
 
 def second_moments(modules: Sequence[nn.Module]) -> list[Tensor]:
-    r"""Second moments :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1` of all running statistics, by device."""
+    r"""Second moments :math:`\lVert\mu\rVert_2^2 + \lVert\sigma^2\rVert_1` of all running statistics; empty without."""
     inner = {id(module): module for model in modules for module in model.modules()}.values()
     kept = [m for m in inner if isinstance(getattr(m, "running_mean", None), Tensor) and m.running_var is not None]
-    result = []
-    for device in dict.fromkeys(module.running_mean.device for module in kept):
-        own: list[Any] = [module for module in kept if module.running_mean.device == device]
-        means, variances = ([part_of_rank(getattr(m, f"running_{kind}")) for m in own] for kind in ("mean", "var"))
-        dtype = max(torch.float32, *(mean.dtype for mean in means), key=lambda dtype: dtype.itemsize)
-        norms = [*foreach_norm(means, 2.0, dtype=dtype), *foreach_norm(variances, 1.0, dtype=dtype)]
-        mean, variance = torch.stack(norms).to(wide_dtype(device)).chunk(2)
-        result.append(torch.addcmul(variance, mean, mean))
-    return result
+    if not kept:
+        return []
+    means, variances = ([part_of_rank(getattr(module, name)) for module in kept] for name in _STATISTICS)
+    mean = norms(means)
+    return [torch.addcmul(norms(variances, 1.0), mean, mean)]
 
 
-def _value_and_threshold(monitor: Monitor) -> list[Tensor]:
-    own = (monitor.metrics.get(f"{monitor.prefix}/{name}") for name in ("norm", "value"))
-    value = next((number for number in own if number is not None), math.nan)
-    threshold = monitor.metrics.get(f"{monitor.prefix}/threshold", math.inf)
-    return [torch.as_tensor(number, dtype=torch.float64) for number in (value, threshold)]
+def _counts_value_threshold(monitor: Monitor) -> list[Tensor]:
+    metrics, prefix = monitor.metrics, monitor.prefix
+    value = metrics.get(f"{prefix}/norm", metrics.get(f"{prefix}/value", math.nan))
+    numbers = monitor.counts(), value, metrics.get(f"{prefix}/threshold", math.inf)
+    return [torch.as_tensor(number, dtype=torch.float64) for number in numbers]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ignite_monitor.model.devices import device_of, move_like, upload, wide_dtype
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
 from ignite_monitor.model.modes import aside, full_precision, is_plain
-from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.model.names import modules_by_name
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.reference import Reference

@@ -18,9 +18,8 @@ from ignite_monitor.scaling.parametrization import Parametrization
 class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     r"""Measure the alignment of each layer's input and weights, and of their changes, as exponents of the fan-in.
 
-    Weights :math:`W_0` have become :math:`W_0 + \Delta W`, and the input for this batch, :math:`z_0` in the initial
-    model, is :math:`z_0 + \Delta z`. With fan-in n, the alignment of z and W (arXiv:2407.05872) is the mean over the
-    rows of
+    Weights are :math:`W_0 + \Delta W`, and the input for this batch, :math:`z_0` in the initial model, is
+    :math:`z_0 + \Delta z`. With fan-in n, the alignment of z and W (arXiv:2407.05872) is the mean over the rows of
 
     .. math:: \frac{\log \mathrm{RMS}(z W^\top) - \log(\mathrm{RMS}(z)\, \mathrm{RMS}(W))}{\log n},
 

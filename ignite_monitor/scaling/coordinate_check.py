@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.eager import Eager
 from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
-from ignite_monitor.model.modes import is_plain
-from ignite_monitor.model.structure import is_layer
+from ignite_monitor.model.modes import Eager, is_plain
+from ignite_monitor.model.names import is_layer
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.passes import ReferencePasses
@@ -39,12 +38,11 @@ def coordinate_check(
     train_step: Callable[[nn.Module, Any, Any], Any] | None = None,
     steps: int = 10,
     seeds: int = 3,
-    quantities: Sequence[str] = QUANTITIES,
 ) -> CoordinateCheck:
     r"""Measure how the outputs of all layers, and their changes, grow with the width in the first training steps.
 
-    With a correct parametrization they do not: slopes of log value over log width are 0, and learning rates carry over
-    from a small model to a large one. For a layer f with output :math:`f_t(x_t)` after t updates,
+    With a correct parametrization they do not: slopes of log value over log width are 0. For a layer f with output
+    :math:`f_t(x_t)` after t updates,
 
     ================  ==============================================================================================
     quantity          root mean square, over a batch, of
@@ -56,10 +54,8 @@ def coordinate_check(
     ================  ==============================================================================================
 
     where :math:`x_0` is the input for the same batch, with the same dropout masks, in the initial model. Layers are all
-    modules with parameters of their own. Of a :class:`Parametrization` the result has the expected slopes, too: a
-    readout's output starts as :math:`n^{1/2 - a - b}`, which is :math:`n^{-1/2}` with muP.
-
-    Models of one seed differ in width alone, and so do batches of one seed and step. RNG state is restored.
+    modules with parameters of their own. Of a :class:`Parametrization` the result has the expected slopes, too. Models
+    of one seed differ in width alone, and so do batches of one seed and step. RNG state is restored.
 
     Args:
         make_model: makes, for a width, the model or its :class:`Parametrization`, and the optimizer.
@@ -69,7 +65,6 @@ def coordinate_check(
             model's output for x, with classes in the last dimension, and y.
         steps: number of updates.
         seeds: number of training runs at every width.
-        quantities: quantities to measure.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -84,14 +79,12 @@ def coordinate_check(
 
 
             result = coordinate_check(make_model, lambda width: (x, y), [64, 128, 256, 512])
-            print(result.table(), result.summary(), sep="\n\n")
+            print(result.table())
             result.plot("coordinates.png")
     """
     widths = _check_widths(widths)
     steps = check_count("steps", steps, least=1)
     seeds = check_count("seeds", seeds, least=1)
-    if isinstance(quantities, str) or not quantities or not set(quantities) <= set(QUANTITIES):
-        raise ValueError(f"Argument quantities should be some of {QUANTITIES}, but given {quantities!r}")
     for name, function in (("make_model", make_model), ("make_batch", make_batch)):
         check_function(name, function, "width", described="a function of the width", optional=False)
     check_function("train_step", train_step, "model", "optimizer", "batch")
@@ -115,14 +108,13 @@ def coordinate_check(
                     f"{sizes[width]} parameters at several widths"
                 )
             # A generator that the model holds may be shared with other code.
-            generators = [item for module in model.modules() for item in generators_of(module).values()]
-            with preserved_rng_state([], generators):
+            with preserved_rng_state([], generators_of(model).values()):
                 training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
                 records += [
-                    Record(width, seed, step, layer, quantity, measured[QUANTITIES.index(quantity)])
+                    Record(width, seed, step, layer, quantity, value)
                     for step, values in enumerate(itertools.islice(training, steps + 1))
                     for layer, measured in values.items()
-                    for quantity in dict.fromkeys(quantities)
+                    for quantity, value in zip(QUANTITIES, measured, strict=True)
                 ]
     return CoordinateCheck(records, expected)
 

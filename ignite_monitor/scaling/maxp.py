@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,26 +17,24 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.keys import MAXP
 from ignite_monitor.model.names import tags
-from ignite_monitor.model.optimizers import check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling.alignment import AlignmentCalls, measurable_layers
-from ignite_monitor.scaling.graph import Alignment
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.solver import Solution
+from ignite_monitor.scaling.solver import Alignment, Solution
 
 
 class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     r"""Set each layer's learning rate to the largest with which, at its measured alignment, no activation grows.
 
-    A :class:`Parametrization` assumes an alignment and solves for exponents c once. This handler measures the alignment
-    during training, as :class:`AlignmentHandler` does, solves again (:func:`solve`), and sets the learning rate of each
-    group to
+    The alignment is measured as :class:`AlignmentHandler` does, :func:`solve` gives exponents c, and the learning rate
+    of each group, from the next train step on, is
 
     .. math:: \mathtt{lr\_prefactor} \cdot n^{-c}
 
-    for the next train step (arXiv:2407.05872). No layer is slower than under full alignment. Terms that are undefined
-    keep their values, as do layers that can't be measured, and given c.
+    (arXiv:2407.05872). No layer is slower than under full alignment. Terms that are undefined keep their values, as do
+    layers that can't be measured, and given c.
 
     {keys}
 
@@ -105,8 +103,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.solution = parametrization.solution
         self.failed_count = 0
         self._steps = 0
-        self._rates = [parametrization.lr_prefactor * factor for _, _, factor in self._exponents()]
         self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
+        self._set_rates()
         made = self._set_reference(reference)
         self._calls = AlignmentCalls(made, measurable_layers(made.root, parametrization), sample_size)
         self._compare(self._calls.layers, self._calls)
@@ -148,7 +146,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: if it is not a mapping.
             ValueError: if it was saved by another kind of monitor, or with another model.
         """
         Monitor.load_state_dict(self, state_dict)
@@ -174,8 +171,9 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        rates = zip(self._groups(), self._rates, strict=False)
-        if any(not isinstance(group["lr"], Tensor) and group["lr"] != lr for group, lr in rates):
+        groups = self._groups()
+        rates = [(group["lr"], lr) for (group, *_), lr in zip(groups, self._rates, strict=False)]
+        if any(not isinstance(current, Tensor) and current != own for current, own in rates):
             self._warn(
                 "other code sets learning rates of the optimizer, which the next solve will replace: schedule "
                 "lr_prefactor of this handler instead"
@@ -184,9 +182,9 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             super()._on_train_step_completed(engine)
         self._steps += 1
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        for group, lr in zip(self._groups(), self._rates, strict=False):
-            name = f"lr/{group['layer_name']}{'.bias' * bool(group.get('bias'))}"
-            values[name] = lr if isinstance(group["lr"], Tensor) else group["lr"]  # reading a tensor would synchronize
+        for (group, name, bias), own in zip(groups, self._rates, strict=False):
+            # Reading a tensor would synchronize.
+            values[f"lr/{name}{'.bias' * bias}"] = own if isinstance(group["lr"], Tensor) else group["lr"]
         values["failed_count"] = self.failed_count
         self.publish(**dict(zip(tags(values), values.values(), strict=True)))
 
@@ -217,23 +215,16 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     # Learning rates
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups that are of the parametrization."""
-        return [group for group in self.optimizer.param_groups if group.get("layer_name") is not None]
-
-    def _exponents(self) -> Iterable[tuple[dict[str, Any], float, float]]:
-        """Each group, its c and n^-c."""
-        layers = self.parametrization.layers
-        for group in self._groups():
-            name = group["layer_name"]
-            c = self.parametrization.exponent(name, bias=group.get("bias", False), solution=self.solution)
-            yield group, c, float(layers[name].fan_in if name in layers else 1) ** -c
+    def _groups(self) -> list[tuple[dict[str, Any], str, bool]]:
+        """The optimizer's groups that are of the parametrization, with the layer's name, and True for biases."""
+        groups = [group for group in self.optimizer.param_groups if group.get("layer_name") is not None]
+        return [(group, group["layer_name"], bool(group.get("bias"))) for group in groups]
 
     def _check_groups(self) -> None:
         groups = self._groups()
-        if not groups or not {group["layer_name"] for group in groups} <= {*self.parametrization.layers, "_other"}:
+        if not groups or not {name for _, name, _ in groups} <= {*self.parametrization.layers, "_other"}:
             raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
-        has_penalty = any(group.get("decoupled_weight_decay") is False for group in groups)
+        has_penalty = any(group.get("decoupled_weight_decay") is False for group, _, _ in groups)
         if self.parametrization.weight_decay and has_penalty:
             raise ValueError(
                 "Argument optimizer should decay weights apart from gradients, as AdamW does, for a parametrization "
@@ -242,9 +233,11 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     def _set_rates(self) -> None:
         """Set each group's "lr" to prefactor * n^-c, its "c", and its "weight_decay" inversely."""
-        decay = self.parametrization.weight_decay
+        layers, decay = self.parametrization.layers, self.parametrization.weight_decay
         self._rates = []
-        for group, c, factor in self._exponents():
+        for group, name, bias in self._groups():
+            c = self.parametrization.exponent(name, bias=bias, solution=self.solution)
+            factor = float(layers[name].fan_in if name in layers else 1) ** -c
             lr = self.lr_prefactor * factor
             self._rates.append(lr)
             group["c"] = c

@@ -13,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.monitor.ranks import from_every_rank
-from ignite_monitor.scaling.graph import Alignment, LayerGraph
-from ignite_monitor.scaling.solver import Solution, solve
+from ignite_monitor.scaling.solver import Alignment, LayerGraph, Solution, solve
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class ParametrizedLayer:
         weight: name of its parameter.
         biases: names of its other parameters.
         module: name of the module whose output is the layer's output; None if there is none.
-        own: exponent of the factor by which the model itself multiplies the output.
         multiplier: factor by which a forward hook multiplies the output; 1.0 without a hook.
-        std: standard deviation of the initial weights, 0.0 for weights that start at zero; None if they were kept.
+        std: standard deviation of the initial weights; None if they were kept.
     """
 
     name: str
@@ -45,7 +43,6 @@ class ParametrizedLayer:
     weight: str
     biases: tuple[str, ...]
     module: str | None
-    own: float
     multiplier: float
     std: float | None
 
@@ -87,23 +84,20 @@ class Parametrization:
         ``lr = lr_prefactor * fan_in ** -c``. With ``weight_decay``, "weight_decay" is
         ``weight_decay * fan_in ** c``, so that its product with "lr" is the same in all groups, at every width.
         """
-        return [group for group in self._groups() if not self._is_muon(group)]
+        return self._groups(muon=False)
 
     @property
     def muon_groups(self) -> list[dict[str, Any]]:
         """The groups for ``torch.optim.Muon``: hidden weights of two dimensions, if ``optimizer_type="muon"``."""
-        return [group for group in self._groups() if self._is_muon(group)]
+        return self._groups(muon=True)
 
     def exponent(self, layer_name: str, *, bias: bool = False, solution: Solution | None = None) -> float:
-        """The learning-rate exponent of one of the groups.
+        """The learning-rate exponent of the group with this "layer_name" and "bias".
 
         Args:
             layer_name: the group's "layer_name".
             bias: the group's "bias".
             solution: what :meth:`solve` returned; None for :attr:`solution`.
-
-        Raises:
-            KeyError: if there is no such layer.
         """
         if layer_name == "_other":
             return 0.0
@@ -123,27 +117,22 @@ class Parametrization:
             raise ValueError(f"Argument alignment should name layers, but given {unknown}")
         return solve(self.graph, self.alignment | dict(alignment or {}), optimizer_type=self.optimizer_type)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        parameters = {name: parameter for name, parameter, _ in named_parameters(self.model)}
+    def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
+        left = {name: parameter for name, parameter, _ in named_parameters(self.model)}
+        parts = [(layer, layer.name, bias) for layer in self.layers.values() for bias in (False, True)]
         groups = []
-        for layer in self.layers.values():
-            for bias, names in ((False, (layer.weight,)), (True, layer.biases)):
-                held = [
-                    parameters.pop(name) for name in names if name in parameters
-                ]  # tied weights belong to the first
-                groups.append(self._group(layer.name, held, layer.fan_in, bias))
-        groups.append(self._group("_other", list(parameters.values()), 1, False))
-        return [group for group in groups if group["params"]]
-
-    def _group(self, name: str, params: list[nn.Parameter], fan_in: int, bias: bool) -> dict[str, Any]:
-        c = self.exponent(name, bias=bias)
-        lr = self.lr_prefactor * fan_in**-c
-        group = {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
-        return group if self.weight_decay is None else group | {"weight_decay": self.weight_decay * fan_in**c}
-
-    def _is_muon(self, group: Mapping[str, Any]) -> bool:
-        name = group["layer_name"]
-        return name in self.layers and not group["bias"] and self.graph[name].update is not None
+        for layer, name, bias in [*parts, (None, "_other", False)]:
+            names = list(left) if layer is None else layer.biases if bias else [layer.weight]
+            params = [left.pop(item) for item in names if item in left]  # tied weights belong to the first layer
+            is_muon = layer is not None and not bias and self.graph[name].update is not None
+            if not params or is_muon is not muon:
+                continue
+            fan_in, c = 1 if layer is None else layer.fan_in, self.exponent(name, bias=bias)
+            lr = self.lr_prefactor * fan_in**-c
+            group = {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
+            decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay * fan_in**c}
+            groups.append(group | decay)
+        return groups
 
 
 class Multiplier:
@@ -152,59 +141,59 @@ class Multiplier:
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the output with every floating-point tensor multiplied."""
-        return pytree.tree_map_only(
-            Tensor, lambda item: item * self.value if item.is_floating_point() else item, output
-        )
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output * self.value
 
 
-class DrawnTensors(DispatchMode):
-    """Records, while tensors are made, which of them were drawn at random."""
+class RandomTensors(DispatchMode):
+    """Records, while tensors are made, which of them hold random numbers, or what was computed from these."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._random: dict[int, StorageWeakRef] = {}  # as long as such a reference lives, its number is not reused
+        self._storages: dict[int, StorageWeakRef] = {}  # while such a reference lives, its number is not reused
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return StorageWeakRef(tensor.untyped_storage()).cdata in self._random
+        return StorageWeakRef(tensor.untyped_storage()).cdata in self._storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_filled = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_") and (
-            args[0].untyped_storage().nbytes() == args[0].numel() * args[0].element_size()
-        )
-        sources = pytree.tree_leaves((args[1:] if is_filled else args, kwargs))
+        is_copy = func.overloadpacket.__name__ == "copy_"
+        sources = pytree.tree_leaves((args[is_copy:], kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags or any(
             isinstance(source, Tensor) and source in self for source in sources
         )
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 reference = StorageWeakRef(tensor.untyped_storage())
-                self._random.pop(reference.cdata, None)
+                self._storages.pop(reference.cdata, None)
                 if is_random:
-                    self._random[reference.cdata] = reference
+                    self._storages[reference.cdata] = reference
         return result
+
+
+def is_zero(parameter: Tensor) -> bool:
+    """True for a weight whose values are known, and 0."""
+    return not parameter.is_meta and not bool(parameter.any())
 
 
 @torch.no_grad()
 def initialize_weights(parametrization: Parametrization) -> None:
-    """Draw the initial weights, the same on every rank and device, set biases to zero, and add multipliers."""
+    """Set the initial weights, the same on every rank and device, and zero biases, and add multipliers."""
     seed = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
     generator = torch.Generator("cpu").manual_seed(seed)
     parameters = {name: parameter for name, parameter, _ in named_parameters(parametrization.model)}
     modules = dict(named_modules(parametrization.model))
     for layer in parametrization.layers.values():
-        module = modules.get(layer.module or "")
+        module: Any = None if layer.module is None else modules[layer.module]
         if layer.std is not None:
             weight = parameters[layer.weight]
-            drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-            drawn.normal_(0.0, layer.std, generator=generator)
+            values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+            values.normal_(0.0, layer.std, generator=generator)
             if getattr(module, "padding_idx", None) is not None:
-                drawn[module.padding_idx] = 0.0  # type: ignore[union-attr,index]
-            weight.copy_(drawn)
+                values[module.padding_idx] = 0.0
+            weight.copy_(values)
         for name in layer.biases:
             if "bias" in name.rpartition(".")[2] and parameters[name].requires_grad:
                 parameters[name].zero_()
-        if layer.multiplier != 1.0 and module is not None:
+        if layer.multiplier != 1.0:
             module.register_forward_hook(Multiplier(layer.multiplier))

@@ -5,27 +5,31 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ignite_monitor.checks import check_choice, check_count, check_real, check_type
 from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling.exported import ExportedModels, is_zero
-from ignite_monitor.scaling.graph import LAYER_TYPES, PRESETS, LayerGraph, Node, as_alignment
-from ignite_monitor.scaling.parametrization import DrawnTensors, Parametrization, ParametrizedLayer, initialize_weights
-from ignite_monitor.scaling.program import ExportError, TracingError
-from ignite_monitor.scaling.roles import LayerUse, choose_initialization, given_roles, overridden, uses_by_size
-from ignite_monitor.scaling.solver import OPTIMIZER_TYPES, solve
+from ignite_monitor.scaling.exported import ExportedModels, LayerUse, mark_relative
+from ignite_monitor.scaling.parametrization import (
+    Parametrization,
+    ParametrizedLayer,
+    RandomTensors,
+    initialize_weights,
+    is_zero,
+)
+from ignite_monitor.scaling.program import ExportError, TracingError, role_by_fans
+from ignite_monitor.scaling.solver import LAYER_TYPES, OPTIMIZER_TYPES, PRESETS, LayerGraph, Node, as_alignment, solve
 
 MUON_UPDATES = {"original": 0.0, "match_rms_adamw": 0.5}
 """Exponent of the change of a hidden layer's output per step of ``torch.optim.Muon``, by its ``adjust_lr_fn``."""
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -48,18 +52,17 @@ def parametrize(
 ) -> Parametrization:
     r"""Give a model the initial weights, multipliers and learning rates of its width.
 
-    ``make_model`` makes the model at both widths. Every weight that grows from one to the other is a layer: an
-    "embedding" if only its outputs grow, a "readout" if only its inputs do, "hidden" if both do. Roles, the graph of
-    layers and factors of the model's own code, such as :math:`\sqrt n` after an embedding, are read from
-    ``torch.export`` of both models.
+    Every weight that grows with the width is a layer: an "embedding" if only its outputs grow, a "readout" if only its
+    inputs do, "hidden" if both do. Roles, the graph of layers and the model's own factors, such as :math:`\sqrt n`, are
+    read from ``torch.export`` of both models.
 
     A layer of width n multiplies its output by :math:`n^{-a}`, starts from weights of standard deviation
     ``std_prefactor`` :math:`\cdot\, n^{-b}` and zero biases, and learns at ``lr_prefactor`` :math:`\cdot\, n^{-c}`.
-    (a, b) are those of muP by default; c is the smallest with which nothing grows with width. Layers whose output no
-    module returns have a = 0, with b and c larger by a, which is the same training. Parameters that are no layers, and
-    frozen and zero weights, keep their values.
+    (a, b) are muP's by default; c is the smallest with which nothing grows. Layers whose output no module
+    returns have a = 0, and b and c larger by a: the same training. Other parameters, and frozen and zero weights, keep
+    their values.
 
-    Overrides are mappings; a layer is looked up by its name, the last part of its name, then its type.
+    Overrides are mappings by a layer's name, the last part of its name, or its type.
 
     Args:
         make_model: makes the model at a width.
@@ -77,8 +80,8 @@ def parametrize(
         ab_overrides: (a, b).
         c_overrides: exponents of learning rates that are not to be solved for.
         alignment_overrides: alignments, as for ``alignment``.
-        kinds: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer),
-            for models that ``torch.export`` refuses, and for weights whose purpose is unknown.
+        kinds: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer).
+            Where the graph can't be read, all weights but those of torch's modules need one.
         initialize: False keeps all weights, and adds no multipliers; only learning rates follow the width.
 
     Returns:
@@ -115,39 +118,75 @@ def parametrize(
 
     with preserved_rng_state(cuda_devices()):
         small = make_model(widths[0])
-    with DrawnTensors() as drawn:
+    with RandomTensors() as random:
         model = make_model(widths[1])
-    growing = _growing_weights(small, model)
+    weights = _growing_weights(small, model)
     inputs = [sample_input(width) if callable(sample_input) else sample_input for width in widths]
-    uses, nodes = _read((small, model), (inputs[0], inputs[1]), given_roles(kinds, growing), growing)
+    uses, nodes = _read((small, model), (inputs[0], inputs[1]), _given_roles(kinds, weights), weights)
     gc.collect()  # exported programs hold the models in reference cycles
-    choose_initialization(uses, nodes)
 
     keys = {name: (name, name.rpartition(".")[2], use.kind) for name, use in uses.items()}
-    ab = overridden("ab_overrides", ab_overrides, keys, _check_ab, LAYER_TYPES)
-    c = overridden("c_overrides", c_overrides, keys, check_real, LAYER_TYPES)
-    alignments = overridden("alignment_overrides", alignment_overrides, keys, as_alignment, LAYER_TYPES)
+    ab = _overridden("ab_overrides", ab_overrides, keys, _check_ab, LAYER_TYPES)
+    c = _overridden("c_overrides", c_overrides, keys, check_real, LAYER_TYPES)
+    alignments = _overridden("alignment_overrides", alignment_overrides, keys, as_alignment, LAYER_TYPES)
     assumed = dict.fromkeys(uses, default) | alignments
-    parameters = {name: parameter for name, parameter, _ in named_parameters(model)}
-    layers = {
-        name: _layer(name, use, ab.get(name), parameters[use.weight], std_prefactor, initialize)
-        for name, use in uses.items()
-    }
-    matrices = [name for name, parameter in parameters.items() if parameter.ndim == 2 and optimizer_type == "muon"]
-    graph = _graph(nodes, layers, uses, c, dict.fromkeys(matrices, MUON_UPDATES[adjust_lr_fn]))
+    given: dict[str, float] = {}
+    for name, value in c.items():
+        if given.setdefault(uses[name].weight, value) != value:
+            raise ValueError(f"Layers that share {uses[name].weight} are given different c: {dict(c)}")
+    # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
+    kept = {name for name, use in uses.items() if not initialize or is_zero(weights[use.weight])}
+    exponents, completed = {}, {node.name: node for node in nodes}
+    for name, use in uses.items():
+        a, b = ab.get(name, PRESETS["mup"][use.kind])
+        own = use.exponent(name)
+        if use.module is None or name in kept:
+            a, b = 0.0 - own, a + b + own
+        exponents[name] = a, b, own
+        is_muon = optimizer_type == "muon" and use.kind == "hidden" and weights[use.weight].ndim == 2
+        update = MUON_UPDATES[adjust_lr_fn] if is_muon else None
+        for node in use.nodes:
+            completed[node] = completed[node]._replace(
+                kind=use.kind, a=a, b=b, c=given.get(use.weight), few=use.few, update=update
+            )
+    graph = LayerGraph(completed.values())
     solution = solve(graph, assumed, optimizer_type=optimizer_type)
-    layers = {
-        name: replace(layer, c=solution.c[graph[name].layer], biases=_biases(model, layer))
-        for name, layer in layers.items()
-    }
+
+    layers: dict[str, ParametrizedLayer] = {}
+    for name, use in uses.items():
+        (a, b, own), n, owner = exponents[name], use.widths[1], graph[name].layer
+        std = None if name in kept else std_prefactor * n**-b
+        multiplier = float(n) ** -(a + own)  # 1 without a module
+        biases = _biases(model, use)
+        layers[name] = ParametrizedLayer(
+            name, use.kind, n, a, b, solution.c[owner], use.weight, biases, use.module, multiplier, std
+        )
+        first = layers[owner]
+        if initialize and (first.std, first.fan_in) != (std, n):
+            raise ValueError(
+                f"Layers {owner} and {name} share their weight, so both should have the same width and standard "
+                f"deviation, but they have {first.fan_in} and {n}, and {first.std} and {std}. Use modules that share "
+                "the parameter, such as nn.Linear, or initialize=False"
+            )
     parametrization = Parametrization(
         model, layers, graph, assumed, solution, optimizer_type, lr_prefactor, weight_decay
     )
     if initialize:
-        _check_shared(layers, graph)
-        _warn_of_weights(layers, growing, drawn)
+        replaced = dict.fromkeys(layer.weight for layer in layers.values() if layer.std is not None)
+        lost = [name for name in replaced if not weights[name].is_meta and weights[name] not in random]
+        if lost:
+            _logger.warning(
+                "parametrize: %d weights are re-initialized, and the values of %d of them were not random, such as "
+                "pretrained ones (first %s). initialize=False keeps them.",
+                len(replaced),
+                len(lost),
+                lost[0],
+            )
         initialize_weights(parametrization)
     return parametrization
+
+
+# Roles
 
 
 def _read(
@@ -159,7 +198,7 @@ def _read(
     except ExportError:
         if not roles:
             raise
-        return uses_by_size(models, roles, growing)
+        return _uses_by_size(models, roles, growing)
     unused = [
         f"{name} ({type(module).__name__})"
         for name, parameter, module in named_parameters(models[1])
@@ -172,141 +211,98 @@ def _read(
         )
     for warning in exported.warnings[:1]:
         _logger.warning("parametrize: %s", warning)
+    mark_relative(exported.uses, exported.nodes)
     return exported.uses, exported.nodes
 
 
-def _layer(
-    name: str, use: LayerUse, ab: tuple[float, float] | None, weight: Tensor, prefactor: float, initialize: bool
-) -> ParametrizedLayer:
-    """A layer without its biases and its c."""
-    n, own = use.widths[1], use.exponent(name)
-    a, b = ab or PRESETS["mup"][use.kind]
-    from_zero = use.from_zero and ab is None and initialize
-    # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
-    multiplies = use.module is not None and initialize and not is_zero(weight) and not from_zero
-    if not multiplies:
-        a, b = 0.0 - own, a + b + own
-    std: float | None = 0.0 if from_zero else prefactor * n**-b
-    if not initialize or is_zero(weight) or not weight.requires_grad:
-        std = None
-    multiplier = float(n) ** -(a + own) if multiplies else 1.0
-    return ParametrizedLayer(name, use.kind, n, a, b, 0.0, use.weight, (), use.module, own, multiplier, std)
+def _uses_by_size(
+    models: tuple[nn.Module, nn.Module], roles: Mapping[str, str], growing: Collection[str]
+) -> tuple[dict[str, LayerUse], list[Node]]:
+    """Uses and a graph, in which all layers take the output of the first embedding, for a model that can't be read."""
+    shapes = {name: parameter.shape for name, parameter, _ in named_parameters(models[0])}
+    uses: dict[str, LayerUse] = {}
+    for name, weight, module in named_parameters(models[1]):
+        role, layer, pair = roles.get(name), name.removesuffix(".weight"), (shapes[name], weight.shape)
+        if name not in growing or not weight.requires_grad or role == "vector":
+            continue
+        has_hook = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding))
+        if isinstance(module, nn.Embedding):
+            role, widths = role_by_fans(((1, pair[0][-1]), (1, pair[1][-1])), role or "embedding")
+        elif has_hook or isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):  # outputs first
+            fans = [(math.prod(shape[1:]), shape[0]) for shape in pair]
+            role, widths = role_by_fans((fans[0], fans[1]), role)
+        elif role is None:
+            raise ExportError(f"argument kinds should give the role of {name}, too")
+        else:  # PyTorch has inputs last
+            widths = [sizes for sizes in zip(*pair, strict=True) if sizes[0] != sizes[1]][-1]
+        uses[layer] = LayerUse(name, role, widths, layer if layer != name and has_hook else None, [layer])
+    first = next((name for name, use in uses.items() if use.kind == "embedding"), None)
+    inputs = () if first is None else (first,)
+    nodes = [Node(name, use.kind, () if use.kind == "embedding" else inputs) for name, use in uses.items()]
+    return uses, sorted(nodes, key=lambda node: node.name != first)
 
 
-def _biases(model: nn.Module, layer: ParametrizedLayer) -> tuple[str, ...]:
-    """Names of a layer's biases: all vectors of a module with one weight, else the one that is named alike."""
-    path, _, key = layer.weight.rpartition(".")
-    module = dict(named_modules(model))[path if layer.module is None else layer.module]
-    alike = None if key == "weight" else key.replace("weight", "bias")
-    names = {id(parameter): name for name, parameter, _ in named_parameters(model)}
-    vectors = module.named_parameters(recurse=False)
-    return tuple(names[id(item)] for name, item in vectors if item.ndim < 2 and alike in (None, name))
+def _given_roles(kinds: Any, weights: Collection[str]) -> dict[str, str]:
+    """Roles by the weights' names; in ``kinds`` a weight, its module, or the last part of either may be named."""
+
+    def check(name: str, role: str) -> str:
+        check_choice(name, role, *LAYER_TYPES, "vector")
+        return role
+
+    owners = {weight: weight.removesuffix(".weight") for weight in weights}
+    keys = {weight: (weight, owner, owner.rpartition(".")[2]) for weight, owner in owners.items()}
+    return _overridden("kinds", kinds, keys, check)
 
 
-def _graph(
-    nodes: Iterable[Node],
-    layers: Mapping[str, ParametrizedLayer],
-    uses: Mapping[str, LayerUse],
-    c: Mapping[str, float],
-    muon_updates: Mapping[str, float],
-) -> LayerGraph:
-    """The graph with exponents; layers with the same weight have one c."""
-    given: dict[str, float] = {}
-    for name, value in c.items():
-        if given.setdefault(layers[name].weight, value) != value:
-            raise ValueError(f"Layers that share {layers[name].weight} are given different c: {dict(c)}")
-    layer_of = {node: layers[name] for name, use in uses.items() for node in use.nodes}
-
-    def complete(node: Node) -> Node:
-        layer = layer_of.get(node.name)
-        if layer is None:
-            return node
-        update = muon_updates.get(layer.weight) if layer.layer_type == "hidden" else None
-        few = uses[layer.name].few
-        return node._replace(
-            kind=layer.layer_type, a=layer.a, b=layer.b, c=given.get(layer.weight), few=few, update=update
+def _overridden(
+    name: str, overrides: Any, keys: Mapping[str, Iterable[str]], check: Callable[[str, Any], T], known: Any = ()
+) -> dict[str, T]:
+    """Checked values of an argument by part, each by the first of the part's keys; known keys need not fit any."""
+    check_type(name, {} if overrides is None else overrides, Mapping, "Mapping or None")
+    checked = {key: check(f"{name}[{key!r}]", value) for key, value in (overrides or {}).items()}
+    fitting = {part: [key for key in own if key in checked] for part, own in keys.items()}
+    unknown = set(checked).difference(known, *fitting.values())
+    if unknown:
+        raise ValueError(
+            f"Argument {name} should name layers or weights that grow with width, but given {sorted(map(str, unknown))}"
         )
-
-    return LayerGraph(map(complete, nodes))
-
-
-def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of the larger model that are larger than in the smaller one.
-
-    Raises:
-        TypeError: if one is no module.
-        ValueError: if they differ in more than sizes, have weights that can't be parametrized, or nothing grows.
-    """
-    for model in (small, large):
-        check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module")
-    for name, module in named_modules(large):
-        if reason := _refused(module):
-            raise ValueError(f"Argument make_model should make a model of plain modules, but {name or 'it'} {reason}")
-    for one, other in itertools.zip_longest(_structure(small), _structure(large), fillvalue="nothing more"):
-        if one != other:
-            raise ValueError(
-                "Argument make_model should make models that differ in sizes alone, but they have other parts, first "
-                f"{one} in the smaller and {other} in the larger"
-            )
-    shapes = {name: parameter.shape for name, parameter, _ in named_parameters(small)}
-    growing = {
-        name: parameter
-        for name, parameter, _ in named_parameters(large)
-        if parameter.ndim > 1 and parameter.shape != shapes[name]
-    }
-    if not growing:
-        raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
-    return growing
-
-
-def _structure(model: nn.Module) -> Iterator[str]:
-    for name, module in named_modules(model):
-        yield f"{name or 'the model'} ({type(module).__qualname__})"
-        for key, parameter in module.named_parameters(recurse=False):
-            yield f"{name}.{key} of {parameter.ndim} dimensions".lstrip(".")
-
-
-def _refused(module: nn.Module) -> str | None:
-    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters(recurse=False)):
-        return "is lazy: run it once in make_model"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted"
-    is_computed = isinstance(getattr(module, "parametrizations", None), nn.ModuleDict)
-    if is_computed and any(parameter.requires_grad for parameter in module.parameters()):
-        return "computes its weight from other parameters (torch.nn.utils.parametrize)"
-    return None
-
-
-def _check_shared(layers: Mapping[str, ParametrizedLayer], graph: LayerGraph) -> None:
-    for name, layer in layers.items():
-        owner = layers[graph[name].layer]
-        if (owner.std, owner.fan_in) != (layer.std, layer.fan_in):
-            raise ValueError(
-                f"Layers {owner.name} and {name} share their weight, so both should have the same width and standard "
-                f"deviation, but they have {owner.fan_in} and {layer.fan_in}, and {owner.std} and {layer.std}. Use the "
-                "weight in modules of its own, such as an nn.Linear whose weight is the same parameter, or "
-                "initialize=False"
-            )
-
-
-def _warn_of_weights(
-    layers: Mapping[str, ParametrizedLayer], growing: Mapping[str, nn.Parameter], drawn: DrawnTensors
-) -> None:
-    """Name the weights that lose values that were not drawn at random."""
-    stds = {layer.weight: layer.std for layer in layers.values()}
-    replaced = [name for name, std in stds.items() if std is not None]
-    lost = [name for name in replaced if not growing[name].is_meta and growing[name] not in drawn]
-    if lost:
-        _logger.warning(
-            "parametrize: %d weights are re-initialized, and %d of them had values that were not drawn at random, such "
-            "as pretrained ones (first %s). initialize=False keeps them.",
-            len(replaced),
-            len(lost),
-            lost[0],
-        )
+    return {part: checked[own[0]] for part, own in fitting.items() if own}
 
 
 def _check_ab(name: str, value: object) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"Argument {name} should be two numbers (a, b), but given {value!r}")
     return check_real(name, value[0]), check_real(name, value[1])
+
+
+def _biases(model: nn.Module, use: LayerUse) -> tuple[str, ...]:
+    """Names of a layer's biases: all vectors of a module with one weight, else the one that is named alike."""
+    path, _, key = use.weight.rpartition(".")
+    module = dict(named_modules(model))[path if use.module is None else use.module]
+    alike = None if key == "weight" else key.replace("weight", "bias")
+    names = {id(parameter): name for name, parameter, _ in named_parameters(model)}
+    vectors = module.named_parameters(recurse=False)
+    return tuple(names[id(item)] for name, item in vectors if item.ndim < 2 and alike in (None, name))
+
+
+def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of the larger model that are larger than in the smaller one."""
+    for model in (small, large):
+        check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module")
+    for name, module in named_modules(large):
+        if is_parametrized(module) and any(item.requires_grad for item in module.parameters()):
+            raise ValueError(
+                f"Argument make_model should make a model of plain modules, but {name or 'it'} computes its weight "
+                "from other parameters (torch.nn.utils.parametrize)"
+            )
+    smaller, weights = ({name: item for name, item, _ in named_parameters(model)} for model in (small, large))
+    for one, other in itertools.zip_longest(smaller, weights, fillvalue="nothing more"):
+        if one != other:
+            raise ValueError(
+                "Argument make_model should make models that differ in sizes alone, but they have other parameters, "
+                f"first {one} in the smaller and {other} in the larger"
+            )
+    growing = {name: item for name, item in weights.items() if item.ndim > 1 and item.shape != smaller[name].shape}
+    if not growing:
+        raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")
+    return growing

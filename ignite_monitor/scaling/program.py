@@ -1,25 +1,30 @@
-"""The exported program of a model."""
+"""The operations of a model at two widths, from ``torch.export``."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import math
+import os
+import traceback
 import warnings
 from collections.abc import Mapping
-from contextlib import redirect_stderr
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from ignite_monitor.model._torch import pytree
 from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
-from ignite_monitor.model.names import named_modules, unwrapped
-from ignite_monitor.scaling.operations import name_of
+from ignite_monitor.model.names import unwrapped
 
 OLDEST = (2, 7)
 """The oldest version of torch whose export keeps linear operations as they are."""
 PREFIX = "model."
 """Prefix of the names in an exported program."""
+_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_LIBRARIES += (contextlib.__file__, functools.__file__, "<")
 
 
 class TracingError(RuntimeError):
@@ -27,31 +32,38 @@ class TracingError(RuntimeError):
 
 
 class ExportError(TracingError):
-    """``torch.export`` refuses a model."""
+    """A model can't be read, but for roles that are given."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"torch.export can't read the graph of the model: {reason}. Give the roles of the weights, "
+            "parametrize(..., kinds={name: 'hidden', ...}), or change the model's code at this place"
+        )
 
 
 def exported_program(model: nn.Module, inputs: Any) -> Any:
-    """Export a model in evaluation mode; the model and RNG state stay unchanged.
-
-    Copies and assertions, which depend on the sizes of tensors, are removed from the graph.
+    """Export a model in evaluation mode, without copies and assertions; the model and RNG state stay unchanged.
 
     Raises:
         ExportError: if torch refuses, or is older than :data:`OLDEST`.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        raise ExportError(refusal(f"torch {torch.__version__} is not supported, but {OLDEST[0]}.{OLDEST[1]} or newer"))
+        raise ExportError(f"torch {torch.__version__} is not supported, but {OLDEST[0]}.{OLDEST[1]} or newer")
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     attributes = {module: dict(vars(module)) for module in model.modules()}
-    generators = [generator for module in attributes for generator in generators_of(module).values()]
-    printed = io.StringIO()  # the graph of a model that torch refuses
-    with warnings.catch_warnings(), redirect_stderr(printed), preserved_rng_state(cuda_devices(), generators):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # the graph of a model that torch refuses
+        stack.enter_context(preserved_rng_state(cuda_devices(), generators_of(model).values()))
+        warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
         try:
-            warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)
             exported = exported.run_decompositions({})
         except Exception as error:
-            raise ExportError(refusal(_described(error))) from error
+            place = _own_line("".join(traceback.format_exception(error)))
+            text = next(iter(str(error).strip().splitlines()), "")
+            raise ExportError(f"{place}{': ' * bool(place)}{type(error).__name__}: {text}") from error
         finally:
             for module, saved in attributes.items():
                 vars(module).clear()
@@ -63,54 +75,6 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
             if not node.users:
                 exported.graph.erase_node(node)
     return exported
-
-
-class NamedModules:
-    """The modules of a model by the paths that an exported program has of them.
-
-    Attributes:
-        root: the model without wrappers.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.root = unwrapped(model)
-        names = {id(module): name for name, module in named_modules(model)}
-        modules = self.root.named_modules(remove_duplicate=False)
-        self._modules = {path: (module, names[id(module)]) for path, module in modules}
-        self._running: set[str] = set()  # modules that ran with a weight of their own
-
-    def left_after(self, node: fx.Node) -> list[str]:
-        """Return the names of the modules that the node runs in, and any of its users does not."""
-        users = [set(_stack(user)) for user in node.users]
-        paths = [path for path in dict.fromkeys(_stack(node)) if any(path not in user for user in users)]
-        return [self._modules[path][1] for path in paths if path in self._modules]
-
-    def layer_name(self, node: fx.Node, weight: str, parameter: Tensor) -> str:
-        """Return the name of the running module that owns a weight, else the weight's own name."""
-        for path in reversed(_stack(node)):
-            module, owner = self._modules.get(path, (nn.Module(), ""))
-            for key, held in module.named_parameters(recurse=False):
-                if held is parameter:
-                    self._running.add(owner)
-                    return owner if key == "weight" else f"{owner}.{key}".lstrip(".")
-        owner, _, key = weight.rpartition(".")
-        if key != "weight":
-            return weight
-        return f"{weight}.{name_of(node)}" if owner in self._running else owner
-
-
-def _stack(node: fx.Node) -> list[str]:
-    """Paths of the modules that a node runs in, outermost first."""
-    paths = [str(path).partition("@")[0] + "." for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return [path.removeprefix(PREFIX).removesuffix(".") for path in paths if path.startswith(PREFIX)]
-
-
-def refusal(reason: str) -> str:
-    """The message for a model that can't be exported."""
-    return (
-        f"torch.export can't read the graph of the model: {reason}. Give the roles of the weights, "
-        "parametrize(..., kinds={name: 'hidden', ...}), or change the model's code at this place"
-    )
 
 
 class _TensorOutputs(nn.Module):
@@ -125,18 +89,183 @@ class _TensorOutputs(nn.Module):
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _described(error: BaseException) -> str:
-    """The place in the model's code and the first line of an error's text."""
-    place = ""
-    chain: BaseException | None = error
-    while chain is not None:
-        trace = chain.__traceback__
-        while trace is not None:
-            package = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-            code = trace.tb_frame.f_code
-            if package not in ("torch", "ignite_monitor", "contextlib", "functools") and code.co_filename[0] != "<":
-                place = f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name}: "
-            trace = trace.tb_next
-        chain = chain.__cause__ or chain.__context__
-    lines = str(error).strip().splitlines() or [""]
-    return f"{place}{type(error).__name__}: {lines[0]}"
+def _own_line(trace: str) -> str:
+    """File, line and function of the last line of the model's own code in a traceback; "" if there is none."""
+    frames = [line.split('"', 2)[1:] for line in trace.splitlines() if line.strip().startswith('File "')]
+    own = [(path, rest) for path, rest in frames if not path.startswith(_LIBRARIES)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1].removeprefix(', line ').replace(',', '')}" if own else ""
+
+
+# ATen operations by name, as far as width scaling distinguishes them.
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Views, copies, sums and homogeneous functions: a factor of all inputs is a factor of the output.
+PASSING = _names(
+    """
+    view view_as reshape_as transpose permute t numpy_T movedim moveaxis swapaxes swapdims expand expand_as
+    broadcast_to to _to_copy type_as unsqueeze squeeze flatten unflatten ravel select slice narrow split
+    split_with_sizes chunk tensor_split unbind getitem diagonal repeat repeat_interleave tile index gather take
+    take_along_dim index_select pad constant_pad_nd flip roll unfold im2col pixel_shuffle pixel_unshuffle
+    upsample_nearest2d upsample_bilinear2d upsample_bicubic2d interpolate tril triu real imag conj view_as_real
+    view_as_complex copy slice_scatter select_scatter topk sort
+
+    relu leaky_relu neg abs dropout feature_dropout native_dropout mean max min amax amin maximum minimum cumsum
+    cummax cummin clamp clamp_min clamp_max adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d
+    max_pool2d max_pool3d max_pool2d_with_indices median std
+
+    add sub rsub cat concat stack hstack vstack where lerp masked_fill masked_scatter index_put index_add index_copy
+    index_fill scatter scatter_add scatter_reduce
+    """
+)
+# Functions whose output changes as fast as their inputs, besides element-wise ones and losses.
+NONLINEAR = _names(
+    """
+    softmax _softmax _safe_softmax log_softmax logsumexp logcumsumexp glu prod cumprod histc bincount bucketize
+    searchsorted one_hot multinomial
+    """
+)
+# The shape of the input counts, not its values.
+LIKE = _names("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty")
+SUMMED = {"sum": 1.0, "nansum": 1.0, "norm": 0.5, "linalg_vector_norm": 0.5, "linalg_norm": 0.5}
+POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0, "var": 2.0}
+ADDED = _names("addmm addmv baddbmm addbmm")  # the first argument is added, not multiplied
+MATRICES = ADDED | _names("matmul mm bmm mv dot linear einsum inner grouped_mm")
+RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+
+Fans = tuple[tuple[int, int], tuple[int, int]]  # numbers of inputs and outputs, in both models
+
+
+class Operation(NamedTuple):
+    """The same node of the graphs of both models."""
+
+    small: fx.Node
+    large: fx.Node
+
+    @property
+    def name(self) -> str:
+        """The name of the operation, without namespace and overload."""
+        return name_of(self.large)
+
+    @property
+    def inputs(self) -> list[Operation]:
+        """The nodes that it takes, without repetition."""
+        return list(map(Operation, self.small.all_input_nodes, self.large.all_input_nodes))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of elements in both models, at least 1."""
+        small, large = (max(math.prod(_shape(node)), 1) for node in self)
+        return small, large
+
+    def argument(self, index: int) -> Any:
+        """A positional argument: an operation, or both values, or None."""
+        small, large = (node.args[index] if len(node.args) > index else None for node in self)
+        if isinstance(small, fx.Node) and isinstance(large, fx.Node):
+            return Operation(small, large)
+        return (small, large) if isinstance(small, (int, float)) and isinstance(large, (int, float)) else None
+
+    @property
+    def is_floating(self) -> bool:
+        """True if the value is, or has, a tensor of floating-point or complex numbers."""
+        values = pytree.tree_leaves(self.large.meta.get("val"))
+        return any(isinstance(item, Tensor) and (item.is_floating_point() or item.is_complex()) for item in values)
+
+    @property
+    def is_known(self) -> bool:
+        """True for element-wise operations and other functions whose output changes as fast as their inputs."""
+        is_pointwise = torch.Tag.pointwise in getattr(self.large.target, "tags", ())
+        return is_pointwise or self.name in NONLINEAR or "loss" in self.name
+
+    @property
+    def power(self) -> float | None:
+        """The exponent of a power of the input; None for other operations."""
+        args = self.large.args
+        if self.name == "pow" and isinstance(args[1], (int, float)):
+            return float(args[1])
+        return 2.0 if self.name == "mul" and args[0] is args[1] else POWERS.get(self.name)
+
+    @property
+    def place(self) -> str:
+        """The operation and the line of the model's code that calls it."""
+        line = _own_line(self.large.meta.get("stack_trace") or "")
+        return f"{self.name} ({line.partition(' ')[0]})" if line else self.name
+
+    def fans(self, factor: Operation) -> Fans | None:
+        """Numbers of a factor's elements that each output sums over, and of outputs, in both models."""
+        small, large = (_fans(*nodes) for nodes in zip(self, factor, strict=True))
+        return None if small is None or large is None else (small, large)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a call's operation, without namespace and overload."""
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    if "grouped_mm" in name:  # torch's, and the one that transformers registers
+        return "grouped_mm"
+    # Sizes and strides decide which of these views it is.
+    return "view" if name in ("_unsafe_view", "reshape") else name.rstrip("_") or name
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta.get("val")
+    return tuple(map(int, value.shape)) if isinstance(value, Tensor) else ()
+
+
+def _fans(node: fx.Node, factor: fx.Node) -> tuple[int, int] | None:
+    shape, name, args = _shape(factor), name_of(node), node.args
+    if len(shape) < 2:
+        return None
+    if name == "linear" or name in RECURRENT:
+        return shape[-1], shape[0]
+    if name in ("embedding", "embedding_bag"):
+        return 1, shape[-1]
+    if name.startswith("conv"):
+        if "transpose" in name or (name == "convolution" and args[6]):
+            groups: Any = args[8] if name == "convolution" else (*args[6:7], 1)[0]
+            return shape[0] // int(groups) * math.prod(shape[2:]), shape[1] * int(groups)
+        return math.prod(shape[1:]), shape[0]
+    if name == "einsum":
+        return _einsum(node, factor)
+    pair = args[name in ADDED :][:2] if name in MATRICES else ()
+    if factor not in pair:
+        return None
+    return (shape[-2], shape[-1]) if factor is pair[1] else (shape[-1], shape[-2])
+
+
+def _einsum(node: fx.Node, factor: fx.Node) -> tuple[int, int] | None:
+    """Sizes of an operand's subscripts that are summed over, and of those of the output that only it has."""
+    equation, operands = node.args[:2]
+    if not isinstance(equation, str) or not isinstance(operands, (tuple, list)) or len(operands) != 2:
+        return None
+    inputs, arrow, output = equation.replace(" ", "").replace("...", "").partition("->")
+    if not arrow:
+        output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
+    own, other = inputs.split(",")[:: 1 if operands[0] is factor else -1]
+    sizes = dict(zip(reversed(own), reversed(_shape(factor)), strict=False))
+    summed = math.prod(size for letter, size in sizes.items() if letter not in output)
+    return summed, math.prod(size for letter, size in sizes.items() if letter in output and letter not in other)
+
+
+def role_by_fans(fans: Fans, given: str | None) -> tuple[str, tuple[int, int]]:
+    """Role of a weight, and n in both models, from its numbers of inputs and outputs in both."""
+    small, large = fans
+    grows = large[0] > small[0], large[1] > small[1]
+    role = given or {(True, True): "hidden", (True, False): "readout", (False, True): "embedding"}.get(grows, "fixed")
+    side = 1 if role == "embedding" else 0
+    return role, (small[side], large[side])
+
+
+def log_ratio(small: Any, large: Any) -> float:
+    """Logarithm of the ratio of two constants that are uniform, or proportional to each other; else 0."""
+    one, other = (torch.as_tensor(value, device="cpu").double().abs() for value in (small, large))
+    means = [float(value.mean()) if value.numel() else math.nan for value in (one, other)]
+    if not all(math.isfinite(mean) and mean > 0 for mean in means):
+        return 0.0
+    scaled = [value / mean for value, mean in zip((one, other), means, strict=True)]
+    is_uniform = all(float((value - 1).abs().max()) < 1e-5 for value in scaled)
+    is_alike = one.shape == other.shape and float((scaled[0] - scaled[1]).abs().max()) < 1e-5
+    return math.log(means[1] / means[0]) if is_uniform or is_alike else 0.0

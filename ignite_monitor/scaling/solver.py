@@ -1,4 +1,4 @@
-r"""Learning-rate exponents as the solution of a linear program.
+r"""Learning-rate exponents of a graph of layers, as the solution of a linear program.
 
 A layer of width n multiplies its output by :math:`n^{-a}`, starts from weights of standard deviation :math:`n^{-b}` and
 has the learning rate :math:`n^{-c}` (arXiv:2407.05872). Let the change of a node's output since initialization be of
@@ -10,22 +10,19 @@ node         r                                                                  
 ===========  ========================================================================  =============================
 embedding    a + c + g, and r_in where it has an input                                 a + gamma
 hidden       a + c + g - alpha, a + c + g + r_in - u, a + b + r_in - omega             a + gamma
-readout      a + c + g - alpha, a + c + g + r_in - u, a + b + r_in - omega             a
-junction     r of every input
-fixed        0, and r of every input
+readout      the same                                                                  a
+junction     r of every input, as a product changes like a sum                         -
+fixed        0, and r of every input                                                   -
 ===========  ========================================================================  =============================
 
-gamma is the smallest over the nodes that take the output: a + b and 2a + c of a readout, gamma of any other.
-A product x y changes like a sum: with r >= 0, :math:`\Delta x\,\Delta y` is no larger than :math:`\Delta x\,y`.
+gamma is the smallest over the nodes that take the output: a + b and 2a + c of a readout, gamma of any other. The
+program minimizes the sum of c subject to r >= 0 everywhere. A measured alignment needs two bounds:
 
-The program minimizes the sum of c subject to r >= 0 everywhere, with two bounds that a measured alignment needs:
-
-- **omega is at most a + b of its layer**, and alpha and u are in [1/2, 1]. The term a + b + r_in - omega does not
-  contain c of its layer: an omega of 0.51 would be paid for by all layers before it, once per block, although
-  :math:`n^{0.01}` is a constant.
+- **omega is at most a + b of its layer**, and alpha and u are in [1/2, 1]. The layer's own c does not pay for omega:
+  all layers before it would pay for 0.51, once per block, although :math:`n^{0.01}` is a constant.
 - **No layer is slower than under full alignment.** A gain of one layer is never paid for by another.
 
-So there is always a solution, but for c that are given, and for Adam it is c = max(alpha, u) - a (-a for embeddings)
+So there is always a solution, but for c that are given. For Adam it is c = max(alpha, u) - a (-a for embeddings)
 wherever the inputs of all layers change, as they do behind an embedding.
 """
 
@@ -33,35 +30,123 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ignite_monitor.checks import check_choice
-from ignite_monitor.scaling.graph import Alignment, LayerGraph, Node, as_alignment
+from ignite_monitor.checks import check_choice, check_real
 
+LAYER_TYPES = ("embedding", "hidden", "readout")
 OPTIMIZER_TYPES = ("adam", "sgd", "muon")
-TOLERANCE = 1e-6
-EARLIER = 1e-3  # extra weight of earlier layers: among equal sums, they have the smaller c
-ADAM = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
 
-Variable = tuple[str, str]  # ("c", layer), ("r", node), or ("g", node) for gamma
-Term = tuple[float, tuple[Variable, ...]]  # the sum of a constant and variables
-Minima = dict[Variable, list[Term]]  # each variable is the smallest of its terms, which have variables before it
+PRESETS: dict[str, dict[str, tuple[float, float]]] = {
+    "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5)},
+    "standard": {"embedding": (0.0, 0.0), "hidden": (0.0, 0.5), "readout": (0.0, 0.5)},
+    "ntk": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (0.5, 0.0)},
+    "mean_field": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (1.0, 0.0)},
+}
+"""Exponents (a, b) per layer type, as ``ab_overrides`` takes them."""
 
 
 class InfeasibleError(ValueError):
     """No learning rates keep the changes of all activations bounded as the width grows."""
 
 
-@dataclass(frozen=True)
-class Solution:
-    """Exponents that solve a graph.
+class Alignment(NamedTuple):
+    r"""Growth of a layer's products with its fan-in n, as exponents of n.
 
     Attributes:
-        c: the learning-rate exponent of every layer, by name.
-        r: the exponent with which the change of every node's output vanishes with width, by name.
-        bias_c: the learning-rate exponent of biases, by the layer's name: they change the output at the layer's rate r.
+        alpha: of the initial input and the weights' change, :math:`z_0 \Delta W^\top`.
+        omega: of the input's change and the initial weights, :math:`\Delta z W_0^\top`.
+        u: of both changes, :math:`\Delta z \Delta W^\top`.
+    """
+
+    alpha: float
+    omega: float
+    u: float
+
+
+ALIGNMENTS = {"full": Alignment(1.0, 0.5, 1.0), "no": Alignment(0.5, 0.5, 0.5)}
+
+
+class Node(NamedTuple):
+    """One node of a graph: a layer, or a junction of branches.
+
+    ``kind`` is "embedding", "hidden" or "readout"; "junction" for a sum or product of its inputs; or "fixed" for a
+    weight whose size does not depend on the width.
+    """
+
+    name: str  # unique; for a layer, its name in the model
+    kind: str
+    inputs: tuple[str, ...] = ()  # names of the nodes whose values it takes; constant inputs are not listed
+    a: float = 0.0  # exponent of a layer's output multiplier
+    b: float = 0.0  # exponent of a layer's initial standard deviation
+    c: float | None = None  # a given exponent of the learning rate; None to solve for it
+    shares: str | None = None  # the layer whose weights it uses, if they are not its own
+    few: bool = False  # True for a hidden layer whose number of outputs does not grow
+    update: float | None = None  # for a layer that Muon trains, the exponent of its output's change per step
+
+    @property
+    def layer(self) -> str:
+        """The layer whose weights it uses: itself, or the one it shares them with."""
+        return self.name if self.shares is None else self.shares
+
+    @property
+    def has_weights(self) -> bool:
+        """True for nodes with a learning rate."""
+        return self.kind in LAYER_TYPES
+
+
+class LayerGraph:
+    """Layers and junctions of a model, in the order of the forward pass.
+
+    Args:
+        nodes: the nodes, each after its inputs.
+
+    Raises:
+        ValueError: if names are not unique, a kind or an input is unknown, a junction has no input, or the activations
+            of a layer would grow or vanish with width at initialization, by its (a, b).
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.nodes = tuple(nodes)
+        self._by_name: dict[str, Node] = {}
+        for node in self.nodes:
+            self._check(node)
+            self._by_name[node.name] = node
+        self.layers = [node for node in self.nodes if node.has_weights and node.shares is None]
+
+    def __getitem__(self, name: str) -> Node:
+        return self._by_name[name]
+
+    def _check(self, node: Node) -> None:
+        if not node.has_weights and node.kind not in ("junction", "fixed"):
+            raise ValueError(f"Node {node.name} is of the unknown kind {node.kind!r}")
+        if node.name in self._by_name:
+            raise ValueError(f"Two nodes are named {node.name}")
+        for name in node.inputs if node.shares is None else (*node.inputs, node.shares):
+            if name not in self._by_name:
+                raise ValueError(f"Node {node.name} refers to {name!r}, which no earlier node is named")
+        if node.kind == "junction" and not node.inputs:
+            raise ValueError(f"Node {node.name} is a junction without inputs")
+        excess = node.a + node.b - (0.0 if node.kind == "embedding" else 0.5)
+        is_readout = node.kind == "readout"
+        if node.has_weights and (excess < -1e-9 or (excess > 1e-9 and not is_readout)):
+            raise ValueError(
+                f"Layer {node.name} should have a + b {'at least' if is_readout else 'equal to'} "
+                f"{node.a + node.b - excess:g}, so that its outputs neither grow nor vanish with width at "
+                f"initialization, but has {node.a:g} + {node.b:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Exponents that solve a graph, by the name of the layer or node.
+
+    Attributes:
+        c: of learning rates of weights.
+        r: with which the change of a node's output vanishes with width.
+        bias_c: of learning rates of biases, which change the output at the layer's rate r.
     """
 
     c: dict[str, float]
@@ -102,26 +187,33 @@ def solve(
         gradients | {("r", node.name): _changes(node, clipped_alignment(node, given), sgd) for node in graph.nodes}
         for given in ("full", alignment)
     )
-    slowest = _minimize(graph, full, dict.fromkeys((node.name for node in graph.layers), (-math.inf, math.inf)))
-    pins = {node.name: node.c for node in graph.layers if node.c is not None}
-    _check_pins(graph, minima, pins, slowest)
-    c = _minimize(graph, minima, {name: (pins.get(name, -math.inf), pins.get(name, slowest[name])) for name in slowest})
-    values = _evaluate(minima, c)
+    slowest = _minimize(full, {node.name: (-math.inf, math.inf) for node in graph.layers})
+    given = {node.name: node.c for node in graph.layers if node.c is not None}
+    bounds = {name: (given.get(name, -math.inf), given.get(name, largest)) for name, largest in slowest.items()}
+    c = _minimize(minima, bounds)
+    values: dict[Variable, float] = {("c", name): value for name, value in c.items()}
+    for variable, terms in minima.items():
+        values[variable] = min(constant + sum(values[part] for part in parts) for constant, parts in terms)
     r = {node.name: values["r", node.name] for node in graph.nodes}
     updates = {node.name: node.a + values.get(("g", node.name), 0.0) if sgd else 0.0 for node in graph.nodes}
     bias_c = {node.name: r[node.name] - node.a - updates[node.name] for node in graph.nodes if node.has_weights}
     return Solution(c, r, bias_c)
 
 
+def as_alignment(name: str, value: object) -> Alignment:
+    """An alignment that is given by its name or as three numbers, as the argument of this name."""
+    if isinstance(value, str) and value in ALIGNMENTS:
+        return ALIGNMENTS[value]
+    message = f"Argument {name} should be one of {list(ALIGNMENTS)} or three numbers, but given {value!r}"
+    if isinstance(value, str):
+        raise ValueError(message)
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise TypeError(message)
+    return Alignment(*(check_real(name, number) for number in value))
+
+
 def clipped_alignment(node: Node, alignment: Any) -> Alignment:
-    """The alignment of a node within the bounds of this module's docstring.
-
-    Args:
-        alignment: as for :func:`solve`.
-
-    Raises:
-        ValueError: if the node's layer is lacking.
-    """
+    """The alignment of a node within the bounds of this module's docstring, from what :func:`solve` takes."""
     if node.kind not in ("hidden", "readout"):
         return Alignment(0.0, node.a + node.b, 0.0)  # an embedding sums over nothing
     if isinstance(alignment, Mapping):
@@ -130,10 +222,14 @@ def clipped_alignment(node: Node, alignment: Any) -> Alignment:
             raise ValueError(f"Argument alignment should have every layer, but lacks {key!r}")
         alignment = alignment[key]
     alpha, omega, u = as_alignment("alignment", alignment)
-    omega = min(max(omega, 0.5), node.a + node.b)
     if node.update is not None:  # an orthogonal update: its effect does not depend on the alignment
         return Alignment(node.update, node.a + node.b, node.update)
-    return Alignment(min(max(alpha, 0.5), 1.0), omega, min(max(u, 0.5), 1.0))
+    return Alignment(min(max(alpha, 0.5), 1.0), min(max(omega, 0.5), node.a + node.b), min(max(u, 0.5), 1.0))
+
+
+Variable = tuple[str, str]  # ("c", layer), ("r", node), or ("g", node) for gamma
+Term = tuple[float, tuple[Variable, ...]]  # the sum of a constant and variables
+Minima = dict[Variable, list[Term]]  # each variable is the smallest of its terms, which have variables before it
 
 
 def _changes(node: Node, alignment: Alignment, sgd: bool) -> list[Term]:
@@ -153,78 +249,51 @@ def _changes(node: Node, alignment: Alignment, sgd: bool) -> list[Term]:
 
 def _gradients(graph: LayerGraph) -> Minima:
     """The terms of each node's gamma, in backward order."""
+    adam = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
     minima: Minima = {("g", node.name): [] for node in reversed(graph.nodes)}
     for node in reversed(graph.nodes):
+        gradient: list[Term] = [(0.0, (("g", node.name),))] if minima["g", node.name] else []
         if node.kind == "readout":
-            gradient: list[Term] = [(node.a + node.b, ()), (2 * node.a, (("c", node.layer),))]
-        elif minima["g", node.name]:
-            gradient = [(0.0, (("g", node.name),))]
-        elif node.has_weights:
+            gradient = [(node.a + node.b, ()), (2 * node.a, (("c", node.layer),))]
+        elif node.has_weights and not gradient:
             raise ValueError(
-                f"Layer {node.name} reaches no trained readout, so its gradient with SGD is not known: {ADAM}"
+                f"Layer {node.name} reaches no trained readout, so its gradient with SGD is not known: {adam}"
             )
-        else:
-            continue
-        for name in node.inputs:
+        for name in node.inputs if gradient else ():
             if node.kind == "embedding" or graph[name].kind == "readout" or graph[name].few:
                 raise ValueError(
                     f"The number of outputs of {name} does not grow, so the gradient it gets from {node.name} with SGD "
-                    f"follows no power of the width: {ADAM}"
+                    f"follows no power of the width: {adam}"
                 )
             minima["g", name] += gradient
     return {variable: terms for variable, terms in minima.items() if terms}
 
 
-def _evaluate(minima: Minima, c: Mapping[str, float]) -> dict[Variable, float]:
-    """The values of all variables."""
-    values: dict[Variable, float] = {("c", name): value for name, value in c.items()}
-    for variable, terms in minima.items():
-        sums = (constant + sum(values[part] for part in parts) for constant, parts in terms)
-        values[variable] = min(sums, default=math.inf)
-    return values
-
-
-def _check_pins(graph: LayerGraph, minima: Minima, pins: Mapping[str, float], slowest: Mapping[str, float]) -> None:
-    values = _evaluate(minima, {**slowest, **pins})  # every r grows with every c
-    for node in graph.nodes:
-        r = values["r", node.name]
-        if r < -TOLERANCE:
-            given = ", ".join(f"{c:g} for {name}" for name, c in pins.items() if c < slowest[name] - TOLERANCE)
-            raise InfeasibleError(
-                f"With c given as {given}, the change of the output of {node.name} grows as width to the power of "
-                f"{-r:g}, and the other layers can't be slower than under full alignment"
-            )
-
-
-def _minimize(graph: LayerGraph, minima: Minima, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def _minimize(minima: Minima, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """The optimal c by layer. r is at most each of its terms, which is enough, as all terms grow with r and c."""
     try:
         optimize: Any = importlib.import_module("scipy.optimize")
         sparse: Any = importlib.import_module("scipy.sparse")
     except ImportError as error:
         raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
-    layers = [node.name for node in graph.layers]
-    free = [variable for variable, terms in minima.items() if terms]  # without terms it is infinite
-    columns: dict[Variable, int] = {
-        variable: i for i, variable in enumerate([*(("c", name) for name in layers), *free])
-    }
-    rows: list[tuple[Variable, Term]] = [
-        (variable, term) for variable in free for term in minima[variable] if all(part in columns for part in term[1])
-    ]
+    variables: list[Variable] = [*(("c", name) for name in bounds), *minima]
+    columns = {variable: column for column, variable in enumerate(variables)}
+    rows = [(variable, term) for variable, terms in minima.items() for term in terms]
     matrix = sparse.lil_array((len(rows), len(columns)))
     for row, (variable, (_, parts)) in enumerate(rows):
-        for sign, part in ((1.0, variable), *((-1.0, part) for part in parts)):
-            matrix[row, columns[part]] += sign
-    result = optimize.linprog(
-        [1 + EARLIER * math.exp(-i / len(layers)) for i in range(len(layers))] + [0.0] * len(free),
-        A_ub=matrix.tocsr(),
-        b_ub=[constant for _, (constant, _) in rows],
-        bounds=[
-            *(bounds[name] for name in layers),
-            *((0.0 if kind == "r" else -math.inf, math.inf) for kind, _ in free),
-        ],
-        method="highs",
-    )
+        matrix[row, columns[variable]] += 1.0
+        for part in parts:
+            matrix[row, columns[part]] -= 1.0
+    layers = len(bounds)
+    # Of equal sums, the earlier layers have the smaller c.
+    costs = [1 + 1e-3 * math.exp(-i / layers) for i in range(layers)] + [0.0] * len(minima)
+    limits = [*bounds.values(), *((0.0 if kind == "r" else -math.inf, math.inf) for kind, _ in minima)]
+    constants = [constant for _, (constant, _) in rows]
+    result = optimize.linprog(costs, A_ub=matrix.tocsr(), b_ub=constants, bounds=limits, method="highs")
     if result.x is None:
-        raise InfeasibleError(f"The linear program for the learning rates has no solution: {result.message}")
-    return {name: float(value) + 0.0 for name, value in zip(layers, result.x, strict=False)}
+        given = ", ".join(f"{low:g} for {name}" for name, (low, high) in bounds.items() if low == high)
+        raise InfeasibleError(
+            f"Activations grow with width, as a given c is too small ({given}), and other layers can't be slower than "
+            f"under full alignment: {result.message}"
+        )
+    return {name: float(value) + 0.0 for name, value in zip(bounds, result.x, strict=False)}

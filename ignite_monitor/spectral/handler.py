@@ -19,12 +19,9 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import upload
 from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
-from ignite_monitor.model.norms import any_sharded
-from ignite_monitor.model.samples import reshard
-from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.updates import order_statistics
+from ignite_monitor.model.norms import any_sharded, order_statistics
+from ignite_monitor.model.samples import SteppedParameters, reshard
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.sampled_step import SteppedParameters
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
@@ -82,7 +79,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         prefix: str = "spectral",
     ) -> None:
         super().__init__(model, prefix)
-        check_whole(model)
         check_choice("method", method, *METHODS)
         check_type("updates", updates, bool, "bool")
         check_type("per_parameter", per_parameter, bool, "bool")

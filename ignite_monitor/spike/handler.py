@@ -13,14 +13,14 @@ import torch
 from ignite.engine import Engine
 from torch import Tensor
 
-from ignite_monitor.checks import check_count, check_function
+from ignite_monitor.checks import check_function
 from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, largest_usable
 from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import move_like, wide_dtype
-from ignite_monitor.monitor.base import Handlers, NoModel, check_flag
+from ignite_monitor.monitor.base import Handlers, NoModel
 from ignite_monitor.monitor.transfer import as_published
 
 
@@ -68,13 +68,9 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         prefix: str = "spike",
         flag: str = "unhealthy_value",
     ) -> None:
-        super().__init__(NoModel(), prefix)
+        super().__init__(NoModel(), prefix, flag, max_consecutive_spikes)
         check_function("value", value, "the engine", optional=False)
-        check_flag(flag)
         self.value = value
-        self.flag = flag
-        self.attributes = {flag: False}
-        self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
         # Unlike a norm, a value of 0 is one like any other.
         self._detector = SpikeDetector(
             as_rule(threshold), max_consecutive_spikes=self.max_consecutive_spikes, ignored=math.nan
@@ -105,11 +101,11 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         return functools.partial(self._detect, engine) if self._is_running else None
 
     def _detect(self, engine: Engine) -> None:
-        value = self.value(engine)
+        self._iteration, value = engine.state.iteration, self.value(engine)
         if value is None:
             self._report_missing()
             return
-        self._missing, self._iteration = self._PATIENCE, engine.state.iteration
+        self._missing = self._PATIENCE
         number = _as_number(value)
         too_low = number < -largest_usable(number)
         detection = self._detector.detect(number, number.masked_fill(too_low, math.inf))
@@ -123,8 +119,8 @@ class SpikeMonitor(DetectionMonitor, schema=SPIKE):
         setattr(engine.state, self.flag, as_published(detection.spike))
         spike = detection.spike.to(number.dtype)
         self.publish(value=number, threshold=detection.threshold, spike=spike, spike_count=self._counts[0])
-        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and self._is_known_spike(detection.spike):
-            self._fire(engine, MonitorEvents.SPIKE_DETECTED, self._spike(detection))
+        if self._is_awaited_spike(detection.spike):
+            self._fire_spike(engine, self._spike(detection), number)
         self._fire_reset(engine, detection)
 
     def _report_missing(self) -> None:

@@ -100,7 +100,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self.count = int(state_dict["count"])
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [(Events.ITERATION_COMPLETED, self._forget)]
+        return [(Events.ITERATION_COMPLETED, self.reset_run_state)]
 
     def handlers(self) -> Handlers:
         return [
@@ -117,9 +117,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         return [recording(self._record)]
 
     def reset_run_state(self) -> None:
-        self._forget()
-
-    def _forget(self, engine: Engine | None = None) -> None:
         self._rng_state = self._batch = None
         self._losses = []
 
@@ -143,11 +140,11 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             self._files.append(path)
             while len(self._files) > self.keep:
                 self._files.popleft().unlink(missing_ok=True)
-        except Exception as error:  # noqa: BLE001 - training continues
+        except Exception as error:  # noqa: BLE001 - disk, pickling, device: training continues
             self._warn_once("spikes can't be recorded in %s: %s; reported once", self.directory, error)
         else:
             self.logger.info("%s: iteration %d: spike recorded in %s", self._title, iteration, path)
-        self._forget()
+        self.reset_run_state()
         self.publish(recorded_count=float(self.count))
 
     def _values(self, engine: Engine, spike: Spike, rank: int) -> dict[str, Any]:
@@ -170,7 +167,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     def _saved(self, name: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
-        except Exception as error:  # noqa: BLE001 - the other fields are recorded
+        except Exception as error:  # noqa: BLE001 - a user's tensors may fail in any way; other fields are recorded
             reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
             self._warn_once(f"the {name} of a spike is not recorded: %s; reported once", reason)
             return None

@@ -63,8 +63,7 @@ class SpikeRecord:
     @property
     def rows(self) -> list[int]:
         """Rows of the batch with the largest losses, at most three, largest first; NaN counts as largest."""
-        losses = self.row_losses
-        rows: list[int] = torch.topk(losses, min(3, len(losses))).indices.tolist()
+        rows: list[int] = torch.topk(self.row_losses, min(3, len(self.row_losses))).indices.tolist()
         return rows
 
     @property
@@ -106,7 +105,7 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
     content = Path(path).read_bytes()
     try:
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # torch.load raises errors of many types for damaged files
         raise ValueError(f"{path} is no spike file, or is damaged") from error
     if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
         raise ValueError(f"{path} is no spike file")
@@ -122,8 +121,7 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
 
 def _wrong_types(spike: Mapping[str, Any]) -> list[str]:
     """Names of fields whose types are not those of a :class:`SpikeRecord`."""
-    wrong = [name for name, kind in _TYPES.items() if not isinstance(spike[name], kind)]
-    if wrong:
+    if wrong := [name for name, kind in _TYPES.items() if not isinstance(spike[name], kind)]:
         return wrong
     culprits, source, losses = spike["culprits"], spike["source"] or dict.fromkeys(_SOURCE, ""), spike["losses"]
     valid = {
@@ -142,18 +140,14 @@ def _are(kind: Any, values: Iterable[Any]) -> bool:
 
 _SOURCE = {"name", "kind", "text"}
 _NUMBER, _NONE = (int, float), type(None)
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "iteration": int,
-    "epoch": int,
-    "rank": int,
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("iteration", "epoch", "rank"), int),
+    **dict.fromkeys(("norm", "threshold"), _NUMBER),
+    **dict.fromkeys(("culprits", "random_state"), dict),
     "name": str,
-    "norm": _NUMBER,
-    "threshold": _NUMBER,
-    "culprits": dict,
     "source": (dict, _NONE),
     "lr": (list, _NONE),
     "losses": (Tensor, _NONE),
-    "random_state": dict,
 }
 
 
@@ -167,7 +161,7 @@ def write(directory: Path, name: str, values: Mapping[str, Any]) -> Path:
     try:
         unfinished.write_bytes(content.getbuffer())
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException:  # an interrupt, too, must not leave an empty file
         unfinished.unlink(missing_ok=True)
         path.unlink()
         raise
@@ -207,13 +201,11 @@ class KeptBatch:
     def _keep(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             self._versions.append((value, version(value)))
-        elif isinstance(value, Mapping):
-            return {key: self._keep(item) for key, item in value.items()}
         elif isinstance(value, (tuple, list)):
             return (list if isinstance(value, list) else tuple)(map(self._keep, value))
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {item.name: self._keep(getattr(value, item.name)) for item in dataclasses.fields(value)}
-        return value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return {key: self._keep(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _copy(value: Any) -> Any:

@@ -17,9 +17,10 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, upload
-from ignite_monitor.model.optimizers import check_optimizer, held_by
+from ignite_monitor.model.names import held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.tensors import count_items
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, own_rank, sum_over_ranks, world_size
 from ignite_monitor.step_stats.measures import DataClock, StepClock, process_memory

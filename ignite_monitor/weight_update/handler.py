@@ -20,10 +20,9 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
-from ignite_monitor.model.optimizers import check_holds, check_optimizer
-from ignite_monitor.model.sharding import check_whole
-from ignite_monitor.model.updates import order_statistics
+from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.weight_update.not_learning import FrozenParameters, UntrainedParameters
 from ignite_monitor.weight_update.train_step import MeasuredStep
@@ -64,8 +63,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    Parameters with more than ``sample_size`` elements are estimated from a sample. The ``topk`` keys appear when a
-    logger writes.
+    Parameters with more than ``sample_size`` elements are estimated from a sample. Keys with names of parameters appear
+    when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -76,7 +75,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         exploding_grad_threshold: the largest gradient norm that is not exploding.
         frozen_update_ratio_threshold: the largest update ratio of a step that does not move a parameter.
         frozen_patience_steps: the number of such consecutive steps after which a parameter is frozen, with a warning.
-        top_k: the number of parameters to publish by name, of each kind.
+        top_k: the number of parameters to publish by name, of each kind; 0 for no names.
         eps: :math:`\epsilon`, greater than 0.
         prefix: the first part of the keys.
 
@@ -112,7 +111,6 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         prefix: str = "monitor",
     ) -> None:
         super().__init__(model, prefix)
-        check_whole(model)
         check_optimizer(optimizer, optional=True)
         if optimizer is not None:
             check_holds(optimizer, model)
@@ -285,7 +283,21 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
         values = {f"topk_grad/{names[i]}": norms[i] for i in largest}
-        return values | {f"topk_frozen/{names[i]}": still[i] for i in longest}
+        values |= {f"topk_frozen/{names[i]}": still[i] for i in longest}
+        for group, members in enumerate(self._groups()):
+            moved = [i for i in members if ratios[i] >= 0]
+            if moved:
+                fastest = max(moved, key=ratios.__getitem__)
+                values[f"largest_update_ratio/group_{group}/{names[fastest]}"] = ratios[fastest]
+        return values
+
+    def _groups(self) -> list[list[int]]:
+        """Indices of the parameters in each group of the given optimizer."""
+        if self.optimizer is None or self._step is None or not self.top_k:
+            return []
+        indices = {id(parameter): index for index, parameter in enumerate(self._step.samples.parameters)}
+        groups = [map(id, group["params"]) for group in self.optimizer.param_groups]
+        return [[indices[key] for key in group if key in indices] for group in groups]
 
     def _rows(self) -> list[list[float]]:
         self.on_host()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move
-from ignite_monitor.model.optimizers import held_by
+from ignite_monitor.model.names import held_by
 
 _NAMED = 10
 

@@ -1,10 +1,9 @@
-"""What only a GPU has: CUDA graphs, several of them, its own optimizers. Of the rest the code runs here as well."""
+"""What only a GPU has: CUDA graphs, its own optimizers. Of the rest the code runs here as well."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, WeightUpdateHandler
 from tests.accelerator._device import Device
-from tests.accelerator._ranks_worker import COUNT, SCENARIOS, monitored
 from tests.accelerator._trainings import (
     MONITORS,
     Training,
@@ -22,7 +20,6 @@ from tests.accelerator._trainings import (
     batches,
     without_machine,
 )
-from tests.distributed._launch import launched
 
 pytestmark = pytest.mark.cuda
 
@@ -119,27 +116,3 @@ def test_fused_optimizers_with_a_scaler(kind, device):
     assert rows[4]["monitor/update_ratio_max"] > 0
     assert "grad/threshold" not in rows[4]  # which has too few norms yet
     assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")),
-        pytest.param(
-            "gloo", marks=pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
-        ),
-    ],
-)
-def test_two_ranks(backend, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEST_BACKEND", backend)
-    results = launched("_ranks_worker", tmp_path / "ranks", SCENARIOS, package="tests.accelerator")
-    first, second = (each["published"] for each in results("ddp"))
-    assert [sorted(row) for row in first] == [sorted(row) for row in second]
-    device = Device("cuda" if backend == "nccl" else "cpu")
-    training = Training(device)
-    training.data = batches(COUNT, device.name)
-    whole = monitored(training)
-    for row, other, together in zip(first, second, whole, strict=True):
-        assert row == pytest.approx(other, rel=1e-5)
-        for name in ("grad/norm", "monitor/grad_max", "rcc/weight_update_max", "spectral/norm_max"):
-            assert row[name] == pytest.approx(together[name], rel=2e-3, abs=1e-6), name

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.cuda
 # What runs in hooks on modules, one after the other, in which no dispatch mode is on: each output is copied.
 LAUNCHED = {
     "GradMonitor, per_parameter": 130,
-    "ActivationHandler": 300,
-    "ActivationHandler, attention": 560,
-    "ActivationHandler, gradients and parameters": 1600,
-    "RCCHandler": 1130,
+    "ActivationHandler": 215,
+    "ActivationHandler, attention": 500,
+    "ActivationHandler, gradients and parameters": 1280,
+    "RCCHandler": 1120,
 }
 
 

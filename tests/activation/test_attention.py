@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ignite_monitor.activation import attention
 from ignite_monitor.activation.attention import AttentionArguments
+from tests._helpers import assert_same
 
 
 def attention_entropy(query, key, mask=None, **kwargs):
@@ -238,8 +239,8 @@ def test_no_graph_no_change_no_random_number():
     state = torch.get_rng_state()
     found = attention_entropy(query, key, mask, is_causal=True)
     assert not found.total.requires_grad
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(*pair) for pair in zip((query, key, mask), before, strict=True))
+    assert_same(torch.get_rng_state(), state)
+    assert_same([query, key, mask], [*before])
 
 
 def peak(folder, function):

@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConf
 
 from ignite_monitor.activation.attention import attention_entropy
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
-from tests._helpers import unset_default_device
+from tests._helpers import assert_same, unset_default_device
 
 
 class Seen:
@@ -308,7 +308,7 @@ def test_training_is_bitwise_the_same(autocast, watch):
     plain, _ = train(watch, mixed(), False, context())
     watched, seen = train(watch, mixed(), True, context())
     assert len(plain) == len(watched)
-    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert_same([*plain], [*watched])
     assert seen.calls == ["1", "2.self_attn"] * 3
     assert clean()
 
@@ -342,7 +342,7 @@ def test_recomputation_in_backward_is_no_second_call(arguments, watch):
     plain, _ = train(watch, Checkpointed(**arguments), False)
     torch.manual_seed(0)
     watched, seen = train(watch, Checkpointed(**arguments), True)
-    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert_same([*plain], [*watched])
     assert seen.calls == ["inner.1", "inner.2.self_attn"] * 3
     assert clean()
 
@@ -479,5 +479,5 @@ def test_flex_attention_and_compiled_parts_run_as_ever():
     plain = flex_attention(x, x, x), compiled(x)
     with running(AttentionCalls(lambda: "here", ignore)):
         watched = flex_attention(x, x, x), compiled(x)
-    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert_same([*plain], [*watched])
     assert clean()

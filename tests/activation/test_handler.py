@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ignite_monitor import ActivationHandler, Metric, record
+from tests._helpers import assert_same
 from tests.stress._truth import statistics
 
 
@@ -376,9 +377,9 @@ def test_differences_from_the_start_are_0_before_the_first_update():
     drawn = torch.get_rng_state()
     torch.manual_seed(3)
     run(plain, batches=2)
-    assert torch.equal(drawn, torch.get_rng_state())
+    assert_same(drawn, torch.get_rng_state())
     for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
+        assert_same(ours, theirs)
     assert set(part(published[0], "activation_difference")) == {
         f"{name}/{kind}" for name in ("layer", "norm", "drop", "_root_")
         for kind in ("mean", "std", "l2_norm", "max_abs", "nonfinite_count")
@@ -440,7 +441,7 @@ def test_the_reference_is_resumed():
     state = handler.state_dict()
     resumed = ActivationHandler(mlp(5), parameter_differences=True, reference="init")
     resumed.load_state_dict(state)
-    assert torch.equal(resumed.reference[0].weight, model[0].weight)
+    assert_same(resumed.reference[0].weight, model[0].weight)
     with pytest.raises(ValueError, match="reference"):
         ActivationHandler(mlp()).load_state_dict(state)
 
@@ -518,7 +519,7 @@ def test_recording_leaves_training_as_it_is(around, value, caplog):
 
     plain, _, _ = train(False, False)
     gradients, published, _ = train(True, True)
-    assert all(map(torch.equal, gradients, plain))
+    assert_same([*gradients], [*plain])
     skipped = value in SKIPPED or (value == "tensor" and around == "vmap")
     assert [bool(each) for each in published] == [not skipped and value != "empty"] * 2
     assert sum("skipped _root_: " in message for message in caplog.messages) == skipped
@@ -618,7 +619,7 @@ def test_one_warning_where_no_attention_is_measured(kind, caplog):
 def test_tensorboard_has_every_name_as_it_is(tmp_path):
     from ignite.handlers.tensorboard_logger import TensorboardLogger
 
-    from tests.monitor.test_contract import scalars
+    from tests._helpers import scalars
 
     class Odd(nn.Module):
         def __init__(self):
@@ -738,7 +739,7 @@ def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(trainable, chosen, ne
 
     plain, count, _ = train(event=Events.ITERATION_STARTED(once=9))
     monitored, same_count, published = train(**chosen)
-    assert torch.equal(plain, monitored)
+    assert_same(plain, monitored)
     assert same_count == count > 0
     assert not any(".layers." in name for each in published for name in each)
     assert sum("fast path" in message for message in caplog.messages) == 1

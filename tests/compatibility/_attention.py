@@ -38,7 +38,7 @@ class Softmaxes(TorchDispatchMode):
 def eager(initial: nn.Module, iteration: Iteration) -> nn.Module:
     """The model as it was when an iteration began, in float64, its attention written out."""
     model = copy.deepcopy(initial)
-    if hasattr(model, "config"):
+    if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
         model.config._experts_implementation = "eager"  # the others know no float64
     for module in model.modules():
@@ -63,7 +63,7 @@ def heads(initial: nn.Module, iteration: Iteration, modules: set[str]) -> Values
     names = list(dict(model.named_modules()))
     found: Values = {}
     for name, tag in zip(names, tags(name or "_root_" for name in names), strict=True):
-        if tag not in modules:
+        if tag not in modules or name not in softmaxes.scores:  # other models name no softmax of theirs
             continue
         calls = softmaxes.scores[name]
         entropies = torch.cat(

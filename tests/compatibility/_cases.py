@@ -217,8 +217,39 @@ for kind, config in {
     "OPT": _TEXT | {"ffn_dim": 24, "dropout": 0.0, "word_embed_proj_dim": 16},
     "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1},
     "Mamba": {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 3},
+    "Mamba2": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "state_size": 4,
+        "conv_kernel": 3,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "pad_token_id": 0,
+    },
+    "Qwen3Moe": _GROUPED | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "DeepseekV3": _TEXT
+    | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    },
 }.items():
     hugging(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM", {**config, "use_cache": False}, words)
+hugging(
+    "Gemma3", "ForCausalLM", _GROUPED | {"head_dim": 4, "sliding_window": 4, "use_cache": False}, words, "Gemma3Text"
+)
 for kind in ("Bert", "Roberta", "Electra", "Albert"):
     hugging(kind, "ForMaskedLM", _TEXT | _STILL | {"embedding_size": 16, "type_vocab_size": 2}, padded)
 hugging("DistilBert", "ForMaskedLM", {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4,
@@ -231,8 +262,76 @@ hugging("Bart", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model"
         "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
         "decoder_ffn_dim": 24, "max_position_embeddings": 16, "dropout": 0.0, "use_cache": False,
         "forced_eos_token_id": None}, words)  # fmt: skip
+
+
+def detr() -> nn.Module:
+    of = importlib.import_module("transformers")
+    backbone = of.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    layers = {f"{part}_{name}": size for part in ("encoder", "decoder")
+              for name, size in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 24))}  # fmt: skip
+    config = of.DetrConfig(
+        use_timm_backbone=False,
+        backbone_config=backbone,
+        d_model=16,
+        num_queries=4,
+        num_labels=3,
+        dropout=0.0,
+        **layers,
+    )
+    return of.DetrForObjectDetection(config)
+
+
+def segment_anything() -> nn.Module:
+    of = importlib.import_module("transformers")
+    size = {"hidden_size": 16, "image_size": 32, "patch_size": 8}
+    vision = size | {"output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "window_size": 2,
+                     "global_attn_indexes": [1], "mlp_dim": 24, "num_pos_feats": 8}  # fmt: skip
+    decoder = {"hidden_size": 16, "mlp_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
+               "iou_head_hidden_dim": 16, "iou_head_depth": 2}  # fmt: skip
+    prompts = size | {"mask_input_channels": 4}
+    config = of.SamConfig(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder)
+    return of.SamModel(config)
+
+
+CASES["transformers Detr"] = Case("transformers", detr, pictures(32, "pixel_values"), squares)
+CASES["transformers Sam"] = Case(
+    "transformers",
+    segment_anything,
+    lambda: pictures(32, "pixel_values", 2)() | {"input_points": 32 * torch.rand(2, 1, 1, 2)},
+    lambda output: squares(output.pred_masks),
+)
 for kind in ("ViT", "Dinov2"):
     hugging(kind, "ForImageClassification", _IMAGE | _STILL, pictures(16, "pixel_values"))
 hugging("Swin", "ForImageClassification", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
         "num_heads": [2, 4], "window_size": 4, "num_labels": CLASSES, "drop_path_rate": 0.0},
         pictures(16, "pixel_values"))  # fmt: skip
+
+# diffusers
+
+_BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4, "sample_size": 8}
+
+
+def diffusing(name: str, config: dict[str, Any], batch: Callable[[], dict[str, Any]]) -> None:
+    def make() -> nn.Module:
+        return getattr(importlib.import_module("diffusers"), name)(**_BLOCKS, **config)
+
+    CASES[f"diffusers {name}"] = Case("diffusers", make, batch, squares)
+
+
+diffusing(
+    "UNet2DModel",
+    {"layers_per_block": 1, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "attention_head_dim": 4,
+     "up_block_types": ("AttnUpBlock2D", "UpBlock2D")},
+    lambda: {"sample": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([1, 5])},
+)  # fmt: skip
+diffusing(
+    "AutoencoderKL",
+    {
+        "latent_channels": 2,
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    },
+    pictures(8, "sample", 2),
+)

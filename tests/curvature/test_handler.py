@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
 from ignite_monitor.curvature.handler import start_vector
 from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
-from tests._helpers import same
+from tests._helpers import assert_same, same
 
 
 class Net(nn.Module):
@@ -290,7 +290,7 @@ def test_checkpoints_are_looked_through_or_refused(caplog):
             found[reentrant] = watch(step, model, optimizer)
     for ours, theirs in zip(found[False][0], found[None][0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    assert all(map(torch.equal, found[False][1], found[None][1]))
+    assert_same([*found[False][1]], [*found[None][1]])
     assert found[True][0] == [{}] * 3
     assert caplog.text.count("use_reentrant=False") == 1
 
@@ -417,3 +417,17 @@ def test_along_the_step_of_adam():
     expected = (gradient / scale) @ matrix @ (gradient / scale) / (gradient @ (gradient / scale))
     found = run(model, optimizer, [batch], make()).metrics["curvature/along_gradient_preconditioned"]
     assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_forward_hooks_that_the_copy_lacks_are_warned_of_once(caplog):
+    model = Net()
+    model.first.register_forward_hook(lambda module, args, output: 2 * output)
+    with caplog.at_level(logging.WARNING):
+        run(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            [data(), data(1)],
+            lambda m, o: CurvatureHandler(m, o, loss=mse),
+            event=Events.ITERATION_STARTED,
+        )
+    assert caplog.text.count("without its forward hooks") == 1

@@ -115,7 +115,7 @@ def run_scenarios(scenarios: dict[str, Callable[[int], dict[str, Any]]], left_st
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group(
-        os.environ.get("TEST_BACKEND", "gloo"),
+        "gloo",
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=WORLD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,14 +95,51 @@ def run(train_step: Callable[[Engine, Any], Any], batches: Any, *monitors: Any, 
     return published
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None = None, at: int = 4) -> Any:
-    """The train step of most trainings, on a rank's rows of each batch."""
+@contextmanager
+def synchronised(model: Any, whether: bool = True) -> Iterator[None]:
+    """Whether the gradients of a backward are reduced over ranks, or stay those of this one."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(whether)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with nullcontext() if whether or not hasattr(model, "no_sync") else model.no_sync():
+            yield
+
+
+def step_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int | None = None,
+    at: int = 4,
+    *,
+    every: int = 1,
+    micro: int = 1,
+    quiet: bool = False,
+    set_to_none: bool = True,
+    leaves_spikes_out: bool = False,
+    after_backward: Callable[[Engine], None] = lambda engine: None,
+) -> Callable[[Engine, Any], None]:
+    """The train step of most trainings, on a rank's rows of each batch.
+
+    Args:
+        every: iterations to an optimizer step.
+        micro: micro-batches to an iteration.
+        quiet: whether only the last backward before a step is reduced over ranks.
+    """
 
     def train_step(engine: Engine, batch: Any) -> None:
-        optimizer.zero_grad()
+        iteration = engine.state.iteration
+        if (iteration - 1) % every == 0:
+            optimizer.zero_grad(set_to_none)
         x, y = share(batch, rank, at)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        for part in range(micro):
+            is_last = iteration % every == 0 and part == micro - 1
+            with synchronised(model, is_last or not quiet):
+                F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
+            after_backward(engine)
+        if iteration % every == 0 and not (leaves_spikes_out and engine.state.unhealthy_spike):
+            optimizer.step()
 
     return train_step
 

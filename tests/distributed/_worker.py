@@ -6,6 +6,8 @@ import contextlib
 import gc
 import itertools
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -54,37 +56,46 @@ def train(
     spike: int | None = None,
     monitored: bool = True,
     leave_out: int | None = None,
-    micro: int = 1,
-    quiet: Any = None,
+    step: Mapping[str, Any] = MappingProxyType({}),
     watch: nn.Module | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Train on one rank's halves of the batches (None: the whole), and say what was published.
 
-    With ``micro`` > 1 that many micro-batches are accumulated per iteration, all but the last under ``quiet()``.
+    ``step`` is how the train step of :func:`step_of` is made.
     """
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
     norms: list[float | None] = []
     fired: list[int] = []
 
+    def look(engine: Engine) -> None:
+        if monitored:
+            norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
+
+    inner = step_of(model, optimizer, rank, after_backward=look, **step)
+
     def train_step(engine: Engine, batch: Any) -> None:
-        if engine.state.iteration == leave_out:
-            return
         if monitored and engine.state.iteration == 1:
             engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
-        optimizer.zero_grad()
-        x, y = share(batch, rank)
-        for part in range(micro):
-            silent = quiet is not None and part < micro - 1
-            with quiet() if silent else contextlib.nullcontext():
-                F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
-            if monitored:
-                norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
-        optimizer.step()
+        if engine.state.iteration != leave_out:
+            inner(engine, batch)
 
     monitors = [GradMonitor(watch or model, optimizer, **kwargs)] if monitored else []
     seen = run(train_step, batches(spike), *monitors)
     return {"seen": seen, "fired": fired, "norms": norms, "parameters": [*map(whole, model.parameters())]}
+
+
+# A spike's step is left out by the train step; and four iterations to a step, the first one of the fifth is a spike.
+LEAVING_OUT: dict[str, Any] = {"spike": SPIKE, "step": {"leaves_spikes_out": True, "set_to_none": False}}
+ACCUMULATING: dict[str, Any] = {
+    "spike": 17,
+    "step": {"every": 4},
+    "threshold": MeanStdThreshold(k=10.0, warmup=3),
+}
+
+
+def differently(how: dict[str, Any], **step: Any) -> dict[str, Any]:
+    return {**how, "step": {**how["step"], **step}}
 
 
 def ddp(unused: bool = False, **kwargs: Any) -> DistributedDataParallel:
@@ -143,71 +154,6 @@ def single_tensors(wrap, rank: int | None, **kwargs: Any) -> dict[str, Any]:
 
 def sharded(model: nn.Module) -> nn.Module:
     return _models.fsdp(model, inner=())
-
-
-def no_sync(rank: int) -> dict[str, Any]:
-    model = ddp()
-    return train(model, rank, micro=2, quiet=model.no_sync)
-
-
-def no_sync_over_iterations(rank: int) -> dict[str, Any]:
-    """Two iterations to an optimizer step, the first of them under no_sync()."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
-
-    def train_step(engine, batch):
-        x, y = share(batch, rank)
-        first = engine.state.iteration % 2 == 1
-        if first:
-            optimizer.zero_grad()
-        with model.no_sync() if first else contextlib.nullcontext():
-            F.mse_loss(model(x), y).backward()
-        if not first:
-            optimizer.step()
-
-    return {"seen": run(train_step, batches(), GradMonitor(model, optimizer))}
-
-
-def fsdp_without_sync(rank: int) -> dict[str, Any]:
-    model = fsdp()
-
-    @contextlib.contextmanager
-    def quiet():
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    return train(model, rank, micro=2, quiet=quiet)
-
-
-def leaving_out(model: nn.Module, rank: int | None, set_to_none: bool = False) -> dict[str, Any]:
-    """A train step that leaves a spike's step out, and sets gradients to zero, in place or not."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def train_step(engine, batch):
-        optimizer.zero_grad(set_to_none)
-        x, y = share(batch, rank)
-        F.mse_loss(model(x), y).backward()
-        if not engine.state.unhealthy_spike:
-            optimizer.step()
-
-    return {"seen": run(train_step, batches(SPIKE), GradMonitor(model, optimizer))}
-
-
-def accumulating(model: nn.Module, rank: int | None, zero: bool = False) -> dict[str, Any]:
-    """Four iterations to a step, each of them reduced; the first one of the fifth step is a spike."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def train_step(engine, batch):
-        if engine.state.iteration % 4 == 1:
-            optimizer.zero_grad(set_to_none=not zero)
-        x, y = share(batch, rank)
-        F.mse_loss(model(x), y).backward()
-        if engine.state.iteration % 4 == 0:
-            optimizer.step()
-
-    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3))
-    return {"seen": run(train_step, batches(17)[:24], monitor)}
 
 
 def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
@@ -283,15 +229,6 @@ def ddp_trainer(rank: int, watched: bool) -> tuple[Engine, nn.Module, nn.Module]
     return trainer, model, model.module
 
 
-def uneven_inputs(rank: int) -> dict[str, Any]:
-    """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with model.join():
-        seen = run(step_of(model, optimizer), batches()[: 3 + 2 * rank], GradMonitor(model, optimizer))
-    return {"iterations": len(seen)}
-
-
 def after_the_process_group(rank: int) -> dict[str, Any]:
     """A training of its own on each rank, once the group is gone."""
     train(ddp(), rank)
@@ -357,27 +294,31 @@ SCENARIOS: dict[str, Any] = {
     "auto_model": auto_model,
     "ddp, monitor of the inner model": inner_model,
     "fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE),
-    "ddp no_sync": no_sync,
-    "ddp no_sync over iterations": no_sync_over_iterations,
-    "ddp accumulation without no_sync": lambda rank: train(ddp(), rank, micro=2),
-    "ddp static_graph accumulation without no_sync": lambda rank: train(ddp(static_graph=True), rank, micro=2),
-    "fsdp without gradient sync": fsdp_without_sync,
-    "fsdp accumulation": lambda rank: train(fsdp(), rank, micro=2),
+    "ddp no_sync": lambda rank: train(ddp(), rank, step={"micro": 2, "quiet": True}),
+    "ddp no_sync over iterations": lambda rank: train(ddp(), rank, step={"every": 2, "quiet": True}),
+    "ddp accumulation without no_sync": lambda rank: train(ddp(), rank, step={"micro": 2}),
+    "ddp static_graph accumulation without no_sync": lambda rank: train(
+        ddp(static_graph=True), rank, step={"micro": 2}
+    ),
+    "fsdp without gradient sync": lambda rank: train(fsdp(), rank, step={"micro": 2, "quiet": True}),
+    "fsdp accumulation": lambda rank: train(fsdp(), rank, step={"micro": 2}),
     "skip ddp": skipping(ddp),
     "skip ddp fused": skipping(ddp, optimizer=fused),
     "skip fsdp": skipping(fsdp),
     "skip fsdp fused": skipping(fsdp, optimizer=fused),
-    "leaving out ddp": lambda rank: leaving_out(ddp(), rank),
-    "leaving out fsdp": lambda rank: leaving_out(fsdp(), rank),
-    "leaving out fsdp set to none": lambda rank: leaving_out(fsdp(), rank, set_to_none=True),
-    "leaving out ddp bucket view": lambda rank: leaving_out(ddp(gradient_as_bucket_view=True), rank),
-    "leaving out ddp bucket view set to none": lambda rank: leaving_out(
-        ddp(gradient_as_bucket_view=True), rank, set_to_none=True
+    "leaving out ddp": lambda rank: train(ddp(), rank, **LEAVING_OUT),
+    "leaving out fsdp": lambda rank: train(fsdp(), rank, **LEAVING_OUT),
+    "leaving out fsdp set to none": lambda rank: train(fsdp(), rank, **differently(LEAVING_OUT, set_to_none=True)),
+    "leaving out ddp bucket view": lambda rank: train(ddp(gradient_as_bucket_view=True), rank, **LEAVING_OUT),
+    "leaving out ddp bucket view set to none": lambda rank: train(
+        ddp(gradient_as_bucket_view=True), rank, **differently(LEAVING_OUT, set_to_none=True)
     ),
-    "accumulating ddp": lambda rank: accumulating(ddp(), rank),
-    "accumulating ddp bucket view": lambda rank: accumulating(ddp(gradient_as_bucket_view=True), rank),
-    "accumulating fsdp": lambda rank: accumulating(fsdp(), rank),
-    "accumulating fsdp zeroed in place": lambda rank: accumulating(fsdp(), rank, zero=True),
+    "accumulating ddp": lambda rank: train(ddp(), rank, **ACCUMULATING),
+    "accumulating ddp bucket view": lambda rank: train(ddp(gradient_as_bucket_view=True), rank, **ACCUMULATING),
+    "accumulating fsdp": lambda rank: train(fsdp(), rank, **ACCUMULATING),
+    "accumulating fsdp zeroed in place": lambda rank: train(
+        fsdp(), rank, **differently(ACCUMULATING, set_to_none=False)
+    ),
     "clip ddp": lambda rank: train(ddp(), rank, spike=SPIKE, on_spike="clip"),
     "clip fsdp": lambda rank: train(fsdp(), rank, spike=SPIKE, on_spike="clip"),
     "loss ddp": lambda rank: train(ddp(), rank, loss=lambda engine: loss_at(engine.state.iteration, rank)),
@@ -400,10 +341,8 @@ SCENARIOS: dict[str, Any] = {
     "curvature, unreached loss": lambda rank: curvature(ddp(), rank, "unreached"),
     "refused": refused,
     "freed": freed,
-    "uneven inputs": uneven_inputs,
     "after the process group": after_the_process_group,
     "dropped": dropped,
-    "detached": lambda rank: train(ddp(), rank) and {},
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
 from tests._helpers import assert_same
 from tests.distributed import _models
 from tests.distributed._launch import run_scenarios
-from tests.distributed._models import ddp, fsdp, run, share, whole
+from tests.distributed._models import ddp, fsdp, run, share, synchronised, whole
 
 COUNT = 6
 SPLIT = 3  # of 8 rows the first rank has so many
@@ -91,13 +90,7 @@ def clipped(model: Any, rank: int) -> dict[str, Any]:
     def train_step(engine, x):
         optimizer.zero_grad()
         for part in range(2):
-            is_last = part == 1
-            if hasattr(model, "no_sync"):
-                context = contextlib.nullcontext() if is_last else model.no_sync()
-            else:
-                model.set_requires_gradient_sync(is_last)
-                context = contextlib.nullcontext()
-            with context:
+            with synchronised(model, part == 1):
                 model(x[rank + 2 * part :: 4]).square().mean().backward()
         look("gradient")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

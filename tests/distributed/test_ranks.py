@@ -9,28 +9,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests._helpers import LONG, assert_same, grad_norm
-from tests._trainers import Judge
+from tests._helpers import assert_same, grad_norm
+from tests._judge import Judge, mean_of
 from tests.distributed._launch import WORLD, launch, launched
 from tests.distributed._worker import (
+    ACCUMULATING,
     COUNT,
+    LEAVING_OUT,
     SCENARIOS,
     SPIKE,
     OneTensor,
-    accumulating,
     batches,
     curvature,
-    leaving_out,
     net,
     noise_scale,
     train,
 )
-from tests.stress._judge import mean_of
 
 K, DECAY = 6.0, 0.99  # of the default rule
 
 WORKER = "_worker"
-RUN = NAMES = [*SCENARIOS][: [*SCENARIOS].index("uneven inputs")]  # the others each have processes of their own
+ALONE = ("after the process group", "dropped")  # have processes of their own
+RUN = NAMES = [name for name in SCENARIOS if name not in ALONE]
 WHOLE = [*(name for name in NAMES[: NAMES.index("ddp no_sync")])]
 
 
@@ -170,7 +170,7 @@ def test_skipped_step_leaves_the_parameters_as_leaving_the_batch_out_does(result
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("leaving out")])
 def test_a_spike_that_the_train_step_leaves_out_counts_once_though_gradients_are_zeroed_in_place(results, name):
-    whole = leaving_out(net(), None)["seen"]
+    whole = train(net(), None, **LEAVING_OUT)["seen"]
     assert whole[-1]["grad/spike_count"] == 1
     for result in results(name):
         for seen, expected in zip(result["seen"], whole, strict=True):
@@ -179,9 +179,9 @@ def test_a_spike_that_the_train_step_leaves_out_counts_once_though_gradients_are
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("accumulating")])
 def test_a_spike_counts_once_while_iterations_accumulate(results, name):
-    whole = accumulating(net(), None)["seen"]
+    whole = train(net(), None, **ACCUMULATING)["seen"]
     # One value per step, and of the parts that are flagged.
-    published = [0 if i % 4 == 0 else None for i in range(1, 17)] + [1, 1, 1, 1, None, None, None, 1]
+    published = [0 if i % 4 == 0 else None for i in range(1, 17)] + [1, 1, 1, 1, None, None, None, 1, None, None]
     assert [seen.get("grad/spike_count") for seen in whole] == published
     for result in results(name):
         for seen, expected in zip(result["seen"], whole, strict=True):
@@ -246,19 +246,17 @@ def test_dropped_run_frees_its_reducer_by_reference_counting(results):
         assert result["watched"] == result["bare"] == [False] * 3
 
 
-@pytest.mark.parametrize("name", ["dropped", pytest.param("detached", marks=LONG)])
-def test_processes_end_cleanly(tmp_path, name):
+def test_processes_end_cleanly(tmp_path):
     """A reducer that outlives its process group aborts the process at its exit, one time in four."""
-    ends = launch("_worker", tmp_path, [name])
+    ends = launch("_worker", tmp_path, ["dropped"])
     if any(code == -signal.SIGABRT for code, _ in ends):  # without monitors too, one time in a hundred
-        ends = launch("_worker", tmp_path / "again", [name])
+        ends = launch("_worker", tmp_path / "again", ["dropped"])
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("Traceback" in error for _, error in ends), ends
 
 
-@pytest.mark.parametrize("name", ["uneven inputs", "after the process group"])
-def test_process_group_that_does_not_wait_for_a_monitor(tmp_path, name):
-    launched("_worker", tmp_path, [name])(name)
+def test_a_training_after_the_process_group_has_ended(tmp_path):
+    launched("_worker", tmp_path, ["after the process group"])("after the process group")
 
 
 @pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])

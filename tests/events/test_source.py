@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.engine import Engine, Events
 from ignite.handlers import LRScheduler
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import nn
@@ -71,26 +71,6 @@ def test_gradients_ready_fires_once_before_backward_returns():
         "step returned", "train_step_completed", "completed",
     ]  # fmt: skip
     assert log == one * 3
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_create_supervised_trainer(accumulation):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    trainer = create_supervised_trainer(
-        model, optimizer, nn.MSELoss(), gradient_accumulation_steps=accumulation, deterministic=False
-    )
-    monitor = GradMonitor(model, optimizer)
-    monitor.attach(trainer)
-    log = record(trainer, *INSIDE[:3])
-    norms = []
-    trainer.add_event_handler(
-        MonitorEvents.GRADIENTS_READY, lambda e: norms.append((float(e.state.grad_norm), grad_norm(model.parameters())))
-    )
-    trainer.run(make_batches(4))
-    assert log.count("gradients_ready") == 4
-    assert log.count("optimizer_step_started") == log.count("optimizer_step_completed") == 4 // accumulation
-    assert [got for got, _ in norms] == [approx(expected) for _, expected in norms]
 
 
 class Boom(torch.autograd.Function):
@@ -702,29 +682,6 @@ def test_gradients_can_be_taken_in_handlers():
         trainer.add_event_handler(event, take)
     trainer.run(make_batches(1))
     assert len(taken) == 3
-
-
-def test_a_part_of_the_model_whose_turn_in_the_optimizer_comes_later():
-    """One block after the other is trained, of as many parameters."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second = (list(block.parameters()) for block in model)
-    optimizer = torch.optim.SGD(first, lr=0.1)
-
-    def train_step(engine, batch):
-        model.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    trainer = Engine(train_step)
-    GradMonitor(model[1]).attach(trainer)
-    seen = []
-    trainer.add_event_handler(MonitorEvents.OPTIMIZER_STEP_STARTED, lambda engine: seen.append(engine.state.iteration))
-    trainer.add_event_handler(
-        Events.ITERATION_STARTED(every=2),
-        lambda engine: optimizer.param_groups[0].update(params=second if engine.state.iteration % 4 else first),
-    )
-    trainer.run([torch.randn(3, 4)] * 7, max_epochs=1)
-    assert seen == [2, 3, 6, 7]
 
 
 def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor(caplog):

@@ -16,6 +16,7 @@ from tests._trainers import (
     make_batches,
     make_model,
     mean_of,
+    mean_std,
     train,
     training_state,
     true_norm,
@@ -82,7 +83,7 @@ def test_norms_and_thresholds_are_unscaled_and_unclipped_while_the_scale_grows(n
     assert len(set(step.scales)) > 3
     assert [float(norm) for norm in step.fresh] == pytest.approx(step.truth, **CLOSE)
     assert recorder.norms == pytest.approx(step.truth, **CLOSE)
-    judge = Judge(warmup=5)
+    judge = Judge(mean_std(6.0, 5, 0.99))
     expected = [judge.expect(norm) for norm in step.truth]
     for key in ("mean", "std", "threshold"):
         found = recorder.of(f"grad/{key}")

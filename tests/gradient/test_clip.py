@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.action import scale
 from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
-from tests.gradient.test_skip_step import FEW, OPTIMIZERS, build
+from tests.gradient._optimizers import FEW, OPTIMIZERS, build
 
 LIMIT = 50.0
 
@@ -296,7 +296,7 @@ def test_every_kind_of_gradient_is_scaled_in_place(kind):
     }[kind]()
     before = gradient.to_dense().clone()
     scale([gradient], torch.tensor(1.0, dtype=torch.float64))
-    assert torch.equal(gradient.to_dense(), before)
+    assert_same(gradient.to_dense(), before)
     scale([gradient], torch.tensor(0.25, dtype=torch.float64))
     assert gradient.dtype == before.dtype
-    assert torch.equal(gradient.to_dense(), before * 0.25)
+    assert_same(gradient.to_dense(), before * 0.25)

@@ -18,8 +18,8 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
 )
+from tests._judge import spikes_in_losses
 from tests._trainers import assert_same, make_model, train, training_state
-from tests.gradient.test_loss_signal import expected as expected_of_signal
 
 
 def batches_of(count, spikes=(), seed=0):
@@ -60,7 +60,7 @@ class Training:
 
 def expected(losses):
     """Whether each is a spike."""
-    return [float(spike) for spike in expected_of_signal(losses)[0]]
+    return [float(spike) for spike in spikes_in_losses(losses)[0]]
 
 
 @pytest.mark.parametrize("how", ["module", "function", "number"])
@@ -206,8 +206,7 @@ def test_a_state_that_fails_to_load_changes_nothing(part):
     train(one.step, batches_of(30), one.monitor)
     train(other.step, batches_of(40, seed=1), other.monitor)
     before, state = copy.deepcopy(other.monitor.state_dict()), copy.deepcopy(one.monitor.state_dict())
-    own = state[part] if part != "per_parameter" else state[part]["detector"]
-    del own["rule"]["mean"]
+    del state[part]["rule"]["mean"]
     with pytest.raises(ValueError, match="was it saved with another threshold rule"):
         other.monitor.load_state_dict(state)
     assert_same(other.monitor.state_dict(), before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold
 from ignite_monitor.gradient.loss import LossDetector
+from tests._judge import spikes_in_losses
 
 
 def losses_of(n, seed=0):
@@ -30,29 +30,6 @@ def judge_all(signal, losses, dtype=torch.float64, limits=None):
     return spikes
 
 
-def expected(losses, k=4.5, decay=0.99, warmup=20):
-    """Whether each is a spike, and the limit for the logarithm of the next one after all."""
-    logs, spikes, row = [], [], 0
-    for loss in [*losses, math.e]:
-        if not math.isfinite(loss) or loss <= 0:
-            spikes.append(not math.isfinite(loss))
-            continue
-        limit = math.inf
-        if len(logs) >= warmup:
-            weights = decay ** np.arange(len(logs) - 1, -1, -1.0)
-            # weights[-n:] are those of the first n when they were all
-            levels = [np.average(logs[:n], weights=weights[-n:]) for n in range(1, len(logs) + 1)]
-            steps = np.array([0.0, *(np.array(logs[1:]) - levels[:-1])])
-            drift = np.average(steps, weights=weights)
-            unbiased = weights.sum() - (weights**2).sum() / weights.sum()
-            limit = levels[-1] + drift + k * math.sqrt((weights * (steps - drift) ** 2).sum() / unbiased)
-        spikes.append(math.log(loss) > limit)
-        row = row + 1 if spikes[-1] else 0
-        if row < 2:
-            logs.append(min(math.log(loss), limit))
-    return spikes[:-1], limit
-
-
 def test_equals_the_formula():
     losses = losses_of(300)
     losses[[60, 61, 62, 150]] *= 12
@@ -60,7 +37,7 @@ def test_equals_the_formula():
     limits = []
     found = judge_all(LossDetector(), [*losses, 1.0], limits=limits)[:-1]
     # -inf is as non-finite as inf, but it is no large loss: it has no logarithm, like every number below zero.
-    reference, limit = expected(np.where(losses == -math.inf, 0.0, losses))
+    reference, limit = spikes_in_losses(np.where(losses == -math.inf, 0.0, losses))
     assert found == reference
     assert limits[-1] == pytest.approx(limit, rel=1e-12)
     assert [i for i, spike in enumerate(found) if spike] == [60, 61, 62, 150, 200, 210]
@@ -99,18 +76,6 @@ def test_losses_near_zero_and_of_narrow_dtypes():
 def test_a_new_level_costs_ten_steps():
     spikes = judge_all(LossDetector(), [*losses_of(100), *(50.0 * losses_of(100, seed=1))])
     assert sum(spikes) == 10
-
-
-def test_state_continues_and_a_copy_has_its_own():
-    losses = losses_of(120)
-    losses[80] *= 5
-    whole, first, second = LossDetector(), LossDetector(), LossDetector()
-    found = judge_all(whole, losses)
-    judge_all(first, losses[:70])
-    second.load_state_dict(first.state_dict())
-    twin = copy.copy(second)
-    assert judge_all(twin, losses[70:]) == judge_all(second, losses[70:]) == found[70:]
-    assert first.rule.state["count"].item() == 70
 
 
 @pytest.mark.parametrize(("argument", "value"), [("k", 0.0), ("warmup", 1), ("decay", 1.0)])

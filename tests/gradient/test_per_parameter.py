@@ -10,7 +10,10 @@ import torch
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
-from ignite_monitor.gradient.per_parameter import PerParameterDetector, culprits, excess_shares
+from ignite_monitor.gradient import spike_numbers
+from ignite_monitor.gradient.per_parameter import PerParameterDetector
+from ignite_monitor.gradient.spike_numbers import culprits, excess_shares
+from tests._judge import shared_growth
 
 NAMES = ("embed", "qkv", "bias", "head")
 
@@ -20,12 +23,6 @@ def norms_of(n, seed=0):
     return random.lognormal(sigma=0.3, size=(n, 4)) * [5.0, 1.0, 1e-5, 30.0]
 
 
-def shared(row, means):
-    """What all norms of a row are divided by: the 0.7th power of how far they lie above their means, in the middle."""
-    ratios = sorted(x / mean for x, mean in zip(row, means, strict=True) if x > 0 and mean > 0)
-    return max(1.0, ratios[(len(ratios) - 1) // 2]) ** 0.7 if ratios else 1.0
-
-
 def each_alone(rows):
     """The detections of a scalar detector per tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
     detectors = [SpikeDetector(RobustThreshold(k=8.0)) for _ in NAMES]
@@ -33,7 +30,7 @@ def each_alone(rows):
     for row in rows:
         said.append([])
         means = [float(detector.rule.state["mean"]) for detector in detectors]
-        row = row / shared(row, means)
+        row = row / shared_growth(row, means)
         for detector, value in zip(detectors, row, strict=True):
             detection = detector.detect(torch.tensor(value, dtype=torch.float64))
             there = value != 0 and value is not None and not np.isnan(value)
@@ -57,7 +54,7 @@ def judged(rows, judge=None):
 
 
 def named(judge, detection, most=3):
-    return dict([*judge.named(culprits(detection).tolist()).items()][:most])
+    return dict([*spike_numbers.named(culprits(detection).tolist(), judge.names).items()][:most])
 
 
 def same(one, other):
@@ -151,7 +148,7 @@ def test_state_continues_in_whatever_order_the_names_come():
 
 def test_the_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match="names"):
-        PerParameterDetector().load_state_dict({"detector": {}})
+        PerParameterDetector().load_state_dict({"rule": {}})
 
 
 def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors():
@@ -181,4 +178,4 @@ def test_norms_on_another_device_than_those_before():
     detection = judge.detect(NAMES, torch.ones(4, dtype=torch.float64, device="meta"))
     judge.observe(detection)
     assert detection.spike.is_meta
-    assert judge.detector.rule.state["mean"].is_meta
+    assert judge.rule.state["mean"].is_meta

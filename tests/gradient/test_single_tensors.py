@@ -11,11 +11,9 @@ from ignite.engine import Engine, Events
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
-from ignite_monitor.gradient.per_parameter import described
-from tests._trainers import Judge as MeanStd
+from ignite_monitor.gradient.spike_numbers import described
+from tests._judge import Judge, mean_of, robust, shared_growth
 from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
-from tests.gradient.test_per_parameter import shared
-from tests.stress._judge import Judge, mean_of, robust
 
 COUNT, BAD, NAME = 45, 40, "0.bias"
 EACH = robust(8.0, 20, 0.99, 2.0)
@@ -53,13 +51,13 @@ class Training:
 def judged_by(judges, norms):
     """The detections on one step's tensors, each divided by what all of them share."""
     means = {n: mean_of(judges.setdefault(n, Judge(EACH)).history, 0.99) for n in norms}
-    factor = shared([*norms.values()], [*means.values()])
+    factor = shared_growth([*norms.values()], [*means.values()])
     return {n: judges[n].judge(x / factor, False) for n, x in norms.items() if x > 0}
 
 
 def expected(norms):
     """For every step whether it is a spike, and each tensor's share of the excess, from what the contract says."""
-    judges, whole, told = {}, MeanStd(), []
+    judges, whole, told = {}, Judge(), []
     for of_step in norms:
         seen = judged_by(judges, of_step)
         spikes = {n for n, v in seen.items() if v.spike}
@@ -166,7 +164,7 @@ def test_on_spike(how):
     if how == "skip":
         assert_same(*({name: state[name] for name in state if name != "grads"} for state in before))
         return
-    judges, whole = {}, MeanStd()
+    judges, whole = {}, Judge()
     for of_step in training.norms[: BAD - 1]:
         whole.expect(math.sqrt(math.fsum(x * x for x in of_step.values())))
         for n, v in judged_by(judges, of_step).items():
@@ -217,7 +215,7 @@ def test_tentative_entries_of_tensors_are_taken_back():
     training = Training(every=4, bad=(37 * 4 - 3,), factor=400.0)
     recorder = train(training.step, make_batches(COUNT * 4), training.monitor)
     assert recorder.flags[37 * 4 - 4]
-    count = training.monitor.state_dict()["per_parameter"]["detector"]["rule"]["count"]
+    count = training.monitor.state_dict()["per_parameter"]["rule"]["count"]
     assert count.tolist() == [COUNT] * 4
 
 
@@ -226,15 +224,9 @@ def test_an_overflow_is_no_spike_and_leaves_no_trace():
     recorder = train(training.step, make_batches(COUNT), training.monitor)
     assert recorder.of("grad/spike") == [0.0] * COUNT
     assert recorder.metrics[BAD - 1]["grad/nonfinite_count"] == 1
-    assert training.monitor.state_dict()["per_parameter"]["detector"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]
+    assert training.monitor.state_dict()["per_parameter"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]
 
 
 def test_bad_input():
     with pytest.raises(TypeError, match="Argument per_parameter should be of type bool, but given <class 'int'>"):
         GradMonitor(make_model(), per_parameter=1)
-
-
-def test_nothing_of_the_model_is_kept_after_a_run():
-    training = Training()
-    train(training.step, make_batches(3), training.monitor)
-    assert training.monitor._detector._named == ((), ())

@@ -9,9 +9,8 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_monitor import ActivationHandler, GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
-from ignite_monitor.gradient.window import GradientWindow
-from tests._trainers import Recorder, grad_norm, loss_of, make_batches, make_model, mean_of, norm_of, train, true_norm
+from ignite_monitor import ActivationHandler, GradMonitor, StaticThreshold, WeightUpdateHandler
+from tests._trainers import Recorder, grad_norm, loss_of, make_batches, make_model, norm_of, train
 from tests.stress._steps import PUT
 
 CLOSE = {"rel": 1e-5}
@@ -26,37 +25,6 @@ def observations(monitor):
 
 
 # The window
-
-
-def test_table_of_the_window():
-    """The events of a GAN's and of an accumulating train step, against the table in window.py."""
-    window = GradientWindow()
-    window.iteration_started(unseen=False)
-    assert window.backward("first", shared=True) is False
-    assert window.other_step_started()
-    assert not window.other_step_started()
-    assert window.returned() is None
-    assert window.step_started(lambda: "by hand") == ("first", True, True)
-    assert window.backward("of a closure", shared=False) is False
-    assert window.step_completed().detection == "first"
-    assert window.step_started(lambda: "by hand") == ("first", True, False)
-    window.step_completed()
-    assert window.backward("second", shared=False)
-    assert (window.returned(), window.last.detection) == ("second", "first")
-    window.iteration_started(unseen=False)
-    assert (window.returned(), window.last, window.newest) == (None, None, "second")
-    assert window.step_started(lambda: "by hand") == ("by hand", False, True)
-    window.step_completed()
-    assert window.step_started(lambda: "again") == ("again", False, True)
-    window.step_completed()
-    window.backward("third", shared=True)
-    assert window.returned() is None
-    window.other_step_started()
-    window.iteration_started(unseen=False)
-    assert window.newest is None
-    window.backward("fourth", shared=False)
-    window.iteration_started(unseen=True)
-    assert window.newest is None
 
 
 # What becomes of a gradient between backward and step
@@ -208,69 +176,6 @@ def test_a_spike_that_is_left_out_counts_however_gradients_are_set_to_zero(how, 
     assert observations(monitor) == 7  # of spikes in a row the first enters alone
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("spike", [7, 8, 9, None])
-def test_accumulation_over_iterations_is_one_value_observation_and_event_per_step(create_graph, spike):
-    model, truth, told = make_model(), [], []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        i = engine.state.iteration
-        if i % 3 == 1:
-            optimizer.zero_grad()
-        loss_of(model, batch).backward(create_graph=create_graph)
-        truth.append(norm_of(p.grad for p in model.parameters()))
-        assert engine.state.grad_norm == pytest.approx(truth[-1], **CLOSE)
-        assert engine.state.unhealthy_spike is (truth[-1] > 50.0)
-        if i % 3 == 0:
-            optimizer.step()
-
-    monitor = GradMonitor(
-        model,
-        optimizer,
-        threshold=StaticThreshold(50.0),
-        on_spike=lambda engine, norm: told.append(engine.state.iteration),
-    )
-    recorder = train(step, make_batches(18, spikes=[] if spike is None else [spike]), monitor)
-    flagged = [] if spike is None else list(range(spike, 10))
-    published = [i % 3 == 0 or i in flagged for i in range(1, 19)]
-    assert recorder.of("grad/norm") == [
-        pytest.approx(norm, **CLOSE) if there else None for norm, there in zip(truth, published, strict=True)
-    ]
-    assert [i for i, value in enumerate(recorder.of("grad/stepped"), 1) if value] == [3, 6, 9, 12, 15, 18]
-    assert recorder.of("grad/spike_count")[-1] == (spike is not None)
-    assert told == ([] if spike is None else [spike])
-    assert observations(monitor) == 6
-
-
-@pytest.mark.parametrize("flagged", [False, True])
-def test_accumulation_within_an_iteration_is_one_observation_of_the_whole(flagged):
-    model, truth, seen, told = make_model(), [], [], []
-    optimizer = sgd(model)
-    batches = make_batches(12, spikes=[5] if flagged else [])
-
-    def step(engine, micro_batches):
-        optimizer.zero_grad()
-        for batch in micro_batches:
-            loss_of(model, batch).backward()
-            seen.append(engine.state.unhealthy_spike)
-        truth.append(true_norm(model, micro_batches))
-        optimizer.step()
-
-    monitor = GradMonitor(
-        model,
-        optimizer,
-        threshold=StaticThreshold(50.0),
-        on_spike=lambda engine, _: told.append(engine.state.iteration),
-    )
-    recorder = train(step, [batches[i : i + 3] for i in range(0, 12, 3)], monitor)
-    assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
-    assert seen == [flagged and i in (4, 5) for i in range(12)]
-    assert told == [2] * flagged
-    assert (recorder.of("grad/spike_count")[-1], observations(monitor)) == (flagged, 4)
-
-
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_filters_that_meet_some_iterations_of_an_accumulation(every):
     """Steps in the others go unseen: what is published is whole gradients alone, and partial ones that are flagged."""
@@ -300,143 +205,6 @@ def test_filters_that_meet_some_iterations_of_an_accumulation(every):
 
 
 # Several optimizers and models
-
-
-def test_two_optimizers_on_one_model_each_clipped_have_the_norms_that_backward_left():
-    model, truth = make_model(), []
-    optimizers = [sgd(model[i]) for i in (0, 2)]
-
-    def step(engine, batch):
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append([grad_norm(model[i]) for i in (0, 2)])
-        for optimizer, part in zip(optimizers, (model[0], model[2]), strict=True):
-            nn.utils.clip_grad_norm_(part.parameters(), 0.1)
-            optimizer.step()
-
-    monitors = [GradMonitor(model, o, prefix=f"m{i}", flag=f"bad_{i}") for i, o in enumerate(optimizers)]
-    monitors.append(GradMonitor(model, prefix="both", flag="bad_both"))
-    recorder = train(step, make_batches(6), *monitors)
-    for i in range(2):
-        assert recorder.of(f"m{i}/norm") == pytest.approx([norms[i] for norms in truth], **CLOSE)
-    assert recorder.of("both/norm") == pytest.approx([(a * a + b * b) ** 0.5 for a, b in truth], **CLOSE)
-    assert [observations(monitor) for monitor in monitors] == [6, 6, 6]
-
-
-def test_two_models_trained_together_each_clipped_have_the_norms_that_backward_left():
-    encoder, decoder, truth = make_model(0), nn.Linear(2, 2), []
-    optimizers = [sgd(encoder), sgd(decoder)]
-
-    def step(engine, batch):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        nn.functional.mse_loss(decoder(encoder(batch[0])), batch[1]).backward()
-        truth.append([grad_norm(encoder), grad_norm(decoder)])
-        for optimizer, model in zip(optimizers, (encoder, decoder), strict=True):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-
-    monitors = [
-        GradMonitor(model, optimizer, prefix=f"m{i}", flag=f"bad_{i}")
-        for i, (model, optimizer) in enumerate(zip((encoder, decoder), optimizers, strict=True))
-    ]
-    recorder = train(step, make_batches(5), *monitors)
-    for i in range(2):
-        assert recorder.of(f"m{i}/norm") == pytest.approx([norms[i] for norms in truth], **CLOSE)
-
-
-@pytest.mark.parametrize("order", ["dg", "gd", "alternating"])
-@pytest.mark.parametrize("large", [False, True])
-def test_a_gan_counts_what_its_own_steps_use_whatever_the_generator_leaves(order, large):
-    generator, discriminator = make_model(0), nn.Linear(2, 1)
-    models = {"g": generator, "d": discriminator}
-    optimizers = {name: sgd(model) for name, model in models.items()}
-    truth = {"g": [], "d": []}
-
-    def step(engine, batch):
-        turns = order if order != "alternating" else "dg"[engine.state.iteration % 2]
-        for name in "dg":
-            truth[name].append(None)
-        for name in turns:
-            optimizers[name].zero_grad()
-            fake = generator(batch[0])
-            loss = discriminator(fake.detach() if name == "d" else (1e4 if large else 1) * fake).square().mean()
-            loss.backward()
-            truth[name][-1] = grad_norm(models[name])
-            nn.utils.clip_grad_norm_(models[name].parameters(), 0.01)
-            optimizers[name].step()
-
-    monitors = [
-        GradMonitor(model, optimizers[name], threshold=StaticThreshold(1e9), prefix=name, flag=f"bad_{name}")
-        for name, model in models.items()
-    ]
-    recorder = train(step, make_batches(6), *monitors)
-    for monitor, (name, norms) in zip(monitors, truth.items(), strict=True):
-        expected = [None if norm is None else pytest.approx(norm, **CLOSE) for norm in norms]
-        assert recorder.of(f"{name}/norm") == expected
-        assert observations(monitor) == sum(norm is not None for norm in norms)
-
-
-def test_sharpness_aware_minimization_counts_the_gradient_of_its_second_backward():
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        moves = [0.05 * parameter.grad / grad_norm(model) for parameter in model.parameters()]
-        with torch.no_grad():
-            for parameter, move in zip(model.parameters(), moves, strict=True):
-                parameter.add_(move)
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append(grad_norm(model))
-        with torch.no_grad():
-            for parameter, move in zip(model.parameters(), moves, strict=True):
-                parameter.sub_(move)
-        optimizer.step()
-
-    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=2, k=1e6))
-    recorder = train(step, make_batches(6), monitor)
-    assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
-    assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(truth[:-1]), **CLOSE)
-    assert observations(monitor) == 6
-
-
-def test_steps_before_backward_use_the_gradient_of_the_iteration_before():
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        truth.append(grad_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0))
-    recorder = train(step, make_batches(6, spikes=[3]), monitor)
-    # The spike is published where it is seen, with no step after it; the next step uses it, in place of that entry.
-    assert recorder.of("grad/norm")[3:] == pytest.approx(truth[3:], **CLOSE)
-    assert recorder.of("grad/norm")[:2] == [None, pytest.approx(truth[1], **CLOSE)]
-    assert recorder.of("grad/norm")[2] == pytest.approx(truth[3], **CLOSE)
-    assert recorder.of("grad/spike_count") == [None, 0, 1, 1, 1, 1]
-    assert observations(monitor) == 5
-
-
-def test_autograd_grad_decides_nothing_about_a_spike_that_was_left_out():
-    model = make_model()
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        torch.autograd.grad(loss_of(model, batch), list(model.parameters()))  # it finds the spike still there
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if not engine.state.unhealthy_spike:
-            optimizer.step()
-
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0))
-    recorder = train(step, make_batches(6, spikes=[3]), monitor)
-    assert recorder.of("grad/spike_count") == [0, 0, 1, 1, 1, 1]
 
 
 def test_no_hook_waits_for_a_backward_after_the_train_step():

@@ -21,7 +21,7 @@ from ignite.engine import Events
 from ignite.metrics import Average
 
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, read_hdf5
-from ignite_monitor.hdf5 import clock
+from ignite_monitor.hdf5 import writer
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.hdf5._runs import ENVIRONMENT, as_lists, engine_of, log_output, run
 
@@ -286,7 +286,7 @@ def test_a_dropped_logger_writes_what_waits_and_is_freed(path):
 
 def test_slow_iterations_are_written_in_time(path, monkeypatch):
     now, seen = [0.0], []
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer.time, "monotonic", lambda: now[0])
     engine = engine_of()
     with HDF5Logger(path) as logger:
         log_output(logger, engine)

@@ -15,6 +15,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.model import _torch
+from tests._helpers import assert_same
 
 # Dynamo itself looks at the gradient of whatever a compiled function goes on with after a backward.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
@@ -85,11 +86,6 @@ def train(backend, monitors=lambda model, optimizer: [], whole=False, compiled="
     return model, norms, [None if flag is None else bool(flag) for flag in flags], metrics
 
 
-def assert_same(model, other):
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("whole", "compiled"),
@@ -106,7 +102,7 @@ def test_backward_in_a_compiled_function(backend, whole, compiled):
         return [GradMonitor(model, optimizer, threshold=rule), WeightUpdateHandler(model, optimizer)]
 
     model, seen, flags, metrics = train(backend, monitors, whole, compiled)
-    assert_same(model, plain)
+    assert_same([*model.parameters()], [*plain.parameters()])
     assert seen == norms
     assert flags == [norm > limit for norm in norms]
     assert [each["grad/norm"] for each in metrics] == pytest.approx(norms, rel=1e-6)
@@ -122,7 +118,7 @@ def test_backward_in_the_graph_itself():
         torch._dynamo.reset()
         grad = lambda model, optimizer: [GradMonitor(model, optimizer)]  # noqa: E731
         model, _, _, metrics = train("aot_eager", grad, fullgraph=True)
-    assert_same(model, plain)
+    assert_same([*model.parameters()], [*plain.parameters()])
     assert [each["grad/norm"] for each in metrics] == pytest.approx(norms, rel=1e-6)
 
 
@@ -135,7 +131,7 @@ def test_skipped_steps_of_a_compiled_train_step(backend):
         backend, lambda model, optimizer: [GradMonitor(model, optimizer, threshold=rule, on_spike="skip")], whole=True
     )
     start, _ = model_of("", backend)
-    assert_same(model, start)
+    assert_same([*model.parameters()], [*start.parameters()])
     assert flags == [True] * len(BATCHES)
     assert metrics[-1]["grad/skipped_count"] == len(BATCHES)
 
@@ -204,11 +200,58 @@ def test_functions_that_hold_no_module_of_the_model_stay_compiled(kind, fullgrap
     assert [each["function"] for each in runs] == [1] * len(BATCHES)
     assert [each["other"] for each in runs] == [1] * len(BATCHES)
     assert [each["model"] for each in runs] == [int(not each) for each in monitored]
-    assert_same(model, plain)  # this backend computes what is written
+    assert_same([*model.parameters()], [*plain.parameters()])  # this backend computes what is written
     assert [bool(each) for each in metrics] == monitored
     if kind != "rcc":
         found = [float(each["activation/0/mean"]) for each in metrics if each]
         assert found == pytest.approx([mean for mean, each in zip(means, monitored, strict=True) if each], rel=1e-5)
+
+
+class Holder:
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, x):
+        return self.model(x)
+
+
+def with_a_default(model):
+    def function(x, model=model):
+        return model(x)
+
+    return function
+
+
+GLOBAL = Holder(nn.Linear(6, 3))
+FUNCTIONS = {  # over a model, as train scripts compile them
+    "closure": lambda model: lambda x: model(x),
+    "in a comprehension": lambda model: lambda x: torch.stack([model(row) for row in x]).mean(0),
+    "default": with_a_default,
+    "method": lambda model: Holder(model).step,
+    "global": lambda model: lambda x: GLOBAL.step(x),
+}
+
+
+@pytest.mark.parametrize("kind", [*FUNCTIONS, "argument"])
+def test_a_compiled_function_over_the_model_runs_eagerly_where_it_is_monitored(kind):
+    model = GLOBAL.model.requires_grad_(True)
+    given = (model,) if kind == "argument" else ()
+    function = torch.compile((lambda x, model: model(x)) if given else FUNCTIONS[kind](model), backend="eager")
+    means, metrics = [], []
+
+    def step(engine, x):
+        model.zero_grad()
+        means.append(
+            nn.functional.linear(x.double(), *(item.detach().double() for item in model.parameters())).mean().item()
+        )
+        function(x, *given).square().mean().backward()
+
+    trainer = Engine(step)
+    ActivationHandler(model, activations={"mean": True}).attach(trainer, Events.ITERATION_STARTED(every=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: metrics.append(dict(engine.state.metrics)))
+    trainer.run(BATCHES)
+    found = [float(each.get("activation/_root_/mean", 0.0)) for each in metrics]
+    assert found == pytest.approx([mean * (place % 2) for place, mean in enumerate(means)], rel=1e-5)
 
 
 def test_everything_runs_eagerly_without_the_private_names(monkeypatch):

@@ -20,7 +20,7 @@ from ignite_monitor.model.isolation import (
     preserved_rng_state,
     restore_rng_state,
 )
-from ignite_monitor.model.structure import hookable, modules_by_name
+from ignite_monitor.model.names import hookable, modules_by_name
 
 BIT_GENERATORS = [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]
 

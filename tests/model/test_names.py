@@ -1,13 +1,15 @@
-"""Names without wrappers, and tags that loggers keep."""
+"""Names without wrappers, tags that loggers keep, and selections of names."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ignite_monitor.model.names import named_modules, named_parameters, tags, unwrapped
+from ignite_monitor.model.names import Selection, named_modules, named_parameters, tags, unwrapped
 
 
 class Mine(nn.Module):
@@ -70,3 +72,30 @@ def test_tags():
         "a_b_2_2",
         "_",
     ]
+
+
+LAYERS = ["", "layers.0.attn", "layers.1.attn", "layers.1.mlp", "head"]
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "picked"),
+    [
+        (None, None, LAYERS),
+        ("attn", None, LAYERS[1:3]),
+        (r"^layers\.1", r"mlp$", LAYERS[2:3]),
+        (None, "layers", ["", "head"]),
+        (re.compile("HEAD", re.IGNORECASE), None, ["head"]),
+        ("", None, LAYERS),
+    ],
+)
+def test_picks(include, exclude, picked):
+    selection = Selection(include, exclude)
+    assert [name for name in LAYERS if name in selection] == picked
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_bad_patterns_are_named(argument):
+    with pytest.raises(TypeError, match=f"Argument {argument} should be a regular expression or None, but given"):
+        Selection(**{argument: 3})
+    with pytest.raises(ValueError, match=rf"Argument {argument} should be a regular expression, but given '\(':"):
+        Selection(**{argument: "("})

@@ -11,7 +11,7 @@ from ignite.engine import Events, create_supervised_trainer
 from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, RCCHandler, SpectralNormHandler, WeightUpdateHandler
-from ignite_monitor.model.structure import modules_by_name
+from ignite_monitor.model.names import modules_by_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 

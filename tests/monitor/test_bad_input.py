@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 
 import pytest
@@ -11,9 +12,19 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.amp import GradScaler
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold, ThresholdRule
-from tests._helpers import footprint, make_batches, make_model, make_trainer, same
-from tests.monitor.test_contract import ListLogger
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    MeanStdThreshold,
+    RobustThreshold,
+    SpikeMonitor,
+    StaticThreshold,
+    StepStatsHandler,
+    ThresholdRule,
+    WeightUpdateHandler,
+    attach_monitors,
+)
+from tests._helpers import ListLogger, footprint, make_batches, make_model, make_trainer, same
 
 NOT_A_NUMBER = ["1", None, True, [1.0], 1j]
 
@@ -112,22 +123,6 @@ def test_threshold_rules_refuse_what_they_cannot_use(make, name, wrong_types, wr
 
 
 @pytest.mark.parametrize(
-    ("event", "error"),
-    [
-        *((event, TypeError) for event in (None, 3, "ITERATION_STARTED", Events, [Events.ITERATION_STARTED])),
-        *((event, ValueError) for event in (Events.STARTED(once=1), MonitorEvents.GRADIENTS_READY)),
-        (Events.ITERATION_STARTED | Events.ITERATION_COMPLETED, ValueError),
-    ],
-)
-def test_attach_with_another_event_is_refused_and_changes_nothing(event, error):
-    model, optimizer, engine = make_trainer()
-    before = footprint(engine, model, optimizer)
-    with pytest.raises(error, match=r"\bevent\b"):
-        GradMonitor(model, optimizer).attach(engine, event)
-    assert footprint(engine, model, optimizer) == before
-
-
-@pytest.mark.parametrize(
     ("first", "second", "named"),
     [
         ({}, {}, "unhealthy_spike"),
@@ -177,18 +172,6 @@ def test_log_to_refuses_and_changes_nothing(attached, arguments, error, name):
     assert footprint(engine, model, optimizer) == before
 
 
-@pytest.mark.parametrize("tag", [None, "", "train"])
-def test_a_tag_stands_before_the_names_and_none_adds_nothing(tag):
-    model, optimizer, engine = make_trainer()
-    logger = ListLogger()
-    monitor = GradMonitor(model, optimizer)
-    monitor.attach(engine)
-    monitor.log_to(logger, engine, tag=tag)
-    engine.run(make_batches(1), max_epochs=1)
-    start = f"{tag}/grad/" if tag else "grad/"
-    assert {name.removeprefix(start) for name in logger.written[0][1]} >= {"norm", "spike"}
-
-
 # state
 
 
@@ -230,9 +213,11 @@ def test_a_state_that_no_monitor_saved_is_refused_and_changes_nothing(spoil):
 
 
 def test_the_state_of_another_kind_of_rule_is_refused():
+    shape = ()
+
     class Longer(ThresholdRule):
         def empty(self):
-            return super().empty() | {"more": torch.zeros(3)}
+            return super().empty() | {"more": torch.zeros(shape)}
 
         def include(self, state, norm):
             return super().include(state, norm) | {"more": state["more"]}
@@ -242,3 +227,71 @@ def test_the_state_of_another_kind_of_rule_is_refused():
 
     with pytest.raises(ValueError, match="threshold rule"):
         trained().load_state_dict(trained(Longer()).state_dict())
+    shape = (3,)
+    with pytest.raises(ValueError, match="0-dim"):
+        Longer()
+
+
+# Advice in messages
+
+
+class Wrapper:
+    """An optimizer by its methods alone."""
+
+    def __init__(self, optimizer):
+        self.base = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("kind", [GradMonitor, WeightUpdateHandler, StepStatsHandler, attach_monitors])
+def test_the_optimizer_in_a_wrapper_is_named(kind):
+    model, optimizer, trainer = make_trainer()
+    arguments = (trainer, model) if kind is attach_monitors else (model,)
+    with pytest.raises(TypeError, match=r"given .*Wrapper.*: give the optimizer inside of it, its attribute 'base'"):
+        kind(*arguments, Wrapper(optimizer))
+    with pytest.raises(TypeError, match=r"given <class 'str'>$"):
+        kind(*arguments, "adam")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "hint"),
+    [
+        (RobustThreshold, r"give an instance, RobustThreshold\(…\)"),
+        ("robust", "but given robust$"),
+    ],
+)
+def test_what_was_meant_as_a_threshold(threshold, hint):
+    model, optimizer, _ = make_trainer()
+    with pytest.raises(TypeError, match=hint):
+        GradMonitor(model, optimizer, threshold=threshold)
+    with pytest.raises(TypeError, match=hint):
+        SpikeMonitor(lambda engine: 1.0, threshold=threshold)
+
+
+def test_a_cell_of_a_notebook_that_is_run_again():
+    model, optimizer, trainer = make_trainer()
+    first = GradMonitor(model, optimizer)
+    first.attach(trainer)
+    with pytest.raises(ValueError, match=r"unhealthy_spike is already claimed.*detach\(\) the other GradMonitor.*flag"):
+        GradMonitor(model, optimizer).attach(trainer)
+    WeightUpdateHandler(model).attach(trainer)
+    with pytest.raises(ValueError, match=r"has the prefix 'monitor': detach\(\) that one.* another prefix"):
+        WeightUpdateHandler(model).attach(trainer)
+    first.detach()
+    GradMonitor(model, optimizer).attach(trainer)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_nothing_chosen_is_said_once(told, caplog):
+    model, _, trainer = make_trainer()
+    ActivationHandler(model, activations=None if told else {"std": True}).attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.run([(torch.randn(8, 6), torch.randn(8, 3))] * 3)
+    assert sum("Give activations=True" in each.getMessage() for each in caplog.records) == told
+
+
+def test_an_include_that_matches_nothing_is_refused():
+    model, _, _ = make_trainer()
+    with pytest.raises(ValueError, match="include and exclude should leave a module or a parameter"):
+        ActivationHandler(model, activations=True, include="attention")
+    ActivationHandler(model, activations=True, include="_root_")

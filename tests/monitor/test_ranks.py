@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ignite_monitor.monitor import rank_reduction, ranks
+from ignite_monitor.monitor import ranks
 from ignite_monitor.monitor.transfer import NamedValues
 
 
@@ -23,11 +23,11 @@ def test_without_a_group_nothing_is_communicated(monkeypatch):
 
 
 def test_rows_by_name_over_two_ranks_that_have_the_same(monkeypatch):
-    monkeypatch.setattr(rank_reduction, "from_every_rank", lambda value: [value, value])
-    monkeypatch.setattr(rank_reduction, "sum_over_ranks", lambda values: 2 * values)
+    monkeypatch.setattr(ranks, "from_every_rank", lambda value: [value, value])
+    monkeypatch.setattr(ranks, "sum_over_ranks", lambda values: 2 * values)
     sums = {"kind": NamedValues(["a", "b"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))}
     maxima = {"largest": NamedValues(["a"], torch.tensor([[5.0]]))}
-    sums, maxima = rank_reduction.RankReduction()(sums, maxima, torch.device("cpu"))
+    sums, maxima = ranks.RankReduction()(sums, maxima, torch.device("cpu"))
     assert sums["kind"][0] == ["a", "b"]
     assert sums["kind"][1].tolist() == [[2.0, 4.0], [6.0, 8.0]]
     assert maxima["largest"][1].tolist() == [[5.0]]

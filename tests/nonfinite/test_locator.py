@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 import math
@@ -144,12 +145,12 @@ def trained(model, batches, loss_of=loss_of, *, monitored=True, planting=None, a
 class Careless(nn.Module):
     """Keeps state that its output depends on, and draws all kinds of random numbers."""
 
-    def __init__(self, others=True):
+    def __init__(self, draws="all"):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
         self.history, self.mean, self.number = [], torch.zeros(1), 0.0
-        self.others = others
-        self.generator = torch.Generator().manual_seed(3) if others else None
+        self.draws = draws
+        self.generator = torch.Generator().manual_seed(3) if draws else None
 
     def forward(self, x):
         x = self.norm(self.first(x))
@@ -158,8 +159,9 @@ class Careless(nn.Module):
         self.mean.mul_(0.9).add_(value)
         self.number += float(value)
         x = x + 1e-3 * (sum(self.history) + self.mean + self.number)
-        if self.others:
+        if self.draws == "all":
             x = x + random.random() * 1e-3 + float(np.random.rand()) * 1e-3
+        if self.draws:
             x = x + torch.rand(4, generator=self.generator) * 1e-3
         self.newest = x
         return self.last(F.dropout(x, 0.5, self.training))
@@ -178,27 +180,65 @@ def make(kind, *args, **kwargs):
     return kind(*args, **kwargs)
 
 
-@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("draws", ["", "own", "all"])
 @pytest.mark.parametrize("planting", [fill("last.bias"), planted_in("norm", IN_BACKWARD["sqrt_at_zero"])])
-def test_training_is_the_same_after_the_second_look(planting, others):
+def test_training_is_the_same_after_the_second_look(planting, draws):
     outcomes = []
     for monitored in (False, True):
-        model = make(Careless, others)
+        model = make(Careless, draws)
         found, outcome = trained(model, vectors(5), monitored=monitored, planting=planting)
         outcome["attributes"] = [model.history, model.mean, model.number, model.newest.detach()]
-        outcome["random"] += (model.generator.get_state() if others else None,)
+        outcome["random"] += (model.generator.get_state() if draws else None,)
         outcomes.append(outcome)
     assert same(*outcomes)
-    # Only the state of torch's default generators is known.
-    assert [origin is None for origin in found] == [others]
+    # The states of Python's and NumPy's global generators are not known.
+    assert [origin is None for origin in found] == [draws == "all"]
+
+
+class Unlucky(nn.Linear):
+    """Makes NaN of one draw in four of a generator of its own."""
+
+    def __init__(self, replaced):
+        super().__init__(4, 4)
+        self.generator, self.replaced = torch.Generator().manual_seed(2), replaced
+
+    def forward(self, x):
+        if self.replaced:
+            self.generator = torch.Generator().manual_seed(int(torch.randint(99, ())))
+        return super().forward(x) * (math.nan if torch.rand((), generator=self.generator) < 0.25 else 1.0)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_generator_of_the_model_draws_the_same_again(replaced, caplog):
+    model = make(lambda: nn.Sequential(Unlucky(replaced), nn.Linear(4, 3)))
+    found, _ = trained(model, vectors(20))
+    assert len(found) > 2
+    assert [origin and origin.name for origin in found] == [None if replaced else "0"] * len(found)
+    assert ("a random number generator of the model has been replaced" in caplog.text) == replaced
+
+
+class Unlike:
+    """An object that answers no question about its class, as a proxy of an object that is gone."""
+
+    @property
+    def __class__(self):
+        raise ReferenceError
+
+
+def test_a_module_that_holds_objects_of_any_kind_trains_on(caplog):
+    model = make(Careless, "")
+    model.held = [list(range(10**6)), Unlike()]
+    found, _ = trained(model, vectors(3), planting=fill("last.bias"))
+    assert found == [None]
+    assert "could not be located" in caplog.text
 
 
 def test_nan_in_the_data_is_no_modules():
     batches = vectors(3)
     batches[1][0][2, 1] = math.nan
-    assert [(each.kind, each.name) for each in trained(make(Careless, False), batches)[0]] == [("input", "")]
+    assert [(each.kind, each.name) for each in trained(make(Careless, ""), batches)[0]] == [("input", "")]
     batches[1][0][2, 1] = -math.inf
-    assert [(each.kind, each.name) for each in trained(make(Careless, False), batches)[0]] == [("input", "")]
+    assert [(each.kind, each.name) for each in trained(make(Careless, ""), batches)[0]] == [("input", "")]
 
 
 @pytest.mark.parametrize("of_loss", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt() + loss])
@@ -225,7 +265,7 @@ def hook_on_accumulated(parameter):
 
 @pytest.mark.parametrize("hook", [hook_on_gradient, hook_on_accumulated])
 def test_what_a_hook_on_a_parameter_makes_is_not_located(hook, caplog):
-    found, _ = trained(make(Careless, False), vectors(3), planting=lambda model: hook(model.norm.bias).remove)
+    found, _ = trained(make(Careless, ""), vectors(3), planting=lambda model: hook(model.norm.bias).remove)
     assert found == [None]
     assert "could not be located: forward and backward of a copy of the model are finite" in caplog.text
 
@@ -275,7 +315,7 @@ def test_the_call_that_makes_it_is_looked_into(which):
         return sum(loss_of(model, (batch[0] * factor + torch.randn(4), batch[1])) for factor in (1, 2, 3))
 
     outcomes = [
-        trained(make(Careless, False), vectors(4), loss, monitored=each, planting=planting) for each in (False, True)
+        trained(make(Careless, ""), vectors(4), loss, monitored=each, planting=planting) for each in (False, True)
     ]
     assert [(each.kind, each.name) for each in outcomes[1][0]] == [("forward", "norm")]
     assert same(outcomes[0][1], outcomes[1][1])
@@ -288,7 +328,7 @@ def test_several_backwards_of_one_forward():
         first.backward(retain_graph=True)
         return first
 
-    found, _ = trained(make(Careless, False), vectors(3), loss, planting=planted_in("norm", nan_in_output))
+    found, _ = trained(make(Careless, ""), vectors(3), loss, planting=planted_in("norm", nan_in_output))
     assert [(each.kind, each.name) for each in found] == [("forward", "norm")]
 
 
@@ -330,7 +370,7 @@ def test_a_row_is_looked_into_once(caplog):
 
 def test_an_overflow_is_told_of_only_where_forward_is_not_finite(caplog):
     def train_scaled(planting):
-        model = make(Careless, False)
+        model = make(Careless, "")
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
 
@@ -370,7 +410,7 @@ def test_what_cannot_be_run_again_is_said_to_be_so(caplog):
 
 
 def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
-    model = make(Careless, False)
+    model = make(Careless, "")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
 
@@ -477,3 +517,22 @@ def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
         assert [("could not be located" in text, "not finite" in text) for text in caplog.messages] == [
             (False, True)
         ] * listens
+
+
+class RootOfZero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        squares = (0 * self.linear(x)) ** 2
+        return squares.sqrt()
+
+
+def test_the_line_of_the_operation_is_named():
+    lines, start = inspect.getsourcelines(RootOfZero)
+    (line,) = (start + i for i, text in enumerate(lines) if "sqrt" in text)
+    (source,) = trained(make(RootOfZero), vectors(1))[0]
+    assert source.kind == "backward"
+    assert f"SqrtBackward0 ({__file__}:{line})" in source.text
+    assert not torch.is_anomaly_enabled()

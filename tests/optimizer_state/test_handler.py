@@ -12,8 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold
-from tests._helpers import make_batches, make_model, make_step
-from tests.monitor.test_contract import ListLogger
+from tests._helpers import ListLogger, make_batches, make_model, make_step
 
 
 class Own(torch.optim.Optimizer):

@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
-from tests._helpers import same
+from tests._helpers import assert_same, same
+from tests.rcc._measured import measure, perturb
 from tests.rcc._truth import truth
-from tests.rcc.test_handler import measure, perturb
 
 # Weights that are lent for a call
 
@@ -143,7 +143,7 @@ def test_with_hooks_that_change_something_all_is_absent(make, hook, when, caplog
     perturb(model)
     perturb(twin)
     assert measure(handler, [x, x]) == {}
-    assert torch.equal(model(x), twin(x))
+    assert_same(model(x), twin(x))
     said = [record.getMessage() for record in caplog.records if "is without it" in record.getMessage()]
     assert len(said) == 1
     assert "a forward hook on 2 changes its inputs or outputs" in said[0]

@@ -12,8 +12,8 @@ from torch import nn
 
 from ignite_monitor import RCCHandler
 from ignite_monitor.reference.reference import Reference, separate_copy
-from tests._helpers import same
-from tests.reference.test_passes import watch
+from tests._helpers import assert_same, same
+from tests.reference._recorder import watch
 
 
 class Keeper(nn.Module):
@@ -99,8 +99,8 @@ def test_other_attributes_are_copied(keep):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     output = reference.run("", (x,), {})
     assert same(before, model.state_dict())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(output, model(x))
+    assert_same(torch.get_rng_state(), state)
+    assert_same(output, model(x))
 
 
 # Deep copies that a model makes itself

@@ -13,46 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.structure import modules_by_name
-from ignite_monitor.reference.call import Comparison
+from ignite_monitor.model.names import modules_by_name
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
-
-
-class Recorder(Comparison):
-    """Keeps outputs, and hands pairs of them on."""
-
-    def __init__(self, by_weights=True) -> None:
-        self.by_weights = by_weights
-        self.passes = []
-        self.entered = []
-
-    def keep(self, call):
-        return [call.output if isinstance(call.output, torch.Tensor) else call.output[0], None]
-
-    def enter(self, call):
-        self.entered.append(call.name)
-        return len(call.args)
-
-    def leave(self, call):
-        output = call.output if isinstance(call.output, torch.Tensor) else call.output[0]
-        assert call.kept[1] is None
-        return output.detach().clone(), call.kept[0].clone(), call.entered
-
-    def passed(self, results):
-        self.passes.append(results)
-
-    def differences(self, i=-1):
-        return {
-            name: [float((ours - theirs).abs().max()) for ours, theirs, _ in pairs]
-            for name, pairs in self.passes[i].items()
-        }
-
-
-def watch(model, reference="init"):
-    recorder, warnings = Recorder(), []
-    passes = ReferencePasses(Reference(model, reference), modules_by_name(model), recorder, warnings.append)
-    return passes, recorder, warnings
+from tests._helpers import assert_same
+from tests.reference._recorder import Recorder, watch
 
 
 class Net(nn.Module):
@@ -91,10 +56,10 @@ def test_pairs_calls_and_changes_nothing():
                 output.sum().backward()
                 outputs[which].append(output.detach())
     assert warnings == []
-    assert all(map(torch.equal, outputs["watched"], outputs["alone"]))
+    assert_same([*outputs["watched"]], [*outputs["alone"]])
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-    assert all(map(torch.equal, model.buffers(), twin.buffers()))
+        assert_same(ours.grad, theirs.grad)
+    assert_same([*model.buffers()], [*twin.buffers()])
     assert len(recorder.passes) == len(inputs)
     assert {len(results.get("skip", ())) for results in recorder.passes} == {0, 1}
     for i, results in enumerate(recorder.passes):
@@ -115,7 +80,7 @@ def test_what_is_changed_in_place_later_on_is_kept_as_it_was():
         with passes.watched():
             model(x)
         ((_, kept, _),) = recorder.passes[-1]["0"]
-        assert torch.equal(kept, expected)
+        assert_same(kept, expected)
 
 
 def test_passes_that_do_not_count():
@@ -230,7 +195,7 @@ def test_a_reference_that_fails_is_reported_once():
     assert recorder.passes == []
     assert len(warnings) == 1
     assert "the reference can't be run on the model's inputs" in warnings[0]
-    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(torch.get_rng_state(), state)
 
 
 def test_a_model_that_makes_a_backward_pass_in_its_forward():

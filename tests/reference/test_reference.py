@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.reference.reference import Reference
+from tests._helpers import assert_same
 
 
 class Awkward(nn.Module):
@@ -78,7 +79,7 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     seed()
     ours = reference.run("", (x,), {"cache": cache})
     now = draws()
-    assert torch.equal(now[0], expected[0])
+    assert_same(now[0], expected[0])
     assert now[1:] == expected[1:]
     assert cache == {"seen": []}
     assert same(picture(model), before)
@@ -86,8 +87,8 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     untouched = x.clone()
     seed()
     theirs = model(x, cache=cache)
-    assert torch.equal(ours, theirs)
-    assert torch.equal(x, untouched * 2)  # by the model alone
+    assert_same(ours, theirs)
+    assert_same(x, untouched * 2)  # by the model alone
 
 
 def test_autocast_hands_no_weight_without_gradient_on():
@@ -139,7 +140,7 @@ def test_hooks_of_the_user_are_not_called_for_the_copy():
     reference = Reference(model, "init")
     output = reference.run("", (torch.ones(1, 2),), {})
     assert seen == []
-    assert torch.equal(output, model(torch.ones(1, 2)))
+    assert_same(output, model(torch.ones(1, 2)))
     assert len(seen) == 3
 
 
@@ -195,7 +196,7 @@ def test_init_is_kept_with_a_run(tmp_path):
     first, second = Reference(mlp(2, 2), "init"), Reference(mlp(2, 2), "init")
     torch.save(first.state_dict(), tmp_path / "state.pt")
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(first.module[0].weight, second.module[0].weight)
+    assert_same(first.module[0].weight, second.module[0].weight)
     with pytest.raises(ValueError, match="state_dict holds no reference"):
         second.load_state_dict(None)
     with pytest.raises(ValueError, match=r"of the model's structure, but entry '0.weight'"):

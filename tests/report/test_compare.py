@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from ignite_monitor.report.compare import as_json, compare
+from ignite_monitor.report.summary import compare
 from ignite_monitor.report.training import direction
 from tests.report import _runs as runs
 from tests.report._runs import make_run
@@ -49,7 +49,7 @@ def test_what_differs_by_more_than_a_few_percent_matters(factor, matters):
 def test_what_is_not_finite(a, b, matters):
     each = difference([1.0, a], [1.0, b])
     assert each.matters is matters
-    json.dumps(as_json(compared({"x": runs.series([1.0, a])}, {"x": runs.series([1.0, b])})), allow_nan=False)
+    json.dumps(compared({"x": runs.series([1.0, a])}, {"x": runs.series([1.0, b])}).as_json(), allow_nan=False)
 
 
 def test_the_largest_differences_come_first_and_the_users_own_before_the_rest():

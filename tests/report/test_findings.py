@@ -55,8 +55,12 @@ def largest(factors):
     return run | {"monitor/update_ratio_max": (steps, factors * median)}
 
 
-def groups(rate, factor):
+def groups(rate, factor, fast=1):
+    """Two groups; the largest update ratio is that of the second one's parameter, or else the first one's."""
     run = largest(factor / np.linspace(1, 3, 40))
+    steps, ratios = run["monitor/update_ratio_max"]
+    run |= {f"monitor/largest_update_ratio/group_{fast}/fast.w": (steps, ratios)}
+    run |= {f"monitor/largest_update_ratio/group_{1 - fast}/slow.w": (steps, ratios / factor)}
     return run | {"step/lr/group_0": every(1e-3), "step/lr/group_1": every(rate)}
 
 
@@ -115,7 +119,35 @@ CASES = {
         groups(0.1, 12.0),
         "group_rate",
         "warning",
-        "Parameter group 1 has a learning rate of 0.1|100 times",
+        "Parameter group 1 (with fast.w) has a learning rate of 0.1|100 times|and moves fast.w up to 9",
+    ),
+    "another group moves": (groups(0.1, 12.0, fast=0), "group_rate", "note", "group 1 (with slow.w) has"),
+    "group without a rate": (
+        groups(0, 2.0),
+        "group_rate",
+        "warning",
+        "group 1 (with fast.w) has a learning rate of 0 ",
+    ),
+    "rate that falls to 0": (
+        groups(0, 2.0) | {"step/lr/group_1": every(np.linspace(1e-3, 0, 40))},
+        *("group_rate", None, ""),
+    ),
+    "rate of the first group": (
+        groups(1e-3, 12.0, fast=0) | {"step/lr/group_0": every(0.1)},
+        *("group_rate", "warning", "Parameter group 0 (with fast.w) has"),
+    ),
+    "rate of another tag": (
+        {name.replace("step/", "b/step/"): value for name, value in groups(0.1, 12.0).items()},
+        *("group_rate", "note", "group 1 has a learning rate"),
+    ),
+    "group that hardly moves": (
+        groups(1e-9, 2.0) | {"monitor/largest_update_ratio/group_1/fast.w": every(1e-8)},
+        *("small_updates", "warning", "group 1 (with fast.w) moves no parameter by more than 1e-08 of its size"),
+    ),
+    "outlier by name": (
+        groups(1e-3, 50.0)
+        | {"monitor/update_ratio_max": every(0.1), "monitor/largest_update_ratio/group_1/b": every(9)},
+        *("update_ratio_outlier", "warning", "b moves "),
     ),
     "group of small updates": (groups(0.1, 2.0), "group_rate", "note", ""),
     "group that grows": (
@@ -167,8 +199,12 @@ CASES = {
     "not waiting": ({"step/data_wait_share": every(0.2)}, "data_wait", None, ""),
     "healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, "dead_units", None, ""),
     "dead from the start": (
-        {"t/activation/a/dead_fraction": every(0.55)},
+        {"t/activation/a/dead_fraction": series(np.full(40, 0.55))},
         *("dead_units", "warning", "a (0.55, from the first measurement on)|Raise the biases"),
+    ),
+    "dead from the first measurement on": (
+        {"activation/a/dead_fraction": every(0.55)},
+        *("dead_units", "warning", "Lower the learning rate; if they are 0 before the first step too, raise the bias"),
     ),
     "died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},
@@ -202,7 +238,7 @@ CASES = {
     "logits": ({"attention_logit_max/a/head_0": every(99.0)}, "large_logits", None, ""),
     "large logits": (
         {"attention_logit_max/a/head_0": every(np.linspace(5, 200, 40))},
-        *("large_logits", "warning", "a/head_0 (1.8e+02, since iteration 100)"),
+        *("large_logits", "warning", "a/head_0 (1.8e+02, since iteration 105)"),
     ),
     "layers": (rcc(a=(1, 1), b=(1, 1), c=(1, 1), far=(50, 1)), "weight_update_outlier", None, ""),
     "far layer": (rcc(a=(1, 1), b=(1, 1), c=(1, 1), far=(200, 1)), "weight_update_outlier", "warning", "far (1"),

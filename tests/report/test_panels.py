@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from ignite_monitor.keys import SCHEMAS
-from ignite_monitor.report.panels import ONE_SCREEN, picture
+from ignite_monitor.report.plot import ONE_SCREEN, picture
 from tests.report import _runs as runs
 from tests.report._runs import make_run
 

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from ignite_monitor.report.series import iterations, listed, number, times
+from ignite_monitor.report.finding import iterations, listed, number, times
 from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.text import show, summary_text
 from tests.report import _runs as runs

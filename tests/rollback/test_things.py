@@ -80,7 +80,7 @@ def test_schedules_are_restored_and_lowered(kind, caplog):
     bare = of_schedule(SCHEDULES[kind])
     got = of_schedule(SCHEDULES[kind], lr_factor=0.5)
     more = not_of_ignite(kind)  # such a schedule makes a step when an iteration is completed, after the rollback
-    assert torch.equal(got[:ASKED], bare[:ASKED])
+    assert_same(got[:ASKED], bare[:ASKED])
     first, second = bare[FIRST + more :], bare[SECOND + more :] * torch.tensor([0.5, 1.0])
     torch.testing.assert_close(got[ASKED:AGAIN], first[: AGAIN - ASKED], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(got[AGAIN:], second[: len(got) - AGAIN], rtol=1e-9, atol=1e-12)
@@ -162,7 +162,31 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
+class Prepared(torch.optim.Optimizer):
+    """As accelerate prepares one: torch's constructor is not called, so it has no step hooks of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+
 def wrapped_optimizers():
+    yield "prepared", lambda p: Prepared(torch.optim.AdamW(p, lr=1e-3))
     yield "lookahead", lambda p: Lookahead(torch.optim.SGD(p, lr=1e-3, momentum=0.9))
     yield "schedule-free", lambda p: ScheduleFree(p, lr=1e-3)
 

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_monitor.scaling import parametrize
-
 VOCABULARY, LENGTH, BATCH, CLASSES = 64, 8, 2, 10
 HEAD = 8  # the dimension of a head, the same at all widths
 
@@ -168,15 +166,11 @@ class Seq2Seq(nn.Module):
 
 
 def lora():
-    """On a frozen Llama that is parametrized itself, as if it had been trained at this width."""
-    peft = importlib.import_module("peft")
-    base = language("Llama")
+    peft, base = importlib.import_module("peft"), language("Llama")
 
     def make(n):
-        torch.manual_seed(n)
-        model = parametrize(base.make, (8, n), sample_input=base.probe()).model
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-        return peft.get_peft_model(model, config)
+        return peft.get_peft_model(base.make(n), config)
 
     return Case(make, tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import math
@@ -16,7 +17,6 @@ from ignite.handlers import (
     Checkpoint,
     CosineAnnealingScheduler,
     DiskSaver,
-    LinearCyclicalScheduler,
     LRScheduler,
     ReduceLROnPlateauScheduler,
     create_lr_scheduler_with_warmup,
@@ -24,20 +24,27 @@ from ignite.handlers import (
 from torch import nn
 
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
-from tests._helpers import footprint, make_batches
+from tests._helpers import assert_same, footprint, make_batches
 
 N = 24
 
 
-def make(lr_prefactor=0.02, norm=nn.BatchNorm1d, **options):
-    """A parametrization, with dropout and running statistics in the model, and its optimizer."""
+def model_of(n):
+    layers = [nn.Linear(6, n), nn.BatchNorm1d(n), nn.ReLU(), nn.Dropout(0.2), nn.Linear(n, n), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(n, 3))
+
+
+@functools.cache
+def parametrized(weight_decay, pin):
     torch.manual_seed(0)
+    options = {"weight_decay": weight_decay, "c_overrides": {} if pin is None else {"4": pin}}
+    return parametrize(model_of, (8, N), sample_input=torch.zeros(2, 6), lr_prefactor=0.02, **options)
 
-    def model(n):
-        layers = [nn.Linear(6, n), norm(n), nn.ReLU(), nn.Dropout(0.2), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 3)]
-        return nn.Sequential(*layers)
 
-    parametrization = parametrize(model, (8, N), sample_input=torch.zeros(2, 6), lr_prefactor=lr_prefactor, **options)
+def make(weight_decay=None, pin=None):
+    """A parametrization, with dropout and running statistics in the model, and its optimizer."""
+    parametrization = copy.deepcopy(parametrized(weight_decay, pin))
+    torch.manual_seed(0)
     return parametrization, torch.optim.Adam(parametrization.param_groups)
 
 
@@ -129,7 +136,7 @@ def test_learning_rates_are_those_of_the_definition(alignment_ema, c_ema):
 
 
 def test_pins_stay():
-    parametrization, optimizer = make(c_overrides={"4": 1.1})
+    parametrization, optimizer = make(pin=1.1)
     scheduler = MaxPScheduler(parametrization, optimizer)
     seen = run(parametrization, optimizer, scheduler)
     assert {each["4", False] for each in seen} == {0.02 * N**-1.1}
@@ -154,58 +161,6 @@ def test_warmup_and_interval():
     engine.run(make_batches(13))
     assert changed == [4, 8, 12]
     assert runs == [4, 8, 12]  # nothing is measured in other iterations
-
-
-@pytest.mark.parametrize(("scheduler_first", "warmup"), [(True, False), (False, True)])
-def test_schedules_of_the_prefactor(scheduler_first, warmup):
-    parametrization, optimizer = make()
-    scheduler = MaxPScheduler(parametrization, optimizer)
-
-    def schedule_of(target):
-        cosine = CosineAnnealingScheduler(target, "lr", 0.1, 0.001, cycle_size=10)
-        if not warmup:
-            return cosine
-        return create_lr_scheduler_with_warmup(cosine, warmup_start_value=0.0, warmup_end_value=0.1, warmup_duration=4)
-
-    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
-    reference = schedule_of(alone)
-    schedule = schedule_of(scheduler)
-    engine = trainer_of(parametrization.model, optimizer)
-    if scheduler_first:
-        scheduler.attach(engine)
-    engine.add_event_handler(Events.ITERATION_STARTED, schedule)
-    if not scheduler_first:
-        scheduler.attach(engine)
-    engine.add_event_handler(Events.ITERATION_STARTED, reference)
-    used = []
-    optimizer.register_step_pre_hook(lambda *_: used.append((rates(optimizer), scheduler.solution)))
-    engine.run(make_batches(9))
-    steps = []
-    fresh = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
-    plain = schedule_of(fresh)
-    for _ in range(9):
-        plain(None)
-        steps.append(fresh.param_groups[0]["lr"])
-    assert len(set(steps)) > 7
-    for prefactor, (found, solution) in zip(steps, used, strict=True):
-        assert found == expected_rates(parametrization, solution, prefactor, optimizer)
-    assert scheduler.lr_prefactor == steps[-1] == alone.param_groups[0]["lr"]
-
-
-def test_prefactor_by_hand():
-    parametrization, optimizer = make()
-    scheduler = MaxPScheduler(parametrization, optimizer)
-    scheduler.lr_prefactor = 0.5
-    assert rates(optimizer) == expected_rates(parametrization, parametrization.solution, 0.5, optimizer)
-    linear = LinearCyclicalScheduler(scheduler, "lr", 1.0, 0.0, cycle_size=10)
-    linear(None)
-    assert scheduler.lr_prefactor == 1.0
-    scheduler.lr_prefactor = 0
-    assert set(rates(optimizer).values()) == {0.0}
-    for wrong, error in (("x", TypeError), (-1.0, ValueError), (math.nan, ValueError)):
-        with pytest.raises(error, match="lr_prefactor"):
-            scheduler.lr_prefactor = wrong
-    assert scheduler.lr_prefactor == 0.0
 
 
 def test_learning_rates_that_are_tensors_are_written_in_place():
@@ -409,7 +364,7 @@ def test_training_has_its_peace(monkeypatch):
         return [*outputs, *model.state_dict().values(), torch.get_rng_state()]
 
     runs = []
-    assert all(map(torch.equal, train(True), train(False)))
+    assert_same([*train(True)], [*train(False)])
     assert len(runs) == 11
 
 
@@ -503,43 +458,6 @@ def test_groups_that_the_user_has_divided():
     assert float(scheduler.metrics["maxp/lr/4.bias"]) == expected["4", True]
 
 
-@pytest.mark.parametrize("kind", ["LRScheduler", "warm-up", "plateau"])
-def test_schedules_of_torch(kind):
-    """They want an optimizer, and give what they give one."""
-
-    def schedule_of(target):
-        if kind == "plateau":
-            return ReduceLROnPlateauScheduler(target, metric_name="loss", factor=0.5, patience=0)
-        torchs = torch.optim.lr_scheduler.ExponentialLR(target, 0.5)
-        if kind == "LRScheduler":
-            return LRScheduler(torchs)
-        return create_lr_scheduler_with_warmup(torchs, warmup_start_value=0.0, warmup_duration=3, warmup_end_value=0.02)
-
-    parametrization, optimizer = make()
-    scheduler = MaxPScheduler(parametrization, optimizer)
-    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
-    schedule, reference = schedule_of(scheduler.as_optimizer()), schedule_of(alone)
-    engine = trainer_of(parametrization.model, optimizer)
-    engine.state.metrics["loss"] = 1.0
-    scheduler.attach(engine)
-    engine.add_event_handler(Events.ITERATION_STARTED, schedule)
-    engine.add_event_handler(Events.ITERATION_STARTED, reference)
-    used = []
-    optimizer.register_step_pre_hook(lambda *_: used.append((rates(optimizer), scheduler.solution)))
-
-    @engine.on(Events.ITERATION_COMPLETED)
-    def check(_):
-        prefactors.append(alone.param_groups[0]["lr"])
-
-    prefactors = []
-    engine.run(make_batches(5), max_epochs=1)
-    assert len(set(prefactors)) >= 4
-    for prefactor, (found, solution) in zip(prefactors, used, strict=True):
-        assert found == pytest.approx(expected_rates(parametrization, solution, prefactor, optimizer), rel=1e-12)
-    schedule.load_state_dict(schedule.state_dict())
-    assert scheduler.lr_prefactor == prefactors[-1]
-
-
 def test_prefactor_as_an_optimizer_is_the_schedulers_own():
     parametrization, optimizer = make()
     scheduler = MaxPScheduler(parametrization, optimizer)
@@ -557,12 +475,13 @@ def test_prefactor_as_an_optimizer_is_the_schedulers_own():
     scheduler.lr_prefactor = 1.0
     driven.load_state_dict(saved)
     assert scheduler.lr_prefactor == driven.param_groups[0]["lr"] == 0.125
-    with pytest.raises(ValueError, match="lr_prefactor"):
-        driven.param_groups[0]["lr"] = -1.0
+    for wrong, error in (("x", TypeError), (-1.0, ValueError), (math.nan, ValueError)):
+        with pytest.raises(error, match="lr_prefactor"):
+            driven.param_groups[0]["lr"] = wrong
     assert scheduler.lr_prefactor == 0.125
     before = [parameter.clone() for parameter in parametrization.model.parameters()]
     driven.step()
-    assert all(map(torch.equal, before, parametrization.model.parameters()))
+    assert_same([*before], [*parametrization.model.parameters()])
 
 
 def test_someone_else_who_sets_the_learning_rates_is_told_of(caplog):
@@ -582,3 +501,50 @@ def test_someone_else_who_sets_the_learning_rates_is_told_of(caplog):
         engine.run(make_batches(6))
     (record,) = [each for each in caplog.records if each.name.startswith("ignite")]
     assert "lr_prefactor" in record.message
+
+
+def cosine(target):
+    return CosineAnnealingScheduler(target, "lr", 0.1, 0.001, cycle_size=10)
+
+
+def after_warmup(target):
+    return create_lr_scheduler_with_warmup(
+        cosine(target), warmup_start_value=0.0, warmup_end_value=0.1, warmup_duration=4
+    )
+
+
+def exponential(target):
+    return LRScheduler(torch.optim.lr_scheduler.ExponentialLR(target, 0.5))
+
+
+def plateau(target):
+    return ReduceLROnPlateauScheduler(target, metric_name="loss", factor=0.5, patience=0)
+
+
+@pytest.mark.parametrize("schedule_of", [cosine, after_warmup, exponential, plateau])
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_schedules_of_ignite_and_torch(schedule_of, scheduler_first):
+    """They set the prefactor to what they give another optimizer in the same iteration, before its step."""
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer)
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
+    driven = scheduler if schedule_of in (cosine, after_warmup) else scheduler.as_optimizer()
+    schedule, reference = schedule_of(driven), schedule_of(alone)
+    engine = trainer_of(parametrization.model, optimizer)
+    engine.state.metrics["loss"] = 1.0
+    engine.add_event_handler(Events.ITERATION_STARTED, reference)
+    if scheduler_first:
+        scheduler.attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED, schedule)
+    if not scheduler_first:
+        scheduler.attach(engine)
+    used = []
+    optimizer.register_step_pre_hook(
+        lambda *_: used.append((alone.param_groups[0]["lr"], rates(optimizer), scheduler.solution))
+    )
+    engine.run(make_batches(9))
+    assert len({prefactor for prefactor, *_ in used}) > 7
+    for prefactor, found, solution in used:
+        assert found == pytest.approx(expected_rates(parametrization, solution, prefactor, optimizer), rel=1e-12)
+    schedule.load_state_dict(schedule.state_dict())
+    assert scheduler.lr_prefactor == alone.param_groups[0]["lr"]

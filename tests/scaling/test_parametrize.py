@@ -254,19 +254,19 @@ def test_pretrained_weights_are_named(caplog):
     with caplog.at_level(logging.WARNING):
         parametrization = made(pretrained)
     assert messages(caplog) == [
-        "parametrize: 3 weights are re-initialized, and 1 of them had values that were not drawn at random, such as "
-        "pretrained ones (first 3.weight). initialize=False keeps them."
+        "parametrize: 3 weights are re-initialized, and the values of 1 of them were not random, such as pretrained "
+        "ones (first 3.weight). initialize=False keeps them."
     ]
     assert abs(float(weight_of(parametrization, "3").detach().mean())) < 1
 
 
 def test_weights_that_were_drawn_are_not_named(caplog):
     def make(n):
-        model = _models.Transformer(n)
+        model = nn.Sequential(nn.Embedding(11, n), nn.Linear(n, n), nn.Linear(n, 3))
         with torch.no_grad():
-            nn.init.orthogonal_(model.head.weight)
-            model.tokens.weight.copy_(torch.randn(11, n) * 0.02)
-            model.tokens.weight[0].fill_(0)
+            nn.init.orthogonal_(model[1].weight)
+            model[0].weight.copy_(torch.randn(11, n) * 0.02)
+            model[0].weight[0].fill_(0)
         return model
 
     with caplog.at_level(logging.WARNING):
@@ -332,8 +332,8 @@ class Awkward(nn.Module):
     [
         ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
         ("numpy", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
-        ("fft", r"mid takes its input from .*fft.* \(test_parametrize.py:\d+\).*'mid.weight'", {"mid": "hidden"}),
-        ("bilinear", r"bilinear .* uses mix.weight, which grows with width.*\{'mix.weight'", {"mix": "hidden"}),
+        ("fft", r"can't read .*: .*fft.* \(test_param.*.py:\d+\) is not a known .*kinds", {"mid": "hidden"}),
+        ("bilinear", r"can't read .*: bilinear \(test_.*\) uses mix.weight for an unknown .*kinds", {"mix": "hidden"}),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_and_given_roles_work(way, match, kinds):
@@ -389,11 +389,10 @@ def odd_weight(n):
             lambda n: nn.Sequential(*(nn.Linear(n, n) for _ in range(n // 8))),
             (8, 16),
             ValueError,
-            r"first nothing more .* and 1 \(Lin",
+            r"first nothing more .* and 1\.weight in",
         ),
         (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, "more in the smaller and 0.bias"),
         (odd_weight, (8, 16), TracingError, r"does not use mixing \(Sequential\)"),
-        (lambda n: nn.LazyLinear(n), (8, 16), ValueError, "is lazy: run it once"),
         (
             lambda n: nn.Sequential(nn.Linear(6, n), nn.utils.parametrizations.weight_norm(nn.Linear(n, 3))),
             (8, 16),

@@ -94,18 +94,6 @@ def test_own_factors(name, layer, own):
     assert found.multiplier * LARGE**own == pytest.approx(LARGE**-found.a)
 
 
-@pytest.mark.parametrize(
-    ("name", "zero"),
-    [
-        ("Llama, MQA (transformers)", {f"model.layers.0.self_attn.{name}_proj" for name in "kv"}),
-        ("MLP-Mixer (timm)", {"blocks.0.mlp_tokens.fc2", "blocks.1.mlp_tokens.fc2", "head"}),  # the last one by timm
-    ],
-)
-def test_layers_of_few_outputs_start_at_zero(name, zero):
-    _, parametrization = made(name)
-    assert {name for name, layer in parametrization.layers.items() if not layer.std} == zero
-
-
 def test_experts_stacked_in_one_parameter():
     _, parametrization = made("Mixtral (transformers)")
     layers = parametrization.layers
@@ -200,17 +188,6 @@ def test_lora_on_a_frozen_llama():
     assert torch.allclose(merged.merge_and_unload()(**x).logits, before, atol=1e-5)
 
 
-def test_a_factor_of_torchvisions_own_names_its_line():
-    """Keys, one part of what a layer gives, are divided by the root of the width."""
-    models = pytest.importorskip("torchvision.models")
-
-    def make(n):
-        return models.MaxVit((32, 32), n, 4, [n, n], [1, 1], 8, 0.0, num_classes=5)
-
-    with pytest.raises(TracingError, match=r"to_qkv is used .* and maxvit\.py:\d+\).* or by what does not depend"):
-        parametrize(make, (SMALL, LARGE), sample_input=torch.randn(1, 3, 32, 32))
-
-
 @pytest.mark.parametrize("name", families.CASES)  # the last test, as it trains the models
 def test_every_weight_that_grows_has_a_rate_and_the_model_trains(name):
     case, parametrization = made(name)
@@ -225,7 +202,7 @@ def test_every_weight_that_grows_has_a_rate_and_the_model_trains(name):
             assert id(each) in layers, key
     before = [each.detach().clone() for each in parametrization.model.parameters()]
     optimizer = torch.optim.Adam(parametrization.param_groups)
-    for _ in range(4):  # what starts at zero hands gradients back from the second step on
+    for _ in range(2):  # behind LoRA's zero weights, gradients are 0 in the first step
         case.step(parametrization.model, optimizer, case.inputs())
     after = list(parametrization.model.parameters())
     assert all(each.isfinite().all() for each in after)

@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
+from tests._helpers import assert_same
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
 UPDATE_KEYS = {"update_norm_max", "update_error_max"} | {
@@ -306,7 +307,7 @@ def test_weights_that_are_computed_are_measured_as_they_act():
     assert {name: value for name, value in got.items() if name.startswith("norm/")} == pytest.approx(expected, rel=1e-4)
     conditions = [sigma(each) / (each.shape[0] / each[0].numel()) ** 0.5 for each in weights.values()]
     assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
-    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert_same([*before.values()], [*model.state_dict().values()])
 
 
 def test_updates_of_computed_weights():
@@ -340,8 +341,8 @@ def test_looking_at_parametrized_weights_changes_nothing():
     torch.nn.utils.parametrize.register_parametrization(model[3], "weight", Noisy())
     before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     got = measured(model)
-    assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    assert torch.equal(random_state, torch.get_rng_state())
+    assert_same([*before.values()], [*model.state_dict().values()])
+    assert_same(random_state, torch.get_rng_state())
     assert all(module.training for module in model.modules())
     assert got["norm/1.weight"] == pytest.approx(sigma(model.eval()[1].weight), rel=1e-4)
 

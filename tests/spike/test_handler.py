@@ -11,7 +11,8 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, RobustThreshold, SpikeMonitor, StaticThreshold
-from tests._trainers import Judge, loss_of, make_batches, make_model
+from tests._judge import Judge
+from tests._trainers import loss_of, make_batches, make_model
 
 
 def run(values, monitor, handlers=()):

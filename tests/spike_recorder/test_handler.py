@@ -29,7 +29,7 @@ from ignite_monitor import (
     load_spike,
     record,
 )
-from tests._helpers import same
+from tests._helpers import assert_same, same
 
 
 class Net(nn.Module):
@@ -114,7 +114,7 @@ def test_the_step_made_again_has_the_same_loss_to_the_last_bit(tmp_path):
         random.random(), np.random.randn(3), torch.rand(5)
         spike.restore_random_state()
         again = losses_of(model, spike.batch)
-        assert torch.equal(again, losses[iteration])
+        assert_same(again, losses[iteration])
         (again.mean() * 1e6).backward()
         norm = sum(float(each.grad.double().pow(2).sum()) for each in model.parameters()) ** 0.5
         assert spike.norm == pytest.approx(norm, rel=1e-6)
@@ -442,7 +442,7 @@ def test_nothing_is_kept_after_an_iteration_nor_after_detaching(tmp_path):
     assert alive == [[], [False], [False] * 2]
     recorder.detach()
     monitor.detach()
-    assert not any(engine.has_event_handler(handler) for handler in (recorder._forget, recorder._start))
+    assert not any(engine.has_event_handler(handler) for handler in (recorder.reset_run_state, recorder._start))
     assert files(tmp_path) == ["spike-00000001-rank0.spike.pt", "spike-00000002-rank0.spike.pt", files(tmp_path)[-1]]
 
 

@@ -8,7 +8,6 @@ import functools
 import gc
 import itertools
 import logging
-import os
 import sys
 import time
 import traceback
@@ -244,9 +243,6 @@ def uneven_inputs(rank: int) -> dict[str, Any]:
 
 
 PLACES = {"ddp": ("before backward", "after backward", "handler of the gradients", "terminate"), "fsdp": ("handler",)}
-if os.environ.get("FULL_MATRIX", "0") != "0":
-    PLACES["ddp"] += ("before forward", "handler", "metric")
-    PLACES["fsdp"] += ("before backward", "metric", "terminate")
 MAKE = {"ddp": ddp, "fsdp": fsdp}
 FAILING = {
     f"{world} {place}": functools.partial(failing, MAKE[world], place)

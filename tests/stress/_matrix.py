@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from tests._trainers import Judge, norm_of
+from tests._judge import Judge, mean_std
+from tests._trainers import norm_of
 from tests.distributed import _models
 
 FULL = os.environ.get("FULL_MATRIX", "0") != "0"
@@ -183,8 +184,7 @@ class Run:
         self.scaler = None
         if case.precision == "scaler":
             self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-        self.judges = {prefix: Judge(**RULE) for prefix in self.optimizers}
-        self.clones = net(), net()
+        self.judges = {prefix: Judge(mean_std(**RULE, decay=0.99)) for prefix in self.optimizers}
         self.facts: list[dict[str, Any]] = []
         self.published: list[dict[str, float]] = []
         self.engine = Engine(self._train_step)
@@ -234,7 +234,6 @@ class Run:
         looked_at = case.mode == "eager" or iteration % EVERY == 0
         steps = iteration % case.iterations_per_step == 0
         fact: dict[str, Any] = {"before": self._whole(self.parameters), "steps": steps, "looked at": looked_at}
-        calls: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         if (iteration - 1) % case.iterations_per_step == 0:
             for optimizer, _ in self.optimizers.values():
                 optimizer.zero_grad()
@@ -242,10 +241,8 @@ class Run:
         stance = "force_eager" if looked_at and not self.monitored and case.mode == "compiled" else None
         with contextlib.nullcontext() if stance is None else torch.compiler.set_stance(stance):
             for place, (x, y) in enumerate(parts):
-                if self.monitored and looked_at:
-                    self._call_clones(fact["before"], x, calls)
                 synchronised = steps and place == len(parts) - 1
-                with self._synchronised(synchronised):
+                with _models.synchronised(self.wrapped, synchronised):
                     with self._autocast():
                         loss = F.mse_loss(self.model(x), y) / (len(parts) * case.iterations_per_step)
                     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -258,7 +255,6 @@ class Run:
         if steps:
             self._step(fact)
         fact["after"] = self._whole(self.parameters)
-        fact["calls"] = calls
         self.facts.append(fact)
 
     def _parts(self, batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
@@ -276,8 +272,6 @@ class Run:
                     scaler.unscale_(optimizer)
                     made = True
                 torch.nn.utils.clip_grad_norm_([self.parameters[name] for name in names], 0.5)
-                clipped = {name: self.parameters[name].grad for name in names}
-                fact.setdefault("clipped", {}).update(self._whole(clipped))
             if not self.monitored and fact["left out"][prefix]:
                 continue
             made = True
@@ -299,33 +293,6 @@ class Run:
         if self.case.precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast("cpu", torch.float16 if self.case.precision == "scaler" else torch.bfloat16)
-
-    @contextlib.contextmanager
-    def _synchronised(self, whether: bool) -> Iterator[None]:
-        wrapped: Any = self.wrapped
-        if self.case.world == "fsdp":
-            wrapped.set_requires_gradient_sync(whether)
-            yield
-            return
-        with contextlib.nullcontext() if whether or self.case.world == "alone" else wrapped.no_sync():
-            yield
-
-    def _call_clones(self, weights: dict[str, Tensor], x: Tensor, calls: tuple[dict[str, Any], ...]) -> None:
-        """Inputs and outputs of the modules of a plain model with these weights, and of the first one."""
-        self.clones[0].load_state_dict(weights)
-        for clone, found in zip(self.clones, calls, strict=True):
-            handles = [
-                module.register_forward_hook(
-                    lambda _, args, output, name=name, found=found: found.setdefault(name, []).append(
-                        (args[0].detach().clone(), output.detach().clone())
-                    )
-                )
-                for name, module in clone.named_modules()
-            ]
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), self._autocast():
-                clone(x)
-            for handle in handles:
-                handle.remove()
 
     def _note(self, engine: Engine) -> None:
         published: dict[str, float] = {}

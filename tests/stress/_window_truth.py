@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from tests.stress._judge import Detection, Judge, Rule
+from tests._judge import Detection, Judge, Rule
 from tests.stress._steps import Event, order_statistics
 
 Moment = tuple[bool, float | None]

@@ -26,8 +26,8 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only
+from tests._judge import Judge, mean_std
 from tests._trainers import assert_same
-from tests.stress._judge import Judge, mean_std
 from tests.stress._models import ROWS, WIDTH, Model, Plan, plans
 from tests.stress._profile import examples
 from tests.stress._truth import Iteration, Recorder, Truth, copies, dense, norm

@@ -19,7 +19,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents
-from tests.stress._judge import LARGEST, SMALLEST, Judge, Rule, function, mean_std, robust, static
+from tests._judge import LARGEST, SMALLEST, Judge, Rule, function, mean_std, robust, static
 from tests.stress._profile import examples
 
 SPECIAL = [0.0, 5e-324, 1e-310, 1e-45, 1e-38, 1.0, 1e38, math.inf, math.nan]

@@ -17,7 +17,7 @@ from ignite.handlers import ProgressBar
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 
 from ignite_monitor import HDF5Logger, MonitorEvents, read_hdf5
-from tests._helpers import LONG, assert_same, scalars
+from tests._helpers import assert_same, scalars
 from tests.stress._training import EPOCHS, LENGTH, MONITORS, PROBLEMS, SPIKE, UNSTEADY, Training
 
 # What each one watches, where it is not every iteration; the damaged batch is in one that all of them do.
@@ -121,9 +121,7 @@ def check_written(run: Monitored) -> None:
             assert got in (whole, rounded), name
 
 
-@pytest.mark.parametrize(
-    ("spread", "order"), [(False, 0), pytest.param(False, 1, marks=LONG), (True, 2), pytest.param(True, 3, marks=LONG)]
-)
+@pytest.mark.parametrize(("spread", "order"), [(False, 0), (True, 2)])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_in_any_order(problem, spread, order):
     run = monitored(problem, spread=spread, order=order, listens=True)

@@ -19,7 +19,7 @@ from ignite.engine import Events
 
 import ignite_monitor
 from ignite_monitor import MonitorEvents
-from tests._helpers import LONG, footprint, hooks_only, same
+from tests._helpers import footprint, hooks_only, same
 from tests.stress._resumed import END, SAVED, ResumedTraining, Series, train_until_killed, written
 from tests.stress._training import UNSTEADY
 
@@ -69,10 +69,9 @@ def check(training: ResumedTraining, event: str, accumulate: int = 1, boards: bo
     check_files(training.folder, *files[: 1 + boards])
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=LONG), 2])
 @EVERY
-def test_interrupted_and_gone_on_with(event, accumulate, tmp_path, caplog):
-    training = ResumedTraining(tmp_path, EVENTS[event](), accumulate)
+def test_interrupted_and_gone_on_with(event, tmp_path, caplog):
+    training = ResumedTraining(tmp_path, EVENTS[event](), accumulate=2)
     trainer = training.trainer
     stops = [
         Events.STARTED,
@@ -98,7 +97,7 @@ def test_interrupted_and_gone_on_with(event, accumulate, tmp_path, caplog):
     training.train(steps)
     assert [text for text in caplog.messages if "attention=True" not in text] == []  # nothing is missing before the end
     assert len(pauses) == len(stops) + 2
-    check(training, event, accumulate)
+    check(training, event, accumulate=2)
 
 
 def fail_once(training, place, error, iteration):

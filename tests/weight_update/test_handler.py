@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
-from tests._helpers import unset_default_device
-from tests.monitor.test_contract import ListLogger
+from tests._helpers import ListLogger, unset_default_device
 
 KEYS = {
     "grad_median", "grad_p95", "grad_min", "grad_max", "vanishing_count", "exploding_count",
@@ -855,7 +854,8 @@ def test_parameters_that_are_added_or_replaced(when, change, caplog):
 @pytest.mark.parametrize("top_k", [0, 2, 5])
 def test_named_keys(top_k):
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = [list(model[0].parameters()), list(model[1:].parameters())]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
 
     def train_step(engine, batch):
         optimizer.zero_grad()
@@ -881,7 +881,17 @@ def test_named_keys(top_k):
         still = {"0.weight": i + 1, "3.weight": i + 1, "3.bias": i - 1}
         expected = [(name, count) for name, count in still.items() if count >= 2][:top_k]
         assert frozen == {f"monitor/topk_frozen/{name}": count for name, count in expected}
-        assert len(named) == 11 + len(gradients) + len(frozen)
+        ratios = {name: value for name, value in named.items() if "largest_update_ratio" in name}
+        if top_k:
+            of_first, of_rest = (
+                [ratio for n, ratio in run.ratios[i].items() if n.startswith("0.") is it] for it in (True, False)
+            )
+            assert list(ratios.values()) == pytest.approx([max(of_first), max(of_rest)], rel=1e-4)
+            owners = [
+                name.removeprefix(f"monitor/largest_update_ratio/group_{group}/") for group, name in enumerate(ratios)
+            ]
+            assert [run.ratios[i][owner] for owner in owners] == pytest.approx(list(ratios.values()), rel=1e-4)
+        assert len(named) == 11 + len(gradients) + len(frozen) + 2 * bool(top_k)
     assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
 
 

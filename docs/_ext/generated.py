@@ -1,0 +1,55 @@
+"""Directives for pages that are generated from the package.
+
+``{monitor-keys} GRADIENT`` makes the table of one schema, ``{metrics-reference}`` those of all, and
+``{troubleshooting}`` the sections of symptoms.
+"""
+
+import metrics
+import troubleshooting
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+from ignite_monitor import keys
+from ignite_monitor.report import finding, limits
+
+
+class Generated(SphinxDirective):
+    """Base of the directives."""
+
+    def parsed(self, lines, *sources):
+        for source in sources:
+            self.env.note_dependency(source)
+        return self.parse_text_to_nodes(StringList(lines, source=sources[0]), allow_section_headings=True)
+
+
+class MonitorKeys(Generated):
+    """The keys of one schema, by its name in ``ignite_monitor.keys``."""
+
+    required_arguments = 1
+
+    def run(self):
+        schema = getattr(keys, self.arguments[0], None)
+        if schema is None:
+            raise self.error(f"ignite_monitor.keys has no {self.arguments[0]}")
+        return self.parsed(metrics.table(schema), keys.__file__, metrics.__file__)
+
+
+class MetricsReference(Generated):
+    """The keys of all schemas."""
+
+    def run(self):
+        return self.parsed(metrics.reference(), keys.__file__, metrics.__file__)
+
+
+class Troubleshooting(Generated):
+    """Sections of symptoms with the likely causes of each."""
+
+    def run(self):
+        return self.parsed(troubleshooting.page(), finding.__file__, limits.__file__, troubleshooting.__file__)
+
+
+def setup(app):
+    app.add_directive("monitor-keys", MonitorKeys)
+    app.add_directive("metrics-reference", MetricsReference)
+    app.add_directive("troubleshooting", Troubleshooting)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,70 @@
+"""Tables of the keys that monitors publish, made from their schemas."""
+
+import re
+
+from ignite_monitor import keys
+
+PAGES = {
+    "GRADIENT": ("GradMonitor", "grad_monitor"),
+    "SPIKE": ("SpikeMonitor", "spike_monitor"),
+    "SPIKE_RECORD": ("SpikeRecorder", "spike_recorder"),
+    "ROLLBACK": ("RollbackHandler", "rollback"),
+    "WEIGHT_UPDATE": ("WeightUpdateHandler", "weight_update"),
+    "OPTIMIZER_STATE": ("OptimizerStateHandler", "optimizer_state"),
+    "ACTIVATION": ("ActivationHandler", "activation"),
+    "HISTOGRAMS": ("HistogramHandler", "histograms"),
+    "STEP_STATS": ("StepStatsHandler", "step_stats"),
+    "REPLICAS": ("ReplicaCheckHandler", "replica_check"),
+    "RCC": ("RCCHandler", "rcc"),
+    "SPECTRAL": ("SpectralNormHandler", "spectral_norm"),
+    "CURVATURE": ("CurvatureHandler", "curvature"),
+    "NOISE_SCALE": ("GradientNoiseScaleHandler", "noise_scale"),
+    "ALIGNMENT": ("AlignmentHandler", "alignment"),
+    "MAXP": ("MaxPScheduler", "alignment"),
+}
+"""Name of a schema -> its monitor, and the monitor's page."""
+
+RANGES = (
+    (r"[_/]count$|/iterations$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
+    (r"fraction$|share(/|$)|/culprit/|epsilon_dominated|/mfu$", "0 to 1"),
+    (r"cosine", "−1 to 1"),
+    (r"stable_rank|^noise_scale/batch$", "≥ 1"),
+    (r"^alignment/|^maxp/c/|^spike/(value|threshold)$|^recorded/|attention_logit|/\{metric\}$", "any number"),
+    (r"^curvature/(along|hessian_max_eigenvalue(_preconditioned)?$)", "any number"),
+    (r"norm|^grad/|^monitor/|ratio|rms|_ms$|_mb$|_per_s$|/lr/|error|condition|max_abs|entropy", "≥ 0"),
+    (r"^rcc/|^noise_scale/|stability_threshold|/topk/|/embedding/", "≥ 0"),
+)
+"""Patterns of names, and the range of the values; the first that matches counts."""
+
+
+def value_range(name, key):
+    """Return the range of a key's values in words."""
+    if key.meaning.startswith("1 if "):
+        return "0 or 1"
+    for pattern, words in RANGES:
+        if re.search(pattern, name):
+            return words + {"": "", "inf": ", ∞", "any": ", ∞, NaN"}[key.nonfinite]
+    raise LookupError(f"docs/_ext/metrics.py has no range for {name}")
+
+
+def markdown(text):
+    """Convert the roles of reStructuredText to those of MyST."""
+    return re.sub(r":(\w+):`", r"{\1}`", text).replace("|", r"\|")
+
+
+def table(schema):
+    """Return the keys of a schema, their units, ranges and meanings as a table in Markdown."""
+    lines = ["| key | unit | range | meaning |", "|---|---|---|---|"]
+    for key in schema.keys:
+        name = f"{schema.prefix}/{key.pattern}".lstrip("/")
+        meaning = markdown(key.meaning + (f"; {key.when}" if key.when else ""))
+        lines.append(f"| `{name}` | {key.unit} | {value_range(name, key)} | {meaning} |")
+    return lines
+
+
+def reference():
+    """Return the tables of all schemas, each below the name of its monitor."""
+    lines = []
+    for name, (monitor, page) in PAGES.items():
+        lines += [f"## {monitor}", "", f"[About this monitor](monitors/{page}.md)", "", *table(getattr(keys, name)), ""]
+    return lines

@@ -1,0 +1,283 @@
+"""Symptoms, their likely causes, monitors, healthy ranges and fixes, made from the findings of the report.
+
+Advice, consequences and limits come from ``ignite_monitor.report``. This file adds symptoms, pages and papers.
+"""
+
+from metrics import PAGES
+
+from ignite_monitor.report import finding, limits
+
+PAPER = "[arXiv:{0}](https://arxiv.org/abs/{0})".format
+MEASURED = "measured on [recorded runs](detection.md)"
+
+CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, source
+    "not_monitored": (
+        "The gradients were not compared with a threshold",
+        "grad_monitor",
+        "a `GradMonitor`, past its warm-up",
+        "",
+    ),
+    "group_rate": (
+        "One parameter group has a far larger learning rate",
+        "step_stats",
+        "at most {GROUP_RATE:g} × the other groups' median",
+        "",
+    ),
+    "no_step": ("The optimizer makes no step", "grad_monitor", "a step within {STEPLESS} monitored iterations", ""),
+    "dead_units": (
+        "Units output 0 for the whole batch",
+        "activation",
+        "dead fraction below {DEAD_FRACTION:g}",
+        PAPER("1903.06733"),
+    ),
+    "activation_outlier": (
+        "One module's outputs are far larger than the others'",
+        "activation",
+        "standard deviation at most {ACTIVATION_SPREAD:g} × the median module's",
+        "",
+    ),
+    "large_updates": (
+        "A step changes the weights too much",
+        "weight_update",
+        "median update ratio about 1e-3, at most {persistent[large_updates]:g}",
+        "[CS231n](https://cs231n.github.io/neural-networks-3/#ratio)",
+    ),
+    "update_ratio_outlier": (
+        "One parameter is updated far more than the others",
+        "weight_update",
+        "largest update ratio at most {NOTED_SPREAD:g} × the median",
+        "",
+    ),
+    "large_curvature": (
+        "Sharpness exceeds the stability threshold of the learning rate",
+        "curvature",
+        "sharpness at most {CURVATURE:g} × the stability threshold",
+        PAPER("2103.00065") + ", " + PAPER("2207.14484"),
+    ),
+    "early_norms": (
+        "The first gradients are far larger than later ones",
+        "grad_monitor",
+        "at most {EARLY_FACTOR:g} × the median norm",
+        PAPER("1706.02677") + " (warm-up)",
+    ),
+    "stale_moments": (
+        "Gradients have outgrown the second moments",
+        "optimizer_state",
+        "95th percentile of the RMS about 1, at most {persistent[stale_moments]:g}",
+        PAPER("2304.13013") + ", section 3.4",
+    ),
+    "large_logits": (
+        "Attention logits grow",
+        "activation",
+        "largest attention logit below {LARGE_LOGIT:g}",
+        PAPER("2507.20534") + " (QK-clip), " + PAPER("2309.14322"),
+    ),
+    "ranks_differ": (
+        "A rank holds other weights or optimizer state",
+        "replica_check",
+        "`replicas/in_sync` is 1",
+        PAPER("2102.11245"),
+    ),
+    "spikes": (
+        "A batch produces a far larger gradient than usual",
+        "grad_monitor",
+        "at most {SPIKE_RATE:.0%} of the norms, all below {SPIKE_FACTOR:g} × the threshold",
+        MEASURED,
+    ),
+    "loss_spikes": (
+        "A batch produces a far larger loss than usual",
+        "spike_monitor",
+        "at most {SPIKE_RATE:.0%} of the losses",
+        MEASURED,
+    ),
+    "nonfinite_activations": ("A module outputs inf or NaN", "activation", "`nonfinite_count` is 0", ""),
+    "nonfinite_gradients": (
+        "A gradient is inf or NaN",
+        "grad_monitor",
+        "`grad/nonfinite_count` is 0, without a GradScaler",
+        "",
+    ),
+    "nonfinite_metric": ("A metric of your own is inf or NaN", "grad_monitor", "finite", ""),
+    "regime_change": (
+        "Data or learning rate have changed for good",
+        "grad_monitor",
+        "fewer than {CONSECUTIVE} consecutive spikes",
+        "",
+    ),
+    "rolled_back": (
+        "Training diverged and was rolled back",
+        "rollback",
+        "no rollback",
+        PAPER("2204.02311") + ", section 5.1",
+    ),
+    "overflows": (
+        "The loss scale overflows too often",
+        "grad_monitor",
+        "at most {OVERFLOW_RATE:.0%} of the norms",
+        PAPER("1710.03740"),
+    ),
+    "attention_collapse": (
+        "Attention heads attend to a single position",
+        "activation",
+        "entropy above {COLLAPSED_ENTROPY:g} nats",
+        PAPER("2303.06296"),
+    ),
+    "exploding_gradients": (
+        "Gradients of some parameters explode",
+        "weight_update",
+        "`monitor/exploding_count` is 0",
+        PAPER("1211.5063"),
+    ),
+    "vanishing_gradients": (
+        "Gradients of some parameters vanish",
+        "weight_update",
+        "`monitor/vanishing_count` is 0",
+        PAPER("1211.5063"),
+    ),
+    "frozen_parameters": ("Parameters are no longer updated", "weight_update", "`monitor/frozen_count` is 0", ""),
+    "small_updates": (
+        "A step hardly changes the weights",
+        "weight_update",
+        "median update ratio about 1e-3, at least {persistent[small_updates]:g}",
+        "[CS231n](https://cs231n.github.io/neural-networks-3/#ratio)",
+    ),
+    "epsilon_dominated": (
+        "Second moments are smaller than the optimizer's epsilon",
+        "optimizer_state",
+        "median fraction at most {persistent[epsilon_dominated]:g}",
+        PAPER("2309.14322"),
+    ),
+    "lost_updates": (
+        "Rounding of 16-bit weights removes the updates",
+        "weight_update",
+        "lost fraction at most {persistent[lost_updates]:g}",
+        PAPER("2010.06192"),
+    ),
+    "weight_update_outlier": (
+        "A layer learns far faster or slower than the others",
+        "rcc",
+        "within {LAYER_SPREAD:g} × of the median layer",
+        PAPER("2505.22491"),
+    ),
+    "spectral_growth": (
+        "Weights grow",
+        "spectral_norm",
+        "largest spectral norm at most {SPECTRAL_GROWTH:g} × the first one",
+        PAPER("2310.17813"),
+    ),
+    "loss_rose": ("The loss ended above its start", "spike_monitor", "below its start", ""),
+    "loss_rose_again": (
+        "The loss fell and rose again",
+        "spike_monitor",
+        "at most {LOST_GAIN:.0%} of the gain is lost",
+        "",
+    ),
+    "small_batch": (
+        "The batch is far below the noise scale",
+        "noise_scale",
+        "noise scale at most {BATCH_FACTOR:g} × the batch",
+        PAPER("1812.06162"),
+    ),
+    "large_batch": (
+        "The batch is far above the noise scale",
+        "noise_scale",
+        "batch at most {BATCH_FACTOR:g} × the noise scale",
+        PAPER("1812.06162"),
+    ),
+    "batch_size": (
+        "The batch suits the noise scale",
+        "noise_scale",
+        "within {BATCH_FACTOR:g} × of the noise scale",
+        PAPER("1812.06162"),
+    ),
+    "near_curvature": (
+        "Sharpness is near the stability threshold",
+        "curvature",
+        "sharpness at most {CURVATURE_NEAR:g} × the stability threshold",
+        "[measured](monitors/curvature.md#notes)",
+    ),
+    "frozen_for_a_while": (
+        "Parameters were not updated for a while",
+        "weight_update",
+        "`monitor/frozen_count` is 0",
+        "",
+    ),
+    "data_wait": ("The data loader is slow", "step_stats", "at most {persistent[data_wait]:.0%} of the time", ""),
+}
+
+DEFAULT_FIXES = {
+    "not_monitored": "Attach a GradMonitor, `log_to` the logger, and train for longer than its warm-up.",
+    "batch_size": "No action needed.",
+}
+"""Fixes of the findings whose advice depends on the run."""
+
+SYMPTOMS = {
+    "The loss or a gradient is NaN or infinite": (
+        "nonfinite_activations",
+        "nonfinite_gradients",
+        "nonfinite_metric",
+        "overflows",
+        "large_logits",
+    ),
+    "The loss or the gradient norm has spikes": (
+        "spikes",
+        "loss_spikes",
+        "stale_moments",
+        "large_curvature",
+        "near_curvature",
+        "early_norms",
+        "regime_change",
+    ),
+    "The loss rises and does not recover": (
+        "loss_rose",
+        "loss_rose_again",
+        "rolled_back",
+        "group_rate",
+        "large_updates",
+        "exploding_gradients",
+        "spectral_growth",
+    ),
+    "The loss does not fall": (
+        "no_step",
+        "frozen_parameters",
+        "small_updates",
+        "vanishing_gradients",
+        "lost_updates",
+        "epsilon_dominated",
+        "frozen_for_a_while",
+    ),
+    "Some layers learn differently from the others": (
+        "dead_units",
+        "activation_outlier",
+        "update_ratio_outlier",
+        "weight_update_outlier",
+        "attention_collapse",
+    ),
+    "Ranks disagree": ("ranks_differ",),
+    "Training is slow, or the batch size may be wrong": ("data_wait", "small_batch", "large_batch", "batch_size"),
+    "The summary is not healthy although nothing was found": ("not_monitored",),
+}
+"""Symptom -> kinds of findings."""
+
+
+def healthy_range(kind):
+    """Return the healthy range of a finding with the limits of the report."""
+    persistent = {limit.kind: limit.limit for limit in limits.PERSISTENT}
+    return CAUSES[kind][2].format(**vars(limits), persistent=persistent).replace("%", " %")
+
+
+def page():
+    """Return the sections of the page in Markdown."""
+    titles = {page: monitor for monitor, page in PAGES.values()}
+    lines = []
+    for symptom, kinds in SYMPTOMS.items():
+        lines += [f"## {symptom}", "", "| likely cause | monitor | healthy range | fix |", "|---|---|---|---|"]
+        for kind in kinds:
+            cause, monitor, _, source = CAUSES[kind]
+            advice = finding.KINDS[kind][0] or DEFAULT_FIXES[kind]
+            if causes := [other for other in CAUSES if other in finding.FOLLOWS.get(kind, ())]:
+                advice += " Often a consequence of: " + ", ".join(f"`{other}`" for other in causes) + "."
+            healthy = healthy_range(kind) + (f" ({source})" if source else "")
+            lines.append(f"| {cause} (`{kind}`) | [{titles[monitor]}](monitors/{monitor}.md) | {healthy} | {advice} |")
+        lines.append("")
+    return lines

@@ -1,0 +1,136 @@
+"""HealthyCheckpoint: files are those of healthy iterations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint, global_step_from_engine
+from torch import nn
+
+from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler
+
+
+class Run:
+    """A run whose inputs are scaled in some iterations; ``saved`` are the names of the files, in order."""
+
+    def __init__(self, scales=(), monitored=True, **arguments):
+        torch.manual_seed(0)
+        self.scales = dict(scales)
+        self.model = nn.Linear(4, 1)
+        self.model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.trainer = Engine(self.train_step)
+        self.saved = []
+        if monitored:
+            GradMonitor(self.model, self.optimizer, threshold=100.0, on_spike="skip").attach(self.trainer)
+        to_save = {"model": self.model, "optimizer": self.optimizer}
+        self.checkpoint = HealthyCheckpoint(to_save, self.save, **{"quiet": 5, "n_saved": None} | arguments)
+
+    def save(self, checkpoint, filename, metadata=None):
+        self.saved.append(filename)
+
+    def train_step(self, engine, batch):
+        self.optimizer.zero_grad()
+        scale = self.scales.get(engine.state.iteration, 1.0)
+        loss = (scale * self.model(batch)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def run(self, iterations=40, event=None, epochs=1):
+        self.trainer.add_event_handler(event or Events.ITERATION_COMPLETED(every=10), self.checkpoint)
+        self.trainer.run(torch.randn(iterations, 8, 4), max_epochs=epochs)
+        return [int(name.split("_")[-1].split(".")[0]) for name in self.saved]
+
+
+def test_a_healthy_run_is_saved_as_by_ignite(caplog):
+    assert Run().run() == [10, 20, 30, 40]
+    assert "no checkpoint" not in caplog.text
+
+
+@pytest.mark.parametrize("spike", [16, 20])
+def test_after_a_spike_it_is_saved_when_quiet_iterations_are_over(spike, caplog):
+    assert Run({spike: 1e4}).run() == [10, spike + 5, 30, 40]
+    assert caplog.text.count("iteration 20: no checkpoint is saved, since grad had a spike") == 1
+
+
+def test_a_spike_before_the_last_quiet_iterations_delays_nothing():
+    assert Run({15: 1e4}).run() == [10, 20, 30, 40]
+
+
+def test_spikes_before_the_first_call_are_not_known_to_be_long_ago():
+    assert Run({1: 1e4}).run() == [15, 20, 30, 40]
+
+
+def test_a_run_that_stays_unhealthy_keeps_its_last_good_file(caplog):
+    assert Run(dict.fromkeys(range(12, 41), 1e4), n_saved=1).run() == [10]
+    assert caplog.text.count("no checkpoint is saved") == 1
+
+
+@pytest.mark.parametrize("part", ["parameter", "buffer", "moment"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nothing_is_saved_with_a_tensor_that_is_not_finite(part, value):
+    run = Run(monitored=False)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.01, momentum=0.9)
+    run.model.register_buffer("mean", torch.zeros(1))
+    run.checkpoint = HealthyCheckpoint({"model": run.model, "optimizer": run.optimizer}, run.save, n_saved=None)
+
+    @run.trainer.on(Events.ITERATION_COMPLETED(once=15))
+    def ruin():
+        moment = run.optimizer.state[run.model.bias]["momentum_buffer"]
+        {"parameter": run.model.bias.data, "buffer": run.model.mean, "moment": moment}[part].fill_(value)
+
+    assert run.run() == [10]
+
+
+def test_an_output_that_is_not_finite():
+    run = Run(monitored=False)
+    run.trainer._process_function = lambda engine, batch: torch.tensor(
+        float("nan" if engine.state.iteration > 15 else 1)
+    )
+    assert run.run() == [10]
+
+
+def test_given_monitors_and_the_checkpoint_of_an_evaluator():
+    run = Run({18: 1e4}, monitored=False)
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=10.0)
+    monitor.attach(run.trainer)
+    run.checkpoint = HealthyCheckpoint({"model": run.model}, run.save, monitors=[monitor], quiet=5, n_saved=None)
+    evaluator = Engine(lambda engine, batch: None)
+    evaluator.add_event_handler(Events.COMPLETED, run.checkpoint)
+    run.checkpoint.global_step_transform = global_step_from_engine(run.trainer, Events.ITERATION_COMPLETED)
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), lambda: evaluator.run([0]))
+    run.trainer.run(torch.randn(40, 8, 4))
+    assert [name.split("_")[-1] for name in run.saved] == ["10.pt", "30.pt", "40.pt"]
+
+
+def test_a_late_file_is_named_as_the_checkpoint_that_was_due():
+    run = Run({10: 1e4})
+    run.checkpoint.global_step_transform = global_step_from_engine(run.trainer)
+    assert run.run(10, Events.EPOCH_COMPLETED, epochs=3) == [2, 2, 3]
+
+
+def test_it_is_ignites_checkpoint(tmp_path):
+    run = Run()
+    run.checkpoint = HealthyCheckpoint({"model": run.model}, tmp_path, n_saved=2, filename_prefix="good")
+    run.run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good_model_30.pt", "good_model_40.pt"]
+    other = nn.Linear(4, 1)
+    other.register_buffer("mask", torch.zeros(2, 2))
+    Checkpoint.load_objects({"model": other}, torch.load(tmp_path / "good_model_40.pt", weights_only=True))
+    assert torch.equal(other.weight, run.model.weight)
+
+
+def test_bad_input():
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="Argument monitors"):
+        HealthyCheckpoint({"model": model}, "unused", monitors=[model])
+    stats = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Argument monitors"):
+        HealthyCheckpoint({"model": model}, "unused", monitors=[stats])
+    with pytest.raises(ValueError, match="Argument quiet"):
+        HealthyCheckpoint({"model": model}, "unused", quiet=0)
+    with pytest.raises(TypeError, match="to_save"):
+        HealthyCheckpoint([model], "unused")

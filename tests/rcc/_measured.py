@@ -1,0 +1,35 @@
+"""A model that has moved, and what RCCHandler publishes of it."""
+
+from __future__ import annotations
+
+import torch
+from ignite.engine import Engine, Events
+
+
+def perturb(model, size=0.1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def call(model, batch):
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
+def measure(handler, batches, around=None):
+    """What is published of one iteration with a forward pass for each batch."""
+    found = {}
+
+    def train_step(engine, _):
+        with around or torch.enable_grad():
+            for batch in batches:
+                call(handler.model, batch)
+
+    engine = Engine(train_step)
+    with handler.attach(engine):
+        engine.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: found.update({k: float(v) for k, v in e.state.metrics.items()})
+        )
+        engine.run([0])
+    return found
