@@ -905,7 +905,7 @@ def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
         trainer.run(batches)
         published.append(seen)
     if isinstance(monitor, ActivationHandler):  # the CPU sums in another order
-        for on_cpu, on_device in zip(*published):
+        for on_cpu, on_device in zip(*published, strict=True):
             assert on_device == pytest.approx(on_cpu, rel=1e-5, abs=1e-6, nan_ok=True)
     else:
         assert same(*published)
