@@ -7,8 +7,8 @@ import math
 import weakref
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
-from itertools import chain, compress
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -160,13 +160,16 @@ class GradientTracker:
         """The model's parameters that an optimizer holds; None for all. The same list while they are the same."""
         if optimizer is None:
             return self.parameters
-        lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        key, (known, earlier) = (self._train_steps, lists), self._held.get(optimizer, (None, self.parameters))
+        lists = list(map(itemgetter("params"), optimizer.param_groups))
+        key = self._train_steps, *map(id, lists), *map(len, lists)
+        known, parameters = self._held.get(optimizer, (None, self.parameters))
         if known != key:
-            held = list(compress(self.parameters, map(held_by(optimizer).__contains__, map(id, self.parameters))))
-            earlier = next((same for same in (self.parameters, earlier) if _are_same(held, same)), held)
-            self._held[optimizer] = key, earlier
-        return earlier
+            ids = held_by(optimizer)
+            held = [parameter for parameter in self.parameters if id(parameter) in ids]
+            if not _are_same(held, parameters):
+                parameters = self.parameters if len(held) == len(self.parameters) else held
+            self._held[optimizer] = key, parameters
+        return parameters
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Return True if an optimizer holds parameters of the model."""
@@ -176,21 +179,21 @@ class GradientTracker:
         """Forget the backward passes of the previous iteration."""
         self.reduced, self._is_deferred = True, False
 
-    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> Set[int] | None:
+    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> Set[int]:
         """Record a backward that has reached parameters of the model, inside of ``running`` ones.
 
         Returns:
-            The ids of the parameters whose gradients may have changed; None while they are not reduced, under
+            The ids of the parameters whose gradients may have changed; empty while they are not reduced, under
             ``no_sync()`` and where the train step calls ``finalize_backward()`` (torch 2.15).
         """
-        self.reduced = all(replica.require_backward_grad_sync for replica in self._replicas)
+        self.reduced = all(map(attrgetter("require_backward_grad_sync"), self._replicas))
         if self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded))):
             self.defer()
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = set(map(id, self.parameters)) if self._replicas else reached
         for observer in self.observers:
             observer.backward_ended(number, changed, running)
-        return changed if self.reduced else None
+        return changed if self.reduced else set()
 
     def defer(self) -> None:
         """Take gradients as not reduced before the next step, with one warning."""

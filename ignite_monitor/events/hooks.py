@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from ignite.engine import Engine
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,16 +27,16 @@ class Patch:
         replacement: a method, referenced weakly; called with the original function and its arguments.
     """
 
-    def __init__(self, engine: Engine, name: str, replacement: Callable[..., Any]) -> None:
+    def __init__(self, engine: Engine, name: str, replacement: Any) -> None:
         self._engine, self._name = weakref.ref(engine), name
         self._original = vars(engine).get(name)  # None for a method of its class
         original = weakly(getattr(engine, name)) if self._original is None else self._original
-        method_of = weakref.WeakMethod(replacement)
+        owner_of, function = weakref.ref(replacement.__self__), replacement.__func__
 
         @functools.wraps(original)
         def patched(*args: Any) -> Any:
-            method = method_of()
-            return original(*args) if method is None else method(original, *args)
+            owner = owner_of()
+            return original(*args) if owner is None else function(owner, original, *args)
 
         self._patched = patched
         setattr(engine, name, patched)
@@ -53,13 +52,13 @@ class Patch:
             setattr(engine, self._name, self._original)
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(method: Any) -> Callable[..., Any]:
     """A function that calls a method while its object exists."""
-    method_of = weakref.WeakMethod(method)
+    owner_of, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = method_of()
-        return None if bound is None else bound(*args, **kwargs)
+        owner = owner_of()
+        return None if owner is None else function(owner, *args, **kwargs)
 
     return call
 
@@ -70,8 +69,13 @@ def remove_all(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
-def gradient_hook(source: Any, model: int) -> Callable[[Tensor], None]:
-    """A post-accumulate-grad hook for all parameters of a model, by its id; references its event source weakly."""
+def gradient_hook(source: Any, model: int, ranks: bool) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook for all parameters of a model, by its id; references its event source weakly.
+
+    Args:
+        ranks: whether there is a process group.
+    """
+    hops = _HOPS_WITH_RANKS if ranks else _HOPS
     source_of = weakref.ref(source)
     start, last, add = out_of_compiler(_start), -1, set[int]().add
     untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
@@ -81,14 +85,14 @@ def gradient_hook(source: Any, model: int) -> Callable[[Tensor], None]:
         number = backward_number()
         if number != last or number == -1:
             last, owner = number, source_of()
-            reached = None if owner is None else start(owner, number, model)
+            reached = None if owner is None else start(owner, number, model, hops)
             add = (set[int]() if reached is None else reached).add
         add(id(parameter))
 
     return untraced(hook)
 
 
-def _start(source: Any, number: int, model: int) -> set[int] | None:
+def _start(source: Any, number: int, model: int, hops: int) -> set[int] | None:
     """Begin to record a backward; None if it is not to be recorded."""
     if not source.running or model not in source.trackers:
         return None
@@ -96,8 +100,7 @@ def _start(source: Any, number: int, model: int) -> set[int] | None:
         source.trackers[model].defer()
         return None
     if number not in source.reached:
-        ranks = dist.is_available() and dist.is_initialized()
-        _end_backward(weakref.ref(source), number, _HOPS_WITH_RANKS if ranks else _HOPS)
+        _end_backward(weakref.ref(source), number, hops)
     reached: set[int] = source.reached.setdefault(number, {}).setdefault(model, set())
     return reached
 

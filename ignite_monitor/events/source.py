@@ -6,9 +6,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +23,9 @@ from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
 from ignite_monitor.model.modes import users_grad_mode
 
-_NAMES = tuple(event.name for event in MonitorEvents)  # equal to the events, but faster to look up
+# Events are equal to their names, which are faster to look up; Enum's public ``name`` takes two Python calls.
+_name_of: Callable[[MonitorEvents], str] = attrgetter("_name_")
+_NAMES = tuple(map(_name_of, MonitorEvents))
 
 
 class EventSource:
@@ -35,7 +39,6 @@ class EventSource:
         running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
         trackers: the trackers of the monitored models, by id of the model.
-        monitoring: ids of the monitors of this iteration.
         reached: number of a running backward -> id of a model -> ids of the parameters that it has reached.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
@@ -49,9 +52,9 @@ class EventSource:
         self._stepping: Optimizer | None = None  # the optimizer whose step is running
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._monitors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._listeners: dict[str, list[weakref.WeakMethod[Any]]] = {name: [] for name in _NAMES}
-        self.monitoring: set[int] = set()
+        self._monitors: list[weakref.ref[Any]] = []
+        # The monitor, and a function of it: to call a WeakMethod takes another Python call.
+        self._listeners: dict[str, list[tuple[weakref.ref[Any], Callable[..., Any]]]] = {name: [] for name in _NAMES}
         self.running = self.listened = self._awaits_step = self._is_step_reported = False
         self.nonfinite_source: NonFiniteSource | None = None
 
@@ -74,34 +77,33 @@ class EventSource:
         """Add a monitor, whose handlers are called at their events before all other handlers.
 
         Args:
-            handlers: bound methods, referenced weakly, called if their monitor monitors the iteration. They get the
-                engine, and for backward passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep`
-                of their model. A function that one returns is called when all monitors have read the gradients, and
-                may change them; a function which that returns is called after all changes.
+            handlers: methods of the monitor, called if it monitors the iteration. They get the engine, and for backward
+                passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep` of their model. A
+                function that one returns is called when all monitors have read the gradients, and may change them; a
+                function which that returns is called after all changes.
 
         Raises:
             ValueError: if another monitor on this engine has one of its families.
         """
-        taken = sorted({family for other in self._monitors for family in other.families}.intersection(monitor.families))
+        taken = sorted({family for other in self.monitors for family in other.families}.intersection(monitor.families))
         if taken:
             raise ValueError(
                 f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
                 "notebook is run again, or give this one another prefix"
             )
-        self._monitors.add(monitor)
+        reference = weakref.ref(monitor)
+        self._monitors.append(reference)
         for event, handler in handlers:
-            self._listeners[event.name].append(weakref.WeakMethod(handler))
+            self._listeners[_name_of(event)].append((reference, handler.__func__))
         if id(monitor.model) not in self.trackers:
             self.trackers[id(monitor.model)] = GradientTracker(monitor.model)
 
     def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
-        self._monitors.discard(monitor)
-        for name, methods in self._listeners.items():
-            self._listeners[name] = [
-                method for method in methods if getattr(method(), "__self__", monitor) is not monitor
-            ]
-        if all(other.model is not monitor.model for other in self._monitors):
+        self._monitors.remove(weakref.ref(monitor))
+        for name, listeners in self._listeners.items():
+            self._listeners[name] = [listener for listener in listeners if listener[0]() is not monitor]
+        if all(other.model is not monitor.model for other in self.monitors):
             self.trackers.pop(id(monitor.model)).hook.remove()
         engine = self._engine()
         if not self._monitors and engine is not None:
@@ -112,7 +114,8 @@ class EventSource:
 
     def is_awaited(self, event: MonitorEvents) -> bool:
         """Return True if monitors or the user's handlers listen to an event."""
-        return bool(self._listeners[event.name]) or self._has_handlers(event.name)
+        name = _name_of(event)
+        return bool(self._listeners[name]) or self._has_handlers(name)
 
     @classmethod
     def on(cls, engine: Engine) -> EventSource | None:
@@ -122,7 +125,7 @@ class EventSource:
     @property
     def monitors(self) -> list[Any]:
         """The monitors attached to the engine."""
-        return list(self._monitors)
+        return [monitor for reference in self._monitors if (monitor := reference()) is not None]
 
     def tracker(self, model: nn.Module) -> GradientTracker:
         """The tracker of a model's gradients."""
@@ -136,33 +139,41 @@ class EventSource:
         Args:
             about: id of a model -> second argument for its monitors; monitors of other models are not called.
         """
-        engine, name = self._engine(), event.name
+        engine, name = self._engine(), _name_of(event)
         if engine is None:
             return
         # All monitors read before one changes anything: the order of attaching must not matter.
         changes = []
-        for handler in [method() for method in self._listeners[name]]:
-            if handler is not None and id(handler.__self__) in self.monitoring:
-                model = id(handler.__self__.model)
-                if about is None or model in about:
-                    changes.append(handler(engine) if about is None else handler(engine, about[model]))
+        for reference, handler in self._listeners[name]:
+            monitor = reference()
+            if monitor is None or not monitor._monitored or not (about is None or id(monitor.model) in about):
+                continue
+            change = handler(monitor, engine) if about is None else handler(monitor, engine, about[id(monitor.model)])
+            if change is not None:
+                changes.append(change)
         while changes:
-            changes = [change() for change in changes if change is not None]
+            changes = [further for change in changes if (further := change()) is not None]
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
-        if self._has_handlers(name):
+        if getattr(engine, EVENT_HANDLERS).get(name):
             with users_grad_mode():
                 engine.fire_event(event)
 
     def backward_ended(self, number: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward has reached."""
-        ended = {self.trackers[key]: ids for key, ids in self.reached.pop(number, {}).items() if key in self.trackers}
-        changed = {tracker: tracker.backward_ended(number, ids, self.reached.keys()) for tracker, ids in ended.items()}
-        ready = {tracker: ids for tracker, ids in changed.items() if ids is not None}
+        reached, running = self.reached.pop(number, {}), self.reached.keys()
+        changed = {
+            key: self.trackers[key].backward_ended(number, ids, running)
+            for key, ids in reached.items()
+            if key in self.trackers
+        }
+        everything = set[int]().union(*changed.values())
         about = {}
-        for tracker, ids in ready.items():
-            shared = len(ready) > 1 and not set().union(*ready.values()).issubset(map(id, tracker.parameters))
-            about[id(tracker.model)] = GradientsReady(tracker, ids, shared, self._stepping)
+        for key, ids in changed.items():
+            if ids:
+                tracker = self.trackers[key]
+                shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
+                about[key] = GradientsReady(tracker, ids, shared, self._stepping)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
@@ -173,8 +184,9 @@ class EventSource:
             self._stepping = None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_followed = self.running and any(tracker.shares(optimizer) for tracker in self.trackers.values())
-        if not is_followed or (self._stepping is not None and is_nested(optimizer)):
+        if not self.running or not [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]:
+            return None
+        if self._stepping is not None and is_nested(optimizer):
             return None
         self._stepping, self._is_step_reported = optimizer, False
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -232,7 +244,6 @@ class EventSource:
 
     def _reset(self) -> None:
         self.reached.clear()
-        self.monitoring.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
         self._stepping = self.nonfinite_source = None
@@ -240,15 +251,17 @@ class EventSource:
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         self.listened = self._has_handlers(*_NAMES)
-        self.running, self._awaits_step = bool(self.monitoring) or self.listened, False
+        monitored = [monitor for monitor in self.monitors if monitor._monitored]
+        self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()
             if has_hooks and not tracker.hook.places:
-                tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model)))
+                ranks = dist.is_available() and dist.is_initialized()
+                tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model), ranks))
         with ExitStack() as contexts:
-            for monitor in [monitor for monitor in self._monitors if id(monitor) in self.monitoring]:
+            for monitor in monitored:
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
             output = original(engine, batch)
@@ -263,8 +276,8 @@ class EventSource:
 
     def _end(self, engine: Engine | None = None) -> None:
         if engine is not None:  # after an error the device may not answer
-            log_run_summary(self._monitors)
-        for monitor in self._monitors:
+            log_run_summary(self.monitors)
+        for monitor in self.monitors:
             monitor.on_run_end()
         self._uninstall()
 
@@ -278,5 +291,5 @@ class EventSource:
         for tracker in self.trackers.values():
             tracker.hook.remove()
         self._reset()
-        for monitor in self._monitors:
+        for monitor in self.monitors:
             monitor.reset_run_state()

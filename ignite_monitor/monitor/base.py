@@ -213,7 +213,7 @@ class Monitor(Serializable):
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_complete = False
         for name, value in values.items():
-            if isinstance(value, Tensor) and not transfer.is_on_host(value):
+            if isinstance(value, Tensor) and not value.is_cpu:
                 self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
             else:
                 values[name] = float(value)
@@ -222,7 +222,7 @@ class Monitor(Serializable):
     def publish_table(self, names: Sequence[str], values: Tensor) -> None:
         """Publish the elements of a vector under names without the prefix."""
         self._is_complete = False
-        if not transfer.is_on_host(values):
+        if not values.is_cpu:
             self._waiting.append(transfer.NamedValues(names, values))
             self._put(dict(zip(names, values.unbind(), strict=True)))
         else:
@@ -275,8 +275,7 @@ class Monitor(Serializable):
         # Every filter is called, as by Ignite: it may have a state.
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
         self._monitored = any(accepted)
-        if self._monitored and self._source is not None:
-            self._source.monitoring.add(id(self))
+        if self._monitored:
             self.start_iteration(engine)
 
     def _put(self, values: Mapping[str, float | Tensor]) -> None:

@@ -43,7 +43,7 @@ def is_on_host(values: Tensor) -> bool:
 
 def as_published(value: Tensor) -> Any:
     """Convert a 0-dim tensor on the host to a Python number; return one on a device as it is."""
-    return value.tolist() if is_on_host(value) else value
+    return value.tolist() if value.is_cpu else value
 
 
 def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
