@@ -73,7 +73,7 @@ class EventSource:
                 engine.add_event_handler(event, handler)
         return source
 
-    def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents, Callable[..., Any]]]) -> None:
+    def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents, Any]]) -> None:
         """Add a monitor, whose handlers are called at their events before all other handlers.
 
         Args:

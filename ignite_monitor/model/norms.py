@@ -6,6 +6,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ _ROW = 1024
 _LONGEST_SUM = 16 * _ROW
 # Float32 squares are exact enough where the norm is between these; else they may have under- or overflowed.
 _SAFE = (1e-9, 1e18)
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_kind = attrgetter("layout", "device", "dtype")
 
 
 @torch.no_grad()
@@ -77,7 +81,7 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """Return True if there is a DTensor among tensors."""
     # No DTensor exists before its module is imported, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
+    return module is not None and any(map(issubclass, set(map(type, tensors)), repeat(module.DTensor)))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -122,26 +126,26 @@ def _shard(tensor: Any) -> tuple[Tensor, Any, tuple[int, ...]]:
 
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     # Sets, not Python calls per tensor: of hundreds of small tensors the norms themselves take no longer.
-    if {tensor.layout for tensor in tensors} - {torch.strided} or any(map(Tensor.is_complex, tensors)):
-        tensors = [_as_dense_real(tensor, norm_type) for tensor in tensors]
-    if not all(map(Tensor.numel, tensors)):
-        tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    layouts, devices, dtypes = map(set, zip(*map(_kind, tensors), strict=True))
     first = tensors[0].device
-    if len({tensor.device for tensor in tensors}) > 1:
+    if layouts != {torch.strided} or not _COMPLEX.isdisjoint(dtypes):
+        return _local_norms([_as_dense_real(tensor, norm_type) for tensor in tensors], norm_type)
+    if len(devices) > 1:
         alone = [_local_norms([tensor], norm_type) for tensor in tensors]
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in alone])
+    sizes = list(map(Tensor.numel, tensors))
+    if not all(sizes):
+        tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
-    if first.type != "cpu" or torch.float64 in {tensor.dtype for tensor in tensors}:
+    if first.type != "cpu" or torch.float64 in dtypes:
         return _wide_norms(tensors, norm_type)
     tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
-    sizes = list(map(Tensor.numel, tensors))
     values = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
     short = [i for i, size in enumerate(sizes) if size <= _LONGEST_SUM]
     if short:
         values[short] = torch.stack(foreach_norm([tensors[i] for i in short], norm_type, dtype=torch.float32)).double()
-    for i, size in enumerate(sizes):
-        if size > _LONGEST_SUM:
-            values[i] = _long_norm(tensors[i].view(-1), norm_type)
+    for i in set(range(len(tensors))).difference(short):
+        values[i] = _long_norm(tensors[i].view(-1), norm_type)
     if not torch.is_nonzero((values == values.clamp(*_SAFE)).all()):
         unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
         values[unsafe] = _wide_norms([tensors[i] for i in unsafe], norm_type)

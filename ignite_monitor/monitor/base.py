@@ -213,7 +213,7 @@ class Monitor(Serializable):
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_complete = False
         for name, value in values.items():
-            if isinstance(value, Tensor) and not value.is_cpu:
+            if isinstance(value, Tensor) and value.device.type not in transfer.HOST:
                 self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
             else:
                 values[name] = float(value)
@@ -222,7 +222,7 @@ class Monitor(Serializable):
     def publish_table(self, names: Sequence[str], values: Tensor) -> None:
         """Publish the elements of a vector under names without the prefix."""
         self._is_complete = False
-        if not values.is_cpu:
+        if not transfer.is_on_host(values):
             self._waiting.append(transfer.NamedValues(names, values))
             self._put(dict(zip(names, values.unbind(), strict=True)))
         else:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import upload, wide_dtype
 
+HOST = frozenset({"cpu"})  # types of devices whose values can be read without synchronization
+
 
 class NamedValues(NamedTuple):
     """Names, with a number or a row of numbers for every name."""
@@ -37,13 +39,13 @@ def joined(parts: Sequence[NamedValues]) -> NamedValues:
 
 
 def is_on_host(values: Tensor) -> bool:
-    """Return True if the values can be read without synchronization."""
-    return values.is_cpu
+    """Return True if the values are on the host."""
+    return values.device.type in HOST
 
 
 def as_published(value: Tensor) -> Any:
     """Convert a 0-dim tensor on the host to a Python number; return one on a device as it is."""
-    return value.tolist() if value.is_cpu else value
+    return value.tolist() if value.device.type in HOST else value
 
 
 def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:

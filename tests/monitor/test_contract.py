@@ -892,7 +892,7 @@ def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
 def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
     published = []
     for on_host in (True, False):
-        monkeypatch.setattr(transfer, "is_on_host", lambda values, on_host=on_host: on_host)
+        monkeypatch.setattr(transfer, "HOST", {"cpu"} if on_host else set())
         model, optimizer, trainer = make_trainer(parts=factory.parts)
         monitor = factory(model, optimizer)
         monitor.attach(trainer)
