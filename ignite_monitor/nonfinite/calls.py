@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
-from ignite_monitor.model.forward import ModuleHook, before_forward
+from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, is_reference_run
 from ignite_monitor.model.names import named_modules, unwrapped
 
@@ -43,6 +42,7 @@ class ModelCalls(ModuleHook):
     Inputs are kept until the step returns. Calls without gradients are not noted.
 
     Attributes:
+        device: the model's device; None to look it up at every call.
         calls: calls since the last backward pass but one ended; of more than :data:`MOST_CALLS`, the last ones.
     """
 
@@ -50,23 +50,28 @@ class ModelCalls(ModuleHook):
         wrappers = [module for name, module in named_modules(model) if not name]
         # The module that is called eagerly: the user's model, or the compiler's wrapper.
         self._called = next(filter(is_compilers_wrapper, wrappers), wrappers[-1])
-        self._hooks = ExitStack()
+        self._handle: Any = None
         self._ended = False
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
+        self._device: torch.device | None = None  # of the generators
         self._generators: list[torch.Generator] = []
         self._own: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
     def __enter__(self) -> None:
         if not is_compiled_in_place(self._called):  # hooks would be compiled with it
-            self._hooks.enter_context(before_forward([self._called], self, first=True))
+            # Scripted modules refuse the bound method.
+            register = nn.Module.register_forward_pre_hook
+            self._handle = register(self._called, self, prepend=True, with_kwargs=True)
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
     def release(self) -> None:
         """Remove the hook, and forget the calls."""
-        self._hooks.close()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
         self.calls.clear()
         self._ended = False
 
@@ -94,7 +99,7 @@ class ModelCalls(ModuleHook):
 
     def _find_generators(self) -> list[torch.Generator]:
         """Return the generators of devices; none if reading a state would synchronize."""
-        device = next(self._called.parameters()).device
+        device = self.device or next(self._called.parameters()).device
         if device != self._device:
             self._device = device
             try:
