@@ -65,10 +65,11 @@ class DetectionMonitor(Monitor):
                 self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _fire_reset(self, engine: Any, detection: Any) -> None:
-        awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
-        if self._resets and self._report_reset(synchronize=awaited) and awaited and self._source is not None:
-            with exposed_spike(engine, self._spike(detection)):
-                self._source.fire(MonitorEvents.THRESHOLD_RESET)
+        if self._resets:
+            awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
+            if self._report_reset(synchronize=awaited) and awaited and self._source is not None:
+                with exposed_spike(engine, self._spike(detection)):
+                    self._source.fire(MonitorEvents.THRESHOLD_RESET)
 
     def _spike(self, detection: Any) -> Spike:
         raise NotImplementedError

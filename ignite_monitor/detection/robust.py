@@ -56,6 +56,7 @@ class RobustThreshold(ThresholdRule):
         return torch.lerp(limit, self.state["mean"], 0.5)
 
     def include(self, state: State, value: Tensor) -> State:
-        excess = (value - state["mean"]).masked_fill(state["count"] < 1, 0.0).clamp(min=0.0)
+        delta = value - state["mean"]
+        excess = delta.masked_fill(state["count"] < 1, 0.0).clamp(min=0.0)
         upper = torch.add(excess**3, state["upper"], alpha=self.decay)
-        return super().include(state, value) | {"upper": upper}
+        return self._moments(state, value, delta) | {"upper": upper}

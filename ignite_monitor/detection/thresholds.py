@@ -96,11 +96,13 @@ class ThresholdRule:
             state: the state before the value.
             value: the value, 0-dim.
         """
+        return self._moments(state, value, value - state["mean"])
+
+    def _moments(self, state: State, value: Tensor, delta: Tensor) -> State:
         weight, spread = state["weight"], state["spread"]
         if self.decay != 1.0:
             weight, spread = foreach_mul((weight, spread), self.decay)
         count, weight = foreach_add((state["count"], weight), 1.0)
-        delta = value - state["mean"]
         mean = torch.addcdiv(state["mean"], delta, weight)
         spread = torch.addcmul(spread, delta, value - mean, value=(1.0 + self.decay) / 2.0)
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))

@@ -47,7 +47,7 @@ def log_run_summary(monitors: Iterable[Any]) -> None:
             for first, last in zip(rates[optimizer], _rates(optimizer), strict=False)
         }
         parts = [f"{sum(steps.values()):.0f} optimizer steps in monitored iterations"]
-        parts += [f"{count:.0f} {word}" for word, count in counts.items()]
+        parts += [f"{count:.0f} {word.removesuffix('s') if count == 1 else word}" for word, count in counts.items()]
         parts += [f"learning rate {', '.join(changes)}"] if changes else []
         names = sorted(f"{type(monitor).__name__} ({monitor.prefix})" for monitor in summarized)
         _logger.info("%s: end of run: %s.", ", ".join(names), ", ".join(parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -120,12 +121,13 @@ class GradientDetector:
         self._probe: AccumulationProbe | None = None  # of the pending detection's gradient
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
-    def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
-        """Compare the gradients of parameters, at least one, with their thresholds; updates nothing.
+    def detect(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
+    ) -> GradientDetection:
+        """Compare gradients, of at least one of the parameters, with their thresholds; updates nothing.
 
-        ``parameters`` are the same list as long as they are the same; ``scale`` is a factor of all gradients, 0-dim.
+        ``scale`` is a factor of all gradients, 0-dim.
         """
-        gradients = gradients_of(parameters)
         of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
         loss, parameter, names = None, None, ()
         if of_parameters is None:
@@ -147,7 +149,7 @@ class GradientDetector:
         return GradientDetection(detection, loss, parameter, spike, reset, names)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
-        if self._named[0] is not parameters:
+        if len(self._named[0]) != len(parameters) or not all(map(is_, self._named[0], parameters)):
             name_of = {id(parameter): name for name, parameter, _ in named_parameters(self._model)}
             self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
         return self._named[1]

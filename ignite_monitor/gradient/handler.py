@@ -24,17 +24,17 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detector import GradientDetection, GradientDetector, gradients_of
-from ignite_monitor.gradient.loss import LossSource
-from ignite_monitor.gradient.missing import NO_GRADIENT, NO_LOSS, MissingStep
-from ignite_monitor.gradient.publishing import GradientPublisher
-from ignite_monitor.gradient.spike_numbers import host_numbers
+from ignite_monitor.gradient.loss import NO_LOSS, LossSource
+from ignite_monitor.gradient.missing import NO_GRADIENT, MissingStep
+from ignite_monitor.gradient.spike_numbers import SpikeNumbers, spike_numbers
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
-from ignite_monitor.monitor import transfer
+from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.transfer import as_published
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 
@@ -128,9 +128,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._window = GradientWindow()
         self._locator = NonFiniteLocator(model)
         self._missing_step = MissingStep("an optimizer" if optimizer is None else type(optimizer).__name__)
-        self._publisher = GradientPublisher(self._detector, self._action)
-        self._seen = False  # whether this iteration had a gradient
-        self._shown: GradientDetection | None = None  # in the engine's state
+        self._forget_iteration()
 
     def counts(self) -> Tensor:
         return torch.stack([*self._detector.counts()])
@@ -169,15 +167,26 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._window.iteration_started(unseen)
         if unseen:
             self._detector.losses.clear()
-        self._iteration, self._seen, self._shown = iteration, False, None
-        self._publisher.reset()
+        self._iteration = iteration
+        self._forget_iteration()
+
+    def _forget_iteration(self) -> None:
+        self._seen = False  # whether there was a gradient
+        self._scale: Tensor | None = None  # of the last backward, 0-dim; None for 1
+        self._stepped: bool | Tensor = False  # whether a step was made
+        self._shown: GradientDetection | None = None  # in the engine's state
+        # On a device: whether there is anything to publish, None for True; the detection that may be a spike.
+        self._is_published: Tensor | None = None
+        self._possible_spike: GradientDetection | None = None
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
+        tracker = self._source.tracker(self.model)
+        self._locator.calls.device = tracker.parameters[0].device
         contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
         contexts += self._action.contexts(self._source.step_completed)
-        return contexts + self._detector.probe_contexts(self._source.tracker(self.model), self.optimizer)
+        return contexts + self._detector.probe_contexts(tracker, self.optimizer)
 
     def detach(self) -> None:
         super().detach()
@@ -189,25 +198,25 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._locator.calls.release()
         self._action.start_run()
         # The gradients may still hold what has been accumulated.
-        self._iteration, self._shown = -1, None
-        self._publisher.reset()
+        self._iteration = -1
+        self._forget_iteration()
         self._window.close()
         self._detector.release()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.tracker.parameters_of(self.optimizer)
-        first = next((gradient for parameter in parameters if (gradient := parameter.grad) is not None), None)
-        if first is None or not backward.reaches(self.optimizer):  # it reached others of the model
+        gradients = gradients_of(parameters)
+        if not gradients or backward.reached.isdisjoint(map(id, parameters)):  # it reached others of the model
             return
         if self._detector.pending is not None:
-            accumulated = self._detector.resolve(first.device)
+            accumulated = self._detector.resolve(gradients[0].device)
             # Read it only if the announcement of the spike has synchronized already.
-            if (transfer.is_on_host(accumulated) or self._window.announced) and not bool(accumulated):
+            if (accumulated.is_cpu or self._window.announced) and not bool(accumulated):
                 self._window.announced = False
         self._detector.losses.backward_ended(engine)
-        self._publisher.scale = scale = None if self.scaler is None else backward.scale(self.scaler)
+        self._scale = None if self.scaler is None else backward.scale(self.scaler)
         self._seen = True
-        detection = self._detector.detect(parameters, scale)
+        detection = self._detector.detect(parameters, gradients, self._scale)
         announce = self._window.backward(detection, backward.shared)
         self._locate_nonfinite(engine, detection)
         self._show(engine, detection, announce)
@@ -224,7 +233,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = tracker.parameters_of(self.optimizer)
-        if not is_whole or all(parameter.grad is None for parameter in parameters):
+        gradients = gradients_of(parameters)
+        if not is_whole or not gradients:
             self._window.close()
             self._show_last(engine)
             return None
@@ -232,11 +242,13 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         def detect() -> GradientDetection:
             self._seen = True
             self._detector.drop_pending()  # its gradient is the same, or a part of it
-            return self._detector.detect(parameters, step.scale)
+            return self._detector.detect(parameters, gradients, step.scale)
 
         taken = self._window.step_started(detect)
         self._show(engine, taken.detection, announce=taken.updates)
-        return self._action.at_step(step.optimizer, gradients_of(parameters), taken, self._is_known_spike)
+        if self._action.kind is None:
+            return None
+        return self._action.at_step(step.optimizer, gradients, taken, self._is_known_spike)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         if not step.is_of(self.optimizer):
@@ -245,7 +257,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._detector.losses.clear()
         if taken is not None:
             made = self._action.made(step.optimizer, taken.detection.spike)
-            self._publisher.stepped = self._publisher.stepped | made
+            self._stepped = self._stepped | made
             if self.run_summary is not None:
                 self.run_summary.step(step.optimizer, made)
             if taken.updates:
@@ -260,10 +272,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             if self._source.tracker(self.model).reduced:
                 self._warn_once(NO_GRADIENT, engine.state.iteration)
             return
-        self._warn_of_missing(engine)
         newest, taken = self._window.returned(), self._window.last
         published = last = None if taken is None else taken.detection
-        is_sure = True
+        flag, is_sure = None, True
         if newest is not None:
             # The gradient of a step is published, unless a later one is a spike.
             flag = newest.spike if last is not None else newest.spike | newest.norm.nonfinite
@@ -271,19 +282,22 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._detector.pending = newest, flag
                 self._detector.losses.postpone()
                 self._resets.set(newest.threshold_reset & flag)
-                published = newest if transfer.is_on_host(flag) else newest.where(flag, last)
-                is_sure = transfer.is_on_host(flag) or last is not None
+                published = newest if flag.is_cpu else newest.where(flag, last)
+                is_sure = flag.is_cpu or last is not None
             self._announce(engine, newest)
+        self._warn_of_missing(published or newest)
         if published is None:
-            self._publisher.publish_none(self)
+            self._publish_none()
         else:
             if is_sure:
                 self._show(engine, published)
-            self._publisher.publish(self, published, log=True)
-            self._publisher.is_published = None if is_sure else flag
+            self._publish(published, log=True)
+            self._is_published = None if is_sure else flag
         detection = published or newest
         if detection is not None:
-            self._publisher.log_action(self, detection)
+            if self._action.kind is not None and detection.spike.is_cpu:
+                cause = f"{self._numbers(detection)}; " if detection.spike else ""
+                self._log_action(list(map(float, self._action.counts.values())), cause)
             self._fire_reset(engine, detection)
 
     # The state of the engine, and published values
@@ -291,11 +305,11 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
     def _show(self, engine: Engine, detection: GradientDetection, announce: bool = False) -> None:
         """Set flag and norm in the engine's state."""
         if detection is not self._shown:
-            setattr(engine.state, self.flag, transfer.as_published(detection.spike))
-            setattr(engine.state, self._norm_attribute, transfer.as_published(detection.norm.value))
+            setattr(engine.state, self.flag, as_published(detection.spike))
+            setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
             self._shown = detection
         if self._source is not None and self._source.listened:  # by handlers that may log values
-            self._publisher.publish(self, detection)
+            self._publish(detection)
         if announce and may_be_true(detection.spike):
             self._announce(engine, detection)
 
@@ -305,16 +319,63 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if self._window.last is not None:
             self._show(engine, self._window.last.detection)
 
+    def _publish(self, detection: GradientDetection, log: bool = False) -> None:
+        """Publish a detection, and log the culprits of its spike."""
+        self._publish_none()
+        spikes, nonfinite, _ = self._detector.counts()
+        values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
+        if self._scale is not None:
+            values["scale"] = self._scale
+        self.publish(**values, stepped=self._stepped)
+        if detection.names and may_be_true(detection.spike):
+            if detection.spike.is_cpu:
+                self.publish(**self._culprits(self._numbers(detection), detection, log))
+            else:
+                self._possible_spike = detection
+
+    def _publish_none(self) -> None:
+        """Publish nothing of this iteration's gradient but that no step was made with it."""
+        self.clear_metrics()
+        self._is_published = self._possible_spike = None
+        if self._stepped is False:
+            self.publish(stepped=0.0)
+
     def deferred_tensors(self) -> list[Tensor]:
-        return self._publisher.deferred_tensors()
+        tensors = [] if self._action.kind is None else [*self._action.counts.values()]
+        tensors += [] if self._is_published is None else [self._is_published]
+        spike = self._possible_spike
+        return tensors if spike is None else [*tensors, spike.spike, spike_numbers(spike)]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        return self._publisher.resolve(self, extra)
+        numbers, detection = iter(extra), self._possible_spike
+        if self._action.kind is not None:
+            self._log_action([next(numbers)[0] for _ in self._action.counts])
+        if self._is_published is not None and not next(numbers)[0]:
+            self._publish_none()
+            return {}
+        if detection is None or not next(numbers)[0]:
+            return {}
+        return self._culprits(SpikeNumbers.from_host(next(numbers), detection.names), detection, log=True)
+
+    def _culprits(self, spike: SpikeNumbers, detection: GradientDetection, log: bool) -> dict[str, float]:
+        """Return the culprits to publish, by name, and log the spike."""
+        if log:
+            self._log(logging.WARNING, f"{spike}.")
+        tag_of = dict(zip(detection.names, tags(detection.names), strict=True)) if spike.culprits else {}
+        return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
+
+    def _numbers(self, detection: GradientDetection) -> SpikeNumbers:
+        return SpikeNumbers.from_host(spike_numbers(detection).tolist(), detection.names)
+
+    def _log_action(self, counts: list[float], cause: str = "") -> None:
+        action = self._action.message(counts)
+        if action is not None:
+            self._log(logging.INFO, f"{cause}{action}")
 
     # Events and log messages
 
     def _spike(self, detection: GradientDetection) -> Spike:
-        spike = host_numbers(detection)
+        spike = self._numbers(detection)
         named = f"{self.prefix}/{spike.name}"
         return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.found)
 
@@ -327,7 +388,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         nonfinite = detection.norm.nonfinite
         if self._source is None:
             return
-        if not (transfer.is_on_host(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
+        if not (nonfinite.is_cpu or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
             self._locator.calls.backward_ended()
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.
@@ -339,10 +400,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if text is not None:
             self._log(logging.WARNING, text)
 
-    def _warn_of_missing(self, engine: Engine) -> None:
-        is_spike = getattr(engine.state, self.flag) is True
-        is_missing, has_scaler = self._publisher.stepped is False, self.scaler is not None
-        text = self._missing_step.note(self._iteration, is_missing, is_spike, has_scaler)
+    def _warn_of_missing(self, detection: GradientDetection | None) -> None:
+        text = self._missing_step.note(self._iteration, self._stepped is False, detection, self.scaler is not None)
         if text is not None:
             self._log(logging.WARNING, text)
         if self._detector.losses.is_missing():

@@ -13,12 +13,18 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, State
-from ignite_monitor.gradient.missing import LOSS_PATIENCE
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 
 _SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_loss), or a function of the engine"
+_PATIENCE = 20
+
+NO_LOSS = (
+    f"iteration %d: {_PATIENCE} gradients, but no loss was seen, so losses are not compared and loss_spike is not "
+    "reported. Likely cause: the train step computes its loss by another module, by a function, or inside a compiled "
+    "one: give a function of the engine that returns the loss."
+)
 
 LossSource = nn.Module | Callable[[Any], Any]
 
@@ -119,8 +125,8 @@ class LossCollector:
 
     def is_missing(self) -> bool:
         """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""
-        self._missing += self.source is not None and self._missing <= LOSS_PATIENCE
-        return self._missing == LOSS_PATIENCE
+        self._missing += self.source is not None and self._missing <= _PATIENCE
+        return self._missing == _PATIENCE
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # What is evaluated without gradients belongs to no backward.
@@ -130,7 +136,7 @@ class LossCollector:
     def _add(self, loss: Any) -> None:
         if loss is None:
             return
-        self._missing = LOSS_PATIENCE + 1
+        self._missing = _PATIENCE + 1
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
         with torch.no_grad():
             value = value.to(wide_dtype(value.device)).mean()

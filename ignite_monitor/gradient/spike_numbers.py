@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ignite_monitor.detection.spikes import Detection
 from ignite_monitor.gradient.detector import GradientDetection
-from ignite_monitor.model.names import tags
 
 _MOST, _LEAST = 3, 0.05  # number of culprits, and the smallest share of one
 
@@ -24,13 +23,25 @@ class SpikeNumbers(NamedTuple):
     threshold: float  # inf for none
     culprits: dict[str, float]
 
+    @classmethod
+    def from_host(cls, numbers: Sequence[float], names: Sequence[str]) -> SpikeNumbers:
+        """Convert :func:`spike_numbers`, read on the host, of parameters with these names."""
+        by_loss, value, threshold, *shares = numbers
+        threshold = math.inf if math.isnan(threshold) else threshold
+        return cls("loss" if by_loss else "norm", value, threshold, named(shares, names))
+
     def __str__(self) -> str:
-        what = "loss" if self.name == "loss" else "gradient norm"
-        return described(what, self.value, self.threshold, self.culprits)
+        text = f"{'loss' if self.name == 'loss' else 'gradient norm'} {self.value:.3g}"
+        if self.value <= self.threshold < math.inf:
+            text += f", within its threshold {self.threshold:.3g}"
+        elif 0 < self.threshold < math.inf > self.value:
+            text += f", {self.value / self.threshold:.3g} x its threshold"
+        shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in self.culprits.items())
+        return f"{text}; {shares}" if shares else text
 
 
 def spike_numbers(detection: GradientDetection) -> Tensor:
-    """Collect what is reported of a spike in a vector for :func:`read_numbers`, without synchronization."""
+    """Collect what is reported of a spike in a vector, without synchronization."""
     norm, loss, parameters = detection.norm, detection.loss, detection.parameters
     by_gradient = norm.spike if parameters is None else norm.spike | parameters.spike.any()
     numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(by_gradient)
@@ -41,18 +52,6 @@ def spike_numbers(detection: GradientDetection) -> Tensor:
     if parameters is not None:  # none is named if only those of another rank are above their thresholds
         parts.append(culprits(parameters, by_gradient))
     return torch.cat(parts)
-
-
-def read_numbers(numbers: Sequence[float], names: Sequence[str]) -> SpikeNumbers:
-    """Convert :func:`spike_numbers`, read on the host, of parameters with these names."""
-    by_loss, value, threshold, *shares = numbers
-    threshold = math.inf if math.isnan(threshold) else threshold
-    return SpikeNumbers("loss" if by_loss else "norm", value, threshold, named(shares, names))
-
-
-def host_numbers(detection: GradientDetection) -> SpikeNumbers:
-    """Read the numbers of a spike on the host."""
-    return read_numbers(spike_numbers(detection).tolist(), detection.names)
 
 
 def excess_shares(detection: Detection) -> Tensor:
@@ -79,20 +78,3 @@ def named(culprits: Sequence[float], names: Sequence[str]) -> dict[str, float]:
     half = len(culprits) // 2
     shares = zip(culprits[half:], culprits[:half], strict=True)
     return {names[int(index)]: share for index, share in shares if share >= _LEAST}
-
-
-def published_shares(shares: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Name the shares of some of the parameters by the published keys."""
-    tag_of = dict(zip(names, tags(names), strict=True)) if shares else {}
-    return {f"culprit/{tag_of[name]}": share for name, share in shares.items()}
-
-
-def described(what: str, value: float, threshold: float, shares: Mapping[str, float]) -> str:
-    """Describe a spike in words; ``shares`` are those of parameters in the excess, by name."""
-    text = f"{what} {value:.3g}"
-    if value <= threshold < math.inf:
-        text += f", within its threshold {threshold:.3g}"
-    elif 0 < threshold < math.inf > value:
-        text += f", {value / threshold:.3g} x its threshold"
-    listed = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in shares.items())
-    return f"{text}; {listed}" if listed else text

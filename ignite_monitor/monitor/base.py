@@ -288,7 +288,7 @@ class Monitor(Serializable):
             metrics.update(named)
 
     def _all_metrics(self) -> list[dict[str, Any]]:
-        engine = self._attached_to()
+        engine = None if self._engine is None else self._engine()
         return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]
 
 

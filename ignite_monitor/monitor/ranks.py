@@ -45,8 +45,10 @@ def norm_of_parts(
     gradients: Sequence[Tensor], parts: Tensor, norm_type: float, reduction: str | None, flag: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`gradient_norm` from the norms of all gradients, and whether a 0-dim flag is set on any rank."""
+    if reduction is None or world_size() == 1:
+        return combine(parts, norm_type, gradients), flag
     sharded = [is_sharded(gradient) for gradient in gradients] if any_sharded(gradients) else [False] * len(gradients)
-    if reduction is None or world_size() == 1 or all(sharded):
+    if all(sharded):
         return combine(parts, norm_type, gradients), flag
     own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
     pair = torch.stack((own, flag.to(own)))

@@ -30,7 +30,7 @@ CLIP = "clip_grad_norm_"
 # How many there may be with a model of six blocks, which has 77 parameters; and the monitor, given model and optimizer.
 MONITORS: dict[str, tuple[int, Make]] = {
     "GradMonitor": (40, GradMonitor),
-    "GradMonitor, RobustThreshold": (51, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
+    "GradMonitor, RobustThreshold": (50, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "GradMonitor, per_parameter": (100, lambda m, o: GradMonitor(m, o, per_parameter=True)),
     "WeightUpdateHandler": (130, WeightUpdateHandler),
     "OptimizerStateHandler": (200, lambda m, o: OptimizerStateHandler(m, o)),

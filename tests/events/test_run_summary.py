@@ -44,6 +44,7 @@ def test_grad_monitor(on_spike, what, caplog):
     model, optimizer, trainer = make()
     GradMonitor(model, optimizer, on_spike=on_spike).attach(trainer)
     assert run(trainer, caplog) == [f"GradMonitor (grad): end of run: {what}, learning rate 0.1 to 0.001."]
+    assert ", 1 spike, " in run(trainer, caplog, spikes=(40,))[0]
 
 
 def test_one_line_with_a_rollback_handler_and_other_monitors(caplog):
