@@ -34,7 +34,7 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import world_size
-from ignite_monitor.monitor.transfer import as_published
+from ignite_monitor.monitor.transfer import as_published, is_on_host
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 
@@ -211,7 +211,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if self._detector.pending is not None:
             accumulated = self._detector.resolve(gradients[0].device)
             # Read it only if the announcement of the spike has synchronized already.
-            if (accumulated.is_cpu or self._window.announced) and not bool(accumulated):
+            if (is_on_host(accumulated) or self._window.announced) and not bool(accumulated):
                 self._window.announced = False
         self._detector.losses.backward_ended(engine)
         self._scale = None if self.scaler is None else backward.scale(self.scaler)
@@ -282,8 +282,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._detector.pending = newest, flag
                 self._detector.losses.postpone()
                 self._resets.set(newest.threshold_reset & flag)
-                published = newest if flag.is_cpu else newest.where(flag, last)
-                is_sure = flag.is_cpu or last is not None
+                published = newest if is_on_host(flag) else newest.where(flag, last)
+                is_sure = is_on_host(flag) or last is not None
             self._announce(engine, newest)
         self._warn_of_missing(published or newest)
         if published is None:
@@ -295,7 +295,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._is_published = None if is_sure else flag
         detection = published or newest
         if detection is not None:
-            if self._action.kind is not None and detection.spike.is_cpu:
+            if self._action.kind is not None and is_on_host(detection.spike):
                 cause = f"{self._numbers(detection)}; " if detection.spike else ""
                 self._log_action(list(map(float, self._action.counts.values())), cause)
             self._fire_reset(engine, detection)
@@ -328,7 +328,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             values["scale"] = self._scale
         self.publish(**values, stepped=self._stepped)
         if detection.names and may_be_true(detection.spike):
-            if detection.spike.is_cpu:
+            if is_on_host(detection.spike):
                 self.publish(**self._culprits(self._numbers(detection), detection, log))
             else:
                 self._possible_spike = detection
@@ -388,7 +388,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         nonfinite = detection.norm.nonfinite
         if self._source is None:
             return
-        if not (nonfinite.is_cpu or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
+        if not (is_on_host(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
             self._locator.calls.backward_ended()
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.gradient.detector import GradientDetection
+from ignite_monitor.monitor.transfer import is_on_host
 
 NO_GRADIENT = (
     "iteration %d: no gradient of the model was seen, so nothing is published. Either no backward() reached the "
@@ -38,7 +39,7 @@ class MissingStep:
         cause = f"step() is not called, or gradients are accumulated over more than {self.PATIENCE} iterations"
         if self.other is not None:
             cause = f"{self.other}, which holds parameters of the model too, makes the steps: give it as optimizer"
-        elif detection is not None and detection.spike.is_cpu and detection.spike:
+        elif detection is not None and is_on_host(detection.spike) and detection.spike:
             cause = (
                 "the train step returns at a spike while it accumulates gradients, without zero_grad(). They keep "
                 "accumulating, and every later gradient is a spike: call optimizer.zero_grad() before that return"

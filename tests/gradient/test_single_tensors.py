@@ -141,7 +141,10 @@ def test_the_event_and_the_log_tell_of_it(caplog):
     ("numbers", "text"),
     [
         ((15.1, 1.08, {"a.weight": 0.96}), "15.1, 14 x its threshold; 96 % of the excess in a.weight"),
-        ((2.0, 4.0, {"a": 0.6, "b": 0.4}), "2, within its threshold 4; 60 % of the excess in a, 40 % of the excess in b"),
+        (
+            (2.0, 4.0, {"a": 0.6, "b": 0.4}),
+            "2, within its threshold 4; 60 % of the excess in a, 40 % of the excess in b",
+        ),
         ((2.0, math.inf, {}), "2"),
         ((math.nan, 4.0, {"a": 1.0}), "nan; 100 % of the excess in a"),
     ],
