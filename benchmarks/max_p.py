@@ -1,10 +1,12 @@
 """Losses and learning rates under MaxPScheduler and under static muP: residual MLPs and a pre-norm GPT.
 
-Each method is trained at several prefactors and seeds. Printed are the mean loss of the last 20 steps with its standard
-error over seeds, and the smallest and largest learning rate of any layer in any step over static muP's.
+Both train at several prefactors, from the same initial weights and on the same batches for a seed. Printed are the mean
+loss of the last 20 steps with its standard error over seeds, and the smallest and largest learning rate of any layer in
+any step over static muP's. ``--runs`` keeps the runs of a comparison that is interrupted or extended. The second command
+takes ten minutes of one core.
 
     PYTHONPATH=. python benchmarks/max_p.py mlp --blocks 2
-    PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --steps 150 --prefactors 0.05,0.1,0.2
+    PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --prefactors 0.0125,0.025,0.05 --runs runs.jsonl
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ import ast
 import collections
 import copy
 import inspect
+import itertools
+import json
 import math
 import statistics
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +34,7 @@ from torch import Tensor, nn
 from ignite_monitor.scaling import MaxPScheduler, Parametrization, parametrize
 
 LENGTH, CHARACTERS, HEADS = 32, 64, 4
+METHODS = ("static muP", "MaxPScheduler")
 
 
 class MLPBlock(nn.Module):
@@ -61,7 +67,7 @@ class GPT(nn.Module):
     def __init__(self, n: int, blocks: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(CHARACTERS, n), nn.Embedding(LENGTH, n)
-        self.blocks = nn.Sequential(*(each for _ in range(blocks) for each in (AttentionBlock(n), MLPBlock(n, 4))))
+        self.blocks = nn.Sequential(*(block for _ in range(blocks) for block in (AttentionBlock(n), MLPBlock(n, 4))))
         self.norm, self.head = nn.LayerNorm(n), nn.Linear(n, CHARACTERS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,10 +104,8 @@ def make(kind: str, blocks: int, width: int, seed: int) -> Parametrization:
     return parametrize(lambda n: kinds[kind](n, blocks), (16, width), sample_input=x)
 
 
-def train(
-    kind: str, parametrization: Parametrization, steps: int, seed: int, measured: bool
-) -> tuple[float, float, float]:
-    """Loss of the last 20 steps, and the smallest and largest ratio of a learning rate to static muP's."""
+def train(kind: str, parametrization: Parametrization, steps: int, seed: int, measured: bool) -> list[float]:
+    """Mean loss of the last 20 steps, and the smallest and largest ratio of a learning rate to static muP's."""
     model = parametrization.model
     optimizer = torch.optim.Adam(parametrization.param_groups)
     static = [group["lr"] for group in optimizer.param_groups]
@@ -124,7 +128,7 @@ def train(
     trainer.add_event_handler(Events.ITERATION_COMPLETED, compare)
     trainer.run(list(batches(kind, steps, seed)), max_epochs=1)
     loss = statistics.fmean(losses[-20:])
-    return loss if math.isfinite(loss) else 99.0, min(ratios), max(ratios)
+    return [loss if math.isfinite(loss) else 99.0, min(ratios), max(ratios)]
 
 
 def main() -> None:
@@ -135,27 +139,42 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prefactors", default="0.03,0.1,0.3")
+    parser.add_argument("--runs", type=Path, help="file that results of runs are read from and added to")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    name = f"{args.kind}, {args.blocks} blocks, width {args.width}, {args.steps} steps"
+    lines = args.runs.read_text().splitlines() if args.runs and args.runs.exists() else []
+    runs: dict[tuple[str, str, float, int], list[float]] = {tuple(key): run for key, run in map(json.loads, lines)}
     starts = [make(args.kind, args.blocks, args.width, seed) for seed in range(args.seeds)]
-    for method in ("static muP", "MaxPScheduler"):
+    prefactors = [float(prefactor) for prefactor in args.prefactors.split(",")]
+    for seed, method, prefactor in itertools.product(range(args.seeds), METHODS, prefactors):
+        key = name, method, prefactor, seed
+        if key not in runs:
+            parametrization = copy.deepcopy(starts[seed])
+            parametrization.lr_prefactor = prefactor
+            runs[key] = train(args.kind, parametrization, args.steps, seed + 10, method == "MaxPScheduler")
+            if args.runs:
+                with args.runs.open("a") as file:
+                    file.write(json.dumps([key, runs[key]]) + "\n")
+    best = {}
+    for method in METHODS:
         results = []
-        for prefactor in map(float, args.prefactors.split(",")):
-            runs = []
-            for seed, start in enumerate(starts):
-                parametrization = copy.deepcopy(start)
-                parametrization.lr_prefactor = prefactor
-                runs.append(train(args.kind, parametrization, args.steps, seed + 10, method != "static muP"))
-            losses, low, high = zip(*runs, strict=True)
-            error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.nan
-            results.append((statistics.fmean(losses), error, prefactor, min(low), max(high)))
-            print(f"  {method} at {prefactor:g}: loss {results[-1][0]:.3f} ± {error:.3f}", flush=True)
-        loss, error, prefactor, low, high = min(results)
+        for prefactor in prefactors:
+            losses, low, high = zip(*(runs[name, method, prefactor, seed] for seed in range(args.seeds)), strict=True)
+            results.append((statistics.fmean(losses), prefactor, min(low), max(high), losses))
+            print(f"  {method} at {prefactor:g}: loss {mean_and_error(losses)}")
+        _, prefactor, low, high, best[method] = min(results)
         print(
-            f"{args.kind}, {args.blocks} blocks, width {args.width}, {args.steps} steps: {method} {loss:.3f} "
-            f"± {error:.3f} at {prefactor:g}, learning rates {low:.3g} to {high:.3g} times static muP's",
-            flush=True,
+            f"{name}: {method} {mean_and_error(best[method])} at {prefactor:g}, learning rates {low:.3g} to {high:.3g} "
+            "times static muP's"
         )
+    differences = [measured - static for static, measured in zip(*best.values(), strict=True)]
+    print(f"{name}: MaxPScheduler less static muP by seed: {mean_and_error(differences)}")
+
+
+def mean_and_error(losses: Sequence[float]) -> str:
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.nan
+    return f"{statistics.fmean(losses):.3f} ± {error:.3f}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Width scaling: learning rates, multipliers and initial weights that keep training the same at any width."""
 
-from ignite_monitor.scaling.alignment_handler import AlignmentHandler
+from ignite_monitor.scaling.alignment import AlignmentHandler
 from ignite_monitor.scaling.coordinate_check import coordinate_check
 from ignite_monitor.scaling.coordinate_result import CoordinateCheck, Record, Slope
 from ignite_monitor.scaling.maxp import MaxPScheduler

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_function, check_type
+from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
 from ignite_monitor.model.modes import Eager, is_plain
@@ -95,18 +95,14 @@ def coordinate_check(
         for width, seed in itertools.product(widths, range(seeds)):
             _seed(seed, 0)
             made = make_model(width)
-            if not isinstance(made, (tuple, list)) or len(made) != 2:
-                raise TypeError(f"Argument make_model should return a model and an optimizer, but returns {type(made)}")
-            model, optimizer = made
+            model, optimizer = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
             if isinstance(model, Parametrization):
                 expected, model = expected_slopes(model), model.model
-            check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module and an optimizer")
+            if not isinstance(model, nn.Module) or optimizer is None:
+                raise TypeError(f"Argument make_model should return a model and an optimizer, but returns {type(made)}")
             sizes[width] = sum(parameter.numel() for parameter in model.parameters())
             if len(set(sizes.values())) < len(sizes):
-                raise ValueError(
-                    "Argument make_model should make models that grow with the width, but makes models with "
-                    f"{sizes[width]} parameters at several widths"
-                )
+                raise ValueError(f"Argument make_model makes models of {sizes[width]} parameters at several widths")
             # A generator that the model holds may be shared with other code.
             with preserved_rng_state([], generators_of(model).values()):
                 training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
@@ -123,18 +119,17 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], f
     """Return the slopes of layers and quantities after the first update, by the exponents of a parametrization."""
     solution = parametrization.solution
     slopes: dict[tuple[str, str], float] = {}
-    for name, layer in parametrization.layers.items():
+    for layer in parametrization.layers.values():
         if layer.module is None:
             continue
-        node = parametrization.graph[name]
+        node = parametrization.graph[layer.name]
         alpha, omega, u = clipped_alignment(node, parametrization.alignment)
         reached = min((solution.r[source] for source in node.inputs), default=math.inf)
-        own = node.a + solution.c[node.layer]
         start = (0.0 if node.kind == "embedding" else 0.5) - node.a - node.b
-        change = -solution.r[name]
-        values = max(start, change), change, max(alpha, u - reached) - own, omega - node.a - node.b - reached
+        change, update = -solution.r[node.name], max(alpha, u - reached) - node.a - solution.c[node.layer]
+        values = max(start, change), change, update, omega - node.a - node.b - reached
         pairs = zip(QUANTITIES, values, strict=True)
-        slopes |= {(name, quantity): value + 0.0 for quantity, value in pairs if math.isfinite(value)}
+        slopes |= {(node.name, quantity): value + 0.0 for quantity, value in pairs if math.isfinite(value)}
     return slopes
 
 

@@ -115,7 +115,7 @@ class CoordinateCheck:
         return "\n".join([*lines, *(f"{layer or '_root_'}: not finite at width {width}" for layer, width in lost)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw each quantity over the width, and its slopes, after the last step.
+        """Draw each quantity over the width after the last step, with the slopes of :meth:`table` as legends.
 
         Args:
             path: the figure's file: .png, .pdf or .svg.
@@ -125,68 +125,38 @@ class CoordinateCheck:
             ValueError: if there are no records, or the file is of another kind.
         """
         try:
-            import matplotlib
+            from matplotlib import colormaps
             from matplotlib.figure import Figure
             from matplotlib.style import context
         except ImportError as error:
             raise ImportError("A figure needs matplotlib: pip install 'ignite-monitor[scaling]'") from error
         if not self.records:
             raise ValueError("A coordinate check without records has no figure")
-        count, layers = len(self.quantities), len(self.layers)
-        heights = 2.6, 0.45 + 0.2 * layers
-        style: Any = {"font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
-        with context("default"), matplotlib.rc_context(style):
-            longest = max(map(len, self.layers))
-            size = max(0.6 + 0.07 * longest + 2.9 * count, 6.8), 0.9 + sum(heights)  # at least the title's width
-            figure = Figure(figsize=size, dpi=120, layout="constrained")
-            axes: Any = figure.subplots(2, count, squeeze=False, sharex="row", sharey="row", height_ratios=heights)
-            palette = [matplotlib.colormaps["viridis"](0.9 * row / max(layers - 1, 1)) for row in range(layers)]
-            for (values, slopes), quantity in zip(axes.T, self.quantities, strict=True):
-                self._plot_values(values, quantity, palette)
-                self._plot_slopes(slopes, quantity, palette)
-            low, high = axes[1, 0].get_xlim()
-            axes[1, 0].set_xlim(min(-0.6, low), max(0.6, high))
-            axes[0, 0].set_ylabel("root mean square")
-            figure.suptitle(
-                f"Coordinate check after step {self.last_step}: flat lines do not depend on the width\n"
-                f"Dots: training runs. Circles: beyond ±{FLAT} by two standard errors. Crosses: expected.",
-                fontsize=10,
-            )
-            figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
-
-    def _plot_values(self, axes: Any, quantity: str, palette: list[Any]) -> None:
-        logs: dict[str, dict[int, list[float]]] = {layer: defaultdict(list) for layer in self.layers}
-        for record in sorted(self.records):
-            if (record.step, record.quantity) == (self.last_step, quantity) and 0 < record.value < math.inf:
-                logs[record.layer][record.width].append(math.log(record.value))
-        for runs, colour in zip(logs.values(), palette, strict=True):
-            means = [math.exp(statistics.fmean(values)) for values in runs.values()]
-            axes.plot([*runs], means, color=colour, linewidth=1.3)
-            for width, values in runs.items():
-                axes.plot([width] * len(values), list(map(math.exp, values)), ".", color=colour, markersize=3)
+        slopes, count = self.slopes_at(), len(self.layers)
+        colors = [colormaps["viridis"](0.9 * row / max(count - 1, 1)) for row in range(count)]
         widths = sorted({record.width for record in self.records})
-        axes.set(title=QUANTITIES[quantity], xlabel="width", yscale="log")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(widths, [str(width) for width in widths])
-        axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
-
-    def _plot_slopes(self, axes: Any, quantity: str, palette: list[Any]) -> None:
-        slopes = self.slopes_at()
-        axes.axvspan(-FLAT, FLAT, color="#dfe9df", linewidth=0)
-        for row, (layer, colour) in enumerate(zip(self.layers, palette, strict=True)):
-            slope = slopes.get((layer, quantity))
-            if slope is None:
-                continue
-            error = 2 * slope.standard_error if math.isfinite(slope.standard_error) else 0.0
-            axes.errorbar(slope.slope, row, xerr=error, fmt="o", color=colour, markersize=4.5, elinewidth=1.2)
-            if slope.expected is not None:
-                axes.plot(slope.expected, row, "x", color="#4b5563", markersize=5)
-            if slope.is_steep:
-                axes.plot(slope.slope, row, "o", markersize=8.5, markerfacecolor="none", markeredgecolor="#d1242f")
-        names = [layer or "_root_" for layer in self.layers]
-        axes.set(ylim=(len(names) - 0.4, -0.6), xlabel="slope (± 2 standard errors)", axisbelow=True)
-        axes.set_yticks(range(len(names)), names, parse_math=False)
-        axes.grid(visible=True, axis="x", color="#e6e8eb", linewidth=0.6)
+        with context("default"):
+            figure = Figure((3.2 * len(self.quantities), 3.4 + 0.16 * count), dpi=120, layout="constrained")
+            axes: Any = figure.subplots(1, len(self.quantities), squeeze=False, sharey=True)[0]
+            for axis, quantity in zip(axes, self.quantities, strict=True):
+                for layer, color in zip(self.layers, colors, strict=True):
+                    points = sorted(
+                        (record.width, record.value)
+                        for record in self.records
+                        if (record.layer, record.quantity, record.step) == (layer, quantity, self.last_step)
+                        and 0 < record.value < math.inf
+                    )
+                    runs = {width: [value for other, value in points if other == width] for width, _ in points}
+                    label = f"{slopes.get((layer, quantity), '-')}  {layer or '_root_'}".replace("$", r"\$")
+                    axis.plot([*runs], [*map(statistics.geometric_mean, runs.values())], color=color, label=label)
+                    axis.plot([width for width, _ in points], [value for _, value in points], ".", color=color)
+                axis.set(title=QUANTITIES[quantity], xlabel="width", xscale="log", yscale="log")
+                axis.set_xticks(widths, widths)
+                axis.set_xticks([], minor=True)
+                axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=7)
+            axes[0].set_ylabel("root mean square")
+            figure.suptitle(f"Coordinate check after step {self.last_step}: slope ± error (expected), * if steep")
+            figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
 def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

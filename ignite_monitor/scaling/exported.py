@@ -8,6 +8,7 @@ factor that a weight sums over, to the layer of that weight.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from ignite_monitor.scaling.parametrization import is_zero
 from ignite_monitor.scaling.program import ExportError, Fans, Operation, TracingError, role_by_fans
 from ignite_monitor.scaling.solver import Node
 
+_logger = logging.getLogger(__name__)
+
 FLAT = 0.02
 """Tolerance for the logarithm of a factor's ratio between the widths."""
 
@@ -37,19 +40,14 @@ class LayerUse:
     widths: tuple[int, int]  # n in both models
     module: str | None = None  # name of the module whose output is the layer's output, if there is one
     nodes: list[str] = field(default_factory=list)  # its nodes in the graph, one for every call
-    own: dict[float, str] = field(default_factory=dict)  # growth of the model's own factor -> its place
+    growth: float | None = None  # logarithm of the model's own factor in the larger model over the smaller one's
     is_relative: bool = False  # True if a norm or a zero weight takes the output
     few: bool = False  # True for a hidden layer whose number of outputs does not grow
 
-    def exponent(self, layer: str) -> float:
-        """Exponent of the model's own factor, which all uses of the layer have in common."""
-        own = self.own or {0.0: ""}
-        if max(own) - min(own) > FLAT:
-            raise TracingError(
-                f"{layer} is used with different factors that depend on the width ({' and '.join(own.values())}): "
-                "multiply inside its module, after a layer of its own, or by what does not depend on the width"
-            )
-        growth = next(iter(own))
+    @property
+    def exponent(self) -> float:
+        """Exponent of the model's own factor."""
+        growth = self.growth or 0.0
         return 0.0 if abs(growth) <= FLAT else round(growth / math.log(self.widths[1] / self.widths[0]), 6)
 
 
@@ -60,7 +58,7 @@ class Info(NamedTuple):
     weight: str | None = None  # the parameter of two or more dimensions that it is, up to shape and factors
     layer: str | None = None  # the layer whose output it is, up to shape and factors
     growth: float = 0.0  # logarithm of the larger model's factor over the smaller one's, since the last layer
-    scores: str | None = None  # for a product of two activations that sums over more elements: the warning's place
+    is_score: bool = False  # True for a product of activations that sums over more elements in the larger model
     values: tuple[Any, Any] | None = None  # both values, for constants
 
 
@@ -75,7 +73,6 @@ class ExportedModels:
         self.uses: dict[str, LayerUse] = {}  # by layer, in the order of the forward pass
         self.nodes: list[Node] = []  # of the layer graph
         self.reached: set[str] = set()  # names of the parameters that the forward pass uses
-        self.warnings: list[str] = []  # attention scores that grow with the width
         self._roles = roles
         self._parameters = {name: parameter for name, parameter, _ in named_parameters(models[1])}
         self._weights = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -85,6 +82,7 @@ class ExportedModels:
         self._modules = {path: (module, names[id(module)]) for path, module in modules}
         self._owners: dict[str, str] = {}  # weight -> the first node that uses it
         self._junctions: dict[tuple[str, ...], str] = {}
+        self._warned = False
         self._infos: dict[Operation, Info] = {}
         self._programs = [program.exported_program(*pair) for pair in zip(models, inputs, strict=True)]
         for small, large in zip_longest(*(exported.graph.nodes for exported in self._programs)):
@@ -113,7 +111,7 @@ class ExportedModels:
     def _call(self, op: Operation) -> Info:
         given = [self._infos[item] for item in op.inputs]
         if op.large.op == "output":
-            given = [self._settle(info, op) for info in given]
+            self._settled(given, op)
         if op.large.op != "call_function" or op.name in program.LIKE:
             return Info()
         if all(info.values is not None for info in given):
@@ -133,7 +131,7 @@ class ExportedModels:
             name = " and ".join(str(self._infos[item].weight) for item in weights)
             return Info(weight=name, growth=self._infos[weights[0]].growth + self._factor(op))
         if is_elementwise:  # such as positions that are added, or gains
-            return self._activation(op, [self._settle(info, op) for info in moving])
+            return self._activation(op, self._settled(moving, op))
         fans = op.fans(weights[0]) if len(weights) == 1 else None
         if fans is None:
             raise ExportError(f"{op.place} uses {self._infos[weights[0]].weight} for an unknown purpose")
@@ -159,13 +157,12 @@ class ExportedModels:
         if not moving or not op.is_floating:
             return Info()
         if op.power is not None and len(moving) == 1:
-            info = self._settle(moving[0], op, is_relative=True)
+            (info,) = self._settled(moving, op, is_relative=True)
             return info._replace(growth=op.power * info.growth)
         if op.name in ("mul", "div"):
             return self._multiplied(op, moving)
         if op.name in program.SUMMED:
-            info = self._settle(moving[0], op)
-            before, after = op.inputs[0].sizes, op.sizes
+            info, before, after = self._settled(moving, op)[0], op.inputs[0].sizes, op.sizes
             summed = math.log(before[1] / after[1] * after[0] / before[0])
             return info._replace(growth=info.growth + program.SUMMED[op.name] * summed)
         if op.name in program.PASSING:
@@ -174,10 +171,10 @@ class ExportedModels:
             fans = op.fans(op.inputs[op.name in program.ADDED]) or ((1, 1), (1, 1))
             return self._product(op, moving, fans[0][0], fans[1][0])
         if "norm" in op.name:
-            return self._join(op, [self._settle(info, op, is_relative=True) for info in moving])
+            return self._join(op, self._settled(moving, op, is_relative=True))
         if not op.is_known:
             raise ExportError(f"{op.place} is not a known operation")
-        return self._nonlinear(op, [self._settle(info, op) for info in moving])
+        return self._nonlinear(op, self._settled(moving, op))
 
     def _factor(self, op: Operation) -> float:
         """Growth by the constant factors of a product or quotient; 0 for other operations."""
@@ -194,7 +191,7 @@ class ExportedModels:
         below = self._infos[divisor] if isinstance(divisor, Operation) else None
         if len(moving) == 1 and moving[0] is not below:
             return moving[0]._replace(growth=moving[0].growth + growth)
-        settled = [self._settle(info, op, is_relative=len(moving) == 1) for info in moving]
+        settled = self._settled(moving, op, is_relative=len(moving) == 1)
         growth += sum(-info.growth if old is below else info.growth for old, info in zip(moving, settled, strict=True))
         return self._join(op, settled)._replace(growth=growth)
 
@@ -202,43 +199,37 @@ class ExportedModels:
         """A sum of several values, which changes as fast as the fastest of them."""
         if len({(info.source, info.layer, round(info.growth, 3)) for info in moving}) == 1:
             return moving[0]
-        moving = [self._settle(info, op) for info in moving]
-        growths = [info.growth for info in moving]
-        if max(growths) - min(growths) > FLAT:
+        first, *rest = moving = self._settled(moving, op)
+        if any(abs(info.growth - first.growth) > FLAT for info in rest):
             return self._nonlinear(op, moving)
-        return self._join(op, moving)._replace(growth=growths[0], scores=moving[0].scores)
+        return self._join(op, moving)._replace(growth=first.growth, is_score=first.is_score)
 
     def _product(self, op: Operation, moving: list[Info], small: int, large: int, scale: float = 0.0) -> Info:
         """A product of activations, whose outputs sum over these numbers of elements."""
         if large <= small:
-            return self._sum(op, [self._settle(info, op) for info in moving])
+            return self._sum(op, self._settled(moving, op))
         growth = sum(info.growth for info in moving) + math.log(large / small) + scale
-        for info in moving:  # the factors before it are the scores' own scale
-            self._settle(info._replace(growth=0.0), op)
-        scores = f"{op.place}: the heads grow with width, from {small} to {large}"
-        return self._join(op, moving)._replace(growth=growth, scores=scores)
+        # The factors before it are the scores' own scale.
+        self._settled([info._replace(growth=0.0) for info in moving], op)
+        return self._join(op, moving)._replace(growth=growth, is_score=True)
 
     def _attention(self, op: Operation) -> Info:
         query, key, value = (self._infos[op.argument(index)] for index in range(3))
         sizes = [node.args[0].meta["val"].shape[-1] for node in op]  # type: ignore[union-attr]
         scales: list[Any] = [node.kwargs.get("scale") or size**-0.5 for node, size in zip(op, sizes, strict=True)]
         scores = self._product(op, [query, key], sizes[0], sizes[1], math.log(scales[1] / scales[0]))
-        return self._join(op, [self._nonlinear(op, [scores]), self._settle(value, op)])
+        return self._join(op, [self._nonlinear(op, [scores]), *self._settled([value], op)])
 
     def _nonlinear(self, op: Operation, moving: list[Info]) -> Info:
         """The output of a function in which a factor is not a factor of the output; scores only get a warning."""
         for info in moving:
             factor = f"{math.exp(info.growth):.3g} times"
-            if info.scores is None and abs(info.growth) > FLAT:
-                raise ExportError(
-                    f"{op.place} follows a factor that depends on the width ({factor} as large in the larger model) "
-                    "and belongs to no layer"
-                )
-            if info.growth > 0.05:
-                self.warnings.append(
-                    f"{info.scores}, and the scores are not divided by as much: where queries and keys align, scores "
-                    f"grow {factor}. Scale them by 1 / head dimension."
-                )
+            if not info.is_score and abs(info.growth) > FLAT:
+                raise ExportError(f"{op.place} follows a factor of no layer, {factor} as large in the larger model")
+            if info.growth > 0.05 and not self._warned:
+                self._warned = True
+                scores = f"{op.place} takes attention scores that are {factor} as large in the larger model"
+                _logger.warning("parametrize: %s where queries and keys align: scale by 1 / head dimension.", scores)
         return self._join(op, moving)
 
     def _recurrent(self, op: Operation, weights: list[Operation], moving: list[Info]) -> Info:
@@ -246,7 +237,7 @@ class ExportedModels:
         value = self._join(op, moving)
         for item in weights:
             fans = op.fans(item) or ((1, 1), (1, 1))
-            value = self._settle(self._layer(op, self._infos[item], fans, [value]), op)
+            (value,) = self._settled([self._layer(op, self._infos[item], fans, [value])], op)
         return value
 
     # Layers
@@ -259,10 +250,10 @@ class ExportedModels:
         parameter = self._parameters[name]
         zero, moving = is_zero(parameter), [info for info in given if info.source]
         if zero or len(moving) > 1:
-            moving = [self._settle(info, op, is_relative=zero) for info in moving]
+            moving = self._settled(moving, op, is_relative=zero)
         info = self._sum(op, moving) if moving else Info()
         growth = weight.growth + (0.0 if info.layer is not None else info.growth)
-        self._settle(info, op)
+        self._settled([info], op)
         kind, widths = role_by_fans(fans, self._roles.get(name))
         if not parameter.requires_grad or kind == "vector":
             return Info(info.source, growth=growth)
@@ -290,15 +281,21 @@ class ExportedModels:
                     return owner if key == "weight" else f"{owner}.{key}".lstrip("."), owner if is_linear else None
         return weight.removesuffix(".weight"), None
 
-    def _settle(self, info: Info, op: Operation, *, is_relative: bool = False) -> Info:
-        """Attribute a value's factor to the layer it comes from, if it comes straight from one."""
-        if info.layer is None:
-            return info
-        use = self.uses[info.layer]
-        use.is_relative |= is_relative
-        if not any(abs(info.growth - growth) < FLAT for growth in use.own):
-            use.own[info.growth] = op.place
-        return info._replace(layer=None, growth=0.0)
+    def _settled(self, infos: Iterable[Info], op: Operation, *, is_relative: bool = False) -> list[Info]:
+        """Attribute the factors of values that come straight from a layer to this layer."""
+        settled = []
+        for info in infos:
+            use = None if info.layer is None else self.uses[info.layer]
+            if use is not None:
+                use.is_relative |= is_relative
+                if use.growth is not None and abs(use.growth - info.growth) > FLAT:
+                    raise TracingError(
+                        f"{info.layer} is used with different factors that depend on the width, the last before "
+                        f"{op.place}: multiply inside its module, or after a layer of its own"
+                    )
+                use.growth, info = info.growth, info._replace(layer=None, growth=0.0)
+            settled.append(info)
+        return settled
 
     def _join(self, op: Operation, infos: Iterable[Info]) -> Info:
         """A value that changes as fast as the fastest of several."""

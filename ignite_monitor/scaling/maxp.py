@@ -50,7 +50,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         freeze_after: number of monitored train steps after which the exponents stay; None for never.
         sample_size: number of rows of a batch to measure.
         c_ema: share of an exponent's old value that is kept at each solve, at least 0 and less than 1.
-        alignment_ema: the same for each measured alignment, starting from that of the parametrization.
         reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
             of the same structure, such as a copy from before ``fully_shard``.
 
@@ -84,7 +83,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         freeze_after: int | None = None,
         sample_size: int = 32,
         c_ema: float = 0.0,
-        alignment_ema: float = 0.0,
         reference: str | nn.Module = "init",
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
@@ -97,12 +95,12 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._freeze_after = math.inf if freeze_after is None else check_count("freeze_after", freeze_after, least=1)
         sample_size = check_count("sample_size", sample_size, least=1)
         self._c_ema = check_real("c_ema", c_ema, least=0.0, below=1.0)
-        self._alignment_ema = check_real("alignment_ema", alignment_ema, least=0.0, below=1.0)
         self._check_groups()
         self.alignment = dict(parametrization.alignment)
         self.solution = parametrization.solution
         self.failed_count = 0
         self._steps = 0
+        self._rates: dict[tuple[str, bool], float] = {}
         self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
         self._set_rates()
         made = self._set_reference(reference)
@@ -171,8 +169,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        groups = self._groups()
-        rates = [(group["lr"], lr) for (group, *_), lr in zip(groups, self._rates, strict=False)]
+        rates = [(group["lr"], self._rates[name, bias]) for group, name, bias in self._groups()]
         if any(not isinstance(current, Tensor) and current != own for current, own in rates):
             self._warn(
                 "other code sets learning rates of the optimizer, which the next solve will replace: schedule "
@@ -182,9 +179,10 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             super()._on_train_step_completed(engine)
         self._steps += 1
         values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        for (group, name, bias), own in zip(groups, self._rates, strict=False):
+        for group, name, bias in self._groups():
             # Reading a tensor would synchronize.
-            values[f"lr/{name}{'.bias' * bias}"] = own if isinstance(group["lr"], Tensor) else group["lr"]
+            lr = self._rates[name, bias] if isinstance(group["lr"], Tensor) else group["lr"]
+            values[f"lr/{name}{'.bias' * bias}"] = lr
         values["failed_count"] = self.failed_count
         self.publish(**dict(zip(tags(values), values.values(), strict=True)))
 
@@ -192,26 +190,22 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         measured = self._calls.result(incomplete).tolist()
         if all(math.isnan(value) for row in measured for value in row):
             return
-        kept = self._alignment_ema
         for name, row in zip(self._calls.layers, measured, strict=True):
             pairs = zip(self.alignment[name], row, strict=True)
-            self.alignment[name] = Alignment(
-                *(old if math.isnan(new) else kept * old + (1 - kept) * new for old, new in pairs)
-            )
+            self.alignment[name] = Alignment(*(old if math.isnan(new) else new for old, new in pairs))
         try:
-            self.solution = self._smoothed(self.parametrization.solve(self.alignment))
+            solution = self.parametrization.solve(self.alignment)
         except ValueError as error:
             self.failed_count += 1
             if self.failed_count == 1:
                 self._warn(f"no solution for the measured alignment; the exponents are not changed: {error}")
-        self._set_rates()
-
-    def _smoothed(self, solution: Solution) -> Solution:
+            return
         c, bias_c = (
             {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
             for before, after in ((self.solution.c, solution.c), (self.solution.bias_c, solution.bias_c))
         )
-        return Solution(c, solution.r, bias_c)
+        self.solution = Solution(c, solution.r, bias_c)
+        self._set_rates()
 
     # Learning rates
 
@@ -234,13 +228,10 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _set_rates(self) -> None:
         """Set each group's "lr" to prefactor * n^-c, its "c", and its "weight_decay" inversely."""
         layers, decay = self.parametrization.layers, self.parametrization.weight_decay
-        self._rates = []
         for group, name, bias in self._groups():
-            c = self.parametrization.exponent(name, bias=bias, solution=self.solution)
-            factor = float(layers[name].fan_in if name in layers else 1) ** -c
-            lr = self.lr_prefactor * factor
-            self._rates.append(lr)
-            group["c"] = c
+            group["c"] = self.parametrization.exponent(name, bias=bias, solution=self.solution)
+            factor = float(layers[name].fan_in if name in layers else 1) ** -group["c"]
+            lr = self._rates[name, bias] = self.lr_prefactor * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:

@@ -177,13 +177,13 @@ def is_zero(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def initialize_weights(parametrization: Parametrization) -> None:
+def initialize_weights(model: nn.Module, layers: Mapping[str, ParametrizedLayer]) -> None:
     """Set the initial weights, the same on every rank and device, and zero biases, and add multipliers."""
     seed = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
     generator = torch.Generator("cpu").manual_seed(seed)
-    parameters = {name: parameter for name, parameter, _ in named_parameters(parametrization.model)}
-    modules = dict(named_modules(parametrization.model))
-    for layer in parametrization.layers.values():
+    parameters = {name: parameter for name, parameter, _ in named_parameters(model)}
+    modules = dict(named_modules(model))
+    for layer in layers.values():
         module: Any = None if layer.module is None else modules[layer.module]
         if layer.std is not None:
             weight = parameters[layer.weight]

@@ -46,7 +46,6 @@ def parametrize(
     alignment: str | tuple[float, float, float] = "full",
     ab_overrides: Mapping[str, tuple[float, float]] | None = None,
     c_overrides: Mapping[str, float] | None = None,
-    alignment_overrides: Mapping[str, Any] | None = None,
     kinds: Mapping[str, str] | None = None,
     initialize: bool = True,
 ) -> Parametrization:
@@ -79,7 +78,6 @@ def parametrize(
         alignment: "full", "no", or (alpha, omega, u) for all layers.
         ab_overrides: (a, b).
         c_overrides: exponents of learning rates that are not to be solved for.
-        alignment_overrides: alignments, as for ``alignment``.
         kinds: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer).
             Where the graph can't be read, all weights but those of torch's modules need one.
         initialize: False keeps all weights, and adds no multipliers; only learning rates follow the width.
@@ -114,7 +112,7 @@ def parametrize(
     check_choice("optimizer_type", optimizer_type, *OPTIMIZER_TYPES)
     check_choice("adjust_lr_fn", adjust_lr_fn, *MUON_UPDATES)
     check_type("initialize", initialize, bool, "bool")
-    default = as_alignment("alignment", alignment)
+    assumed_alignment = as_alignment("alignment", alignment)
 
     with preserved_rng_state(cuda_devices()):
         small = make_model(widths[0])
@@ -128,62 +126,49 @@ def parametrize(
     keys = {name: (name, name.rpartition(".")[2], use.kind) for name, use in uses.items()}
     ab = _overridden("ab_overrides", ab_overrides, keys, _check_ab, LAYER_TYPES)
     c = _overridden("c_overrides", c_overrides, keys, check_real, LAYER_TYPES)
-    alignments = _overridden("alignment_overrides", alignment_overrides, keys, as_alignment, LAYER_TYPES)
-    assumed = dict.fromkeys(uses, default) | alignments
-    given: dict[str, float] = {}
-    for name, value in c.items():
-        if given.setdefault(uses[name].weight, value) != value:
-            raise ValueError(f"Layers that share {uses[name].weight} are given different c: {dict(c)}")
+    given = {uses[name].weight: value for name, value in c.items()}
+    if any(given[uses[name].weight] != value for name, value in c.items()):
+        raise ValueError(f"Layers that share a weight are given different c: {c}")
     # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
     kept = {name for name, use in uses.items() if not initialize or is_zero(weights[use.weight])}
-    exponents, completed = {}, {node.name: node for node in nodes}
+    completed = {node.name: node for node in nodes}
     for name, use in uses.items():
         a, b = ab.get(name, PRESETS["mup"][use.kind])
-        own = use.exponent(name)
         if use.module is None or name in kept:
-            a, b = 0.0 - own, a + b + own
-        exponents[name] = a, b, own
+            a, b = 0.0 - use.exponent, a + b + use.exponent
         is_muon = optimizer_type == "muon" and use.kind == "hidden" and weights[use.weight].ndim == 2
         update = MUON_UPDATES[adjust_lr_fn] if is_muon else None
         for node in use.nodes:
             completed[node] = completed[node]._replace(
                 kind=use.kind, a=a, b=b, c=given.get(use.weight), few=use.few, update=update
             )
-    graph = LayerGraph(completed.values())
+    graph, assumed = LayerGraph(completed.values()), dict.fromkeys(uses, assumed_alignment)
     solution = solve(graph, assumed, optimizer_type=optimizer_type)
 
     layers: dict[str, ParametrizedLayer] = {}
     for name, use in uses.items():
-        (a, b, own), n, owner = exponents[name], use.widths[1], graph[name].layer
-        std = None if name in kept else std_prefactor * n**-b
-        multiplier = float(n) ** -(a + own)  # 1 without a module
-        biases = _biases(model, use)
-        layers[name] = ParametrizedLayer(
-            name, use.kind, n, a, b, solution.c[owner], use.weight, biases, use.module, multiplier, std
-        )
-        first = layers[owner]
+        node, n = graph[name], use.widths[1]
+        std = None if name in kept else std_prefactor * n**-node.b
+        multiplier = float(n) ** -(node.a + use.exponent)  # 1 without a module
+        exponents, biases = (node.a, node.b, solution.c[node.layer]), _biases(model, use)
+        layers[name] = ParametrizedLayer(name, use.kind, n, *exponents, use.weight, biases, use.module, multiplier, std)
+        first = layers[node.layer]
         if initialize and (first.std, first.fan_in) != (std, n):
             raise ValueError(
-                f"Layers {owner} and {name} share their weight, so both should have the same width and standard "
+                f"Layers {first.name} and {name} share their weight, so both should have the same width and standard "
                 f"deviation, but they have {first.fan_in} and {n}, and {first.std} and {std}. Use modules that share "
                 "the parameter, such as nn.Linear, or initialize=False"
             )
-    parametrization = Parametrization(
-        model, layers, graph, assumed, solution, optimizer_type, lr_prefactor, weight_decay
-    )
     if initialize:
         replaced = dict.fromkeys(layer.weight for layer in layers.values() if layer.std is not None)
         lost = [name for name in replaced if not weights[name].is_meta and weights[name] not in random]
         if lost:
             _logger.warning(
-                "parametrize: %d weights are re-initialized, and the values of %d of them were not random, such as "
-                "pretrained ones (first %s). initialize=False keeps them.",
-                len(replaced),
-                len(lost),
-                lost[0],
+                f"parametrize: {len(replaced)} weights are re-initialized, and the values of {len(lost)} of them were "
+                f"not random, such as pretrained ones (first {lost[0]}). initialize=False keeps them."
             )
-        initialize_weights(parametrization)
-    return parametrization
+        initialize_weights(model, layers)
+    return Parametrization(model, layers, graph, assumed, solution, optimizer_type, lr_prefactor, weight_decay)
 
 
 # Roles
@@ -209,8 +194,6 @@ def _read(
             f"With sample_input the model does not use {', '.join(unused)}: give a sample_input with which it does, or "
             "freeze what is not trained"
         )
-    for warning in exported.warnings[:1]:
-        _logger.warning("parametrize: %s", warning)
     mark_relative(exported.uses, exported.nodes)
     return exported.uses, exported.nodes
 

@@ -141,8 +141,8 @@ def test_overrides_by_name_then_last_part_then_type():
     ab = {"fc": (0.25, 0.25), "2.fc": (0.5, 0.0), "readout": (0.0, 0.5)}
     layers = made(nested, ab_overrides=ab).layers
     assert {name: layer.a for name, layer in layers.items()} == {"0": -0.5, "1.fc": 0.25, "2.fc": 0.5, "3": 0.0}
-    found = made(nested, alignment="no", alignment_overrides={"fc": "full", "3": (0.7, 0.5, 0.7)}).solution.c
-    assert found == pytest.approx({"0": 0.5, "1.fc": 1.0, "2.fc": 1.0, "3": 0.2})
+    found = made(nested, alignment=(0.7, 0.5, 0.7)).solution.c
+    assert found == pytest.approx({"0": 0.5, "1.fc": 0.7, "2.fc": 0.7, "3": 0.2})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -420,7 +420,6 @@ def test_models_it_can_not_compare(make, widths, error, match):
         ({"ab_overrides": {"3": (0.5, 0.5)}}, ValueError, r"Layer 3 should have a \+ b equal to 0\.5"),
         ({"ab_overrides": [1]}, TypeError, "ab_overrides should be of type Mapping or None"),
         ({"c_overrides": {"4": 0.5}}, ValueError, r"name layers or weights that grow with width, but given \['4'\]"),
-        ({"alignment_overrides": {"3": (1, 2)}}, TypeError, r"alignment_overrides\['3'\] should be one of"),
         ({"kinds": {"3": "attention"}}, ValueError, r"kinds\['3'\] should be 'embedding' or"),
         ({"kinds": {"4": "hidden"}}, ValueError, r"kinds should name layers .* but given \['4'\]"),
         ({"kinds": ["3"]}, TypeError, "kinds should be of type Mapping or None"),
