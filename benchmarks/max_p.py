@@ -6,7 +6,7 @@ any step over static muP's. ``--runs`` keeps the runs of a comparison that is in
 takes ten minutes of one core.
 
     PYTHONPATH=. python benchmarks/max_p.py mlp --blocks 2
-    PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --prefactors 0.0125,0.025,0.05 --runs runs.jsonl
+    PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --seeds 3 --prefactors 0.0125,0.025,0.05 --runs runs.jsonl
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--prefactors", default="0.03,0.1,0.3")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--prefactors", default="0.01,0.02,0.03,0.05,0.1,0.2,0.3")
     parser.add_argument("--runs", type=Path, help="file that results of runs are read from and added to")
     args = parser.parse_args()
     torch.set_num_threads(1)
