@@ -2,8 +2,8 @@
 
 Both train at several prefactors, from the same initial weights and on the same batches for a seed. Printed are the mean
 loss of the last 20 steps with its standard error over seeds, and the smallest and largest learning rate of any layer in
-any step over static muP's. ``--runs`` keeps the runs of a comparison that is interrupted or extended. The second command
-takes ten minutes of one core.
+any step over static muP's. ``--runs`` keeps the runs of a comparison that is interrupted or extended. The second
+command takes ten minutes of one core.
 
     PYTHONPATH=. python benchmarks/max_p.py mlp --blocks 2
     PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --seeds 3 --prefactors 0.0125,0.025,0.05 --runs runs.jsonl

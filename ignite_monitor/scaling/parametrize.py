@@ -138,10 +138,9 @@ def parametrize(
             a, b = 0.0 - use.exponent, a + b + use.exponent
         is_muon = optimizer_type == "muon" and use.kind == "hidden" and weights[use.weight].ndim == 2
         update = MUON_UPDATES[adjust_lr_fn] if is_muon else None
-        for node in use.nodes:
-            completed[node] = completed[node]._replace(
-                kind=use.kind, a=a, b=b, c=given.get(use.weight), few=use.few, update=update
-            )
+        for key in use.nodes:
+            own = completed[key]._replace(kind=use.kind, a=a, b=b, few=use.few, update=update)
+            completed[key] = own._replace(c=given.get(use.weight))
     graph, assumed = LayerGraph(completed.values()), dict.fromkeys(uses, assumed_alignment)
     solution = solve(graph, assumed, optimizer_type=optimizer_type)
 
