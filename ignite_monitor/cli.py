@@ -30,7 +30,7 @@ A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monito
 
 DEMO = "demo -o runs/mine --iterations 1000\n\nNeeds no network, and takes less than half a minute."
 SUMMARY = "summary runs/demo/run.h5 --json | jq '.findings[].text'"
-PLOT = "plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/' --log"
+PLOT = "plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'"
 COMPARE = """\
 compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
 
@@ -120,7 +120,6 @@ def _parser() -> Parser:
     to = "where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
     option("-o", "--output", metavar="FILE", help=to)
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
-    option("--log", action="store_true", help="a logarithmic scale in every panel")
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
@@ -172,7 +171,7 @@ def _plot(chosen: argparse.Namespace) -> None:
     if not shown.panels:
         raise BadInput(f"none of the {len(run.series)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
-        draw(shown, output, title=Path(chosen.run).name, log=chosen.log, dark=chosen.dark)
+        draw(shown, output, title=Path(chosen.run).name, dark=chosen.dark)
     print(_printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
 
 
@@ -218,6 +217,9 @@ def _one_line(path: str) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is missing: pip install 'ignite-monitor[cli]'"
+        raise BadInput(str(error) if "pip install" in str(error) else missing) from None
     except (OSError, ValueError, ImportError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         names_it = path in text or _printable(path) in text or isinstance(error, ImportError)

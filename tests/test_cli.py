@@ -195,7 +195,7 @@ def test_compare_for_machines(files, capsys):
 
 def test_plot(files, tmp_path, capsys):
     output = tmp_path / "norms.png"
-    assert main(["plot", str(files / "hurt.h5"), "-o", str(output), "--metrics", "^grad/", "--log"]) == 0
+    assert main(["plot", str(files / "hurt.h5"), "-o", str(output), "--metrics", "^grad/"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
     assert "3 panels" in capsys.readouterr().out
 

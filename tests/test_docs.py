@@ -185,7 +185,7 @@ def test_every_finding_is_in_troubleshooting():
     kinds = [kind for group in TROUBLESHOOTING.SYMPTOMS.values() for kind in group]
     assert sorted(kinds) == sorted(finding.KINDS)
     page = "\n".join(TROUBLESHOOTING.page())  # raises KeyError for a limit that is gone
-    assert all(f"(`{kind}`)" in page and advice in page for kind, (advice, _) in finding.KINDS.items())
+    assert all(f"(`{name}`)" in page and kind.advice in page for name, kind in finding.KINDS.items())
 
 
 SECTIONS = ["Formula", "Example", "Arguments", "Metrics", "Plot", "Notes"]

@@ -23,6 +23,25 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "at most {GROUP_RATE:g} × the other groups' median",
         "",
     ),
+    "rate_rose": (
+        "The learning rate rises too far, or too fast",
+        "step_stats",
+        "at most {RATE_RISE:g} × the largest one of the first half until then, or no damage within {RATE_EFFECT} iterations",
+        "",
+    ),
+    "no_zero_grad": (
+        "The train step does not call `optimizer.zero_grad()`",
+        "grad_monitor",
+        "norms of the first {EARLY_WINDOW} steps grow by at most {ACCUMULATED_GROWTH:g} ×, or change by more than "
+        "{ACCUMULATED_CHANGE:.0%} per step",
+        "",
+    ),
+    "weights_shrank": (
+        "Weight decay is too strong",
+        "step_stats",
+        "the norm of all parameters falls by at most {SHRINK_FACTOR:g} × in the first {SHRINK_ITERATIONS} iterations",
+        "",
+    ),
     "no_step": ("The optimizer makes no step", "grad_monitor", "a step within {STEPLESS} monitored iterations", ""),
     "dead_units": (
         "Units output 0 for the whole batch",
@@ -172,23 +191,17 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "at most {LOST_GAIN:.0%} of the gain is lost",
         "",
     ),
-    "small_batch": (
-        "The batch is far below the noise scale",
-        "noise_scale",
-        "noise scale at most {BATCH_FACTOR:g} × the batch",
-        PAPER("1812.06162"),
-    ),
-    "large_batch": (
-        "The batch is far above the noise scale",
-        "noise_scale",
-        "batch at most {BATCH_FACTOR:g} × the noise scale",
-        PAPER("1812.06162"),
-    ),
     "batch_size": (
-        "The batch suits the noise scale",
+        "The batch is far below or above the noise scale",
         "noise_scale",
         "within {BATCH_FACTOR:g} × of the noise scale",
         PAPER("1812.06162"),
+    ),
+    "loss_peak": (
+        "A batch or step damaged the model, which recovered",
+        "spike_monitor",
+        "after the start, at most {PEAK_FACTOR:g} × its value there",
+        "",
     ),
     "near_curvature": (
         "Sharpness is near the stability threshold",
@@ -207,7 +220,7 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
 
 DEFAULT_FIXES = {
     "not_monitored": "Attach a GradMonitor, `log_to` the logger, and train for longer than its warm-up.",
-    "batch_size": "No action needed.",
+    "batch_size": "Use larger batches if devices allow it, or smaller ones if device time matters.",
 }
 """Fixes of the findings whose advice depends on the run."""
 
@@ -222,6 +235,7 @@ SYMPTOMS = {
     "The loss or the gradient norm has spikes": (
         "spikes",
         "loss_spikes",
+        "loss_peak",
         "stale_moments",
         "large_curvature",
         "near_curvature",
@@ -232,6 +246,8 @@ SYMPTOMS = {
         "loss_rose",
         "loss_rose_again",
         "rolled_back",
+        "rate_rose",
+        "no_zero_grad",
         "group_rate",
         "large_updates",
         "exploding_gradients",
@@ -239,6 +255,7 @@ SYMPTOMS = {
     ),
     "The loss does not fall": (
         "no_step",
+        "weights_shrank",
         "frozen_parameters",
         "small_updates",
         "vanishing_gradients",
@@ -254,7 +271,7 @@ SYMPTOMS = {
         "attention_collapse",
     ),
     "Ranks disagree": ("ranks_differ",),
-    "Training is slow, or the batch size may be wrong": ("data_wait", "small_batch", "large_batch", "batch_size"),
+    "Training is slow, or the batch size may be wrong": ("data_wait", "batch_size"),
     "The summary is not healthy although nothing was found": ("not_monitored",),
 }
 """Symptom -> kinds of findings."""
@@ -274,8 +291,8 @@ def page():
         lines += [f"## {symptom}", "", "| likely cause | monitor | healthy range | fix |", "|---|---|---|---|"]
         for kind in kinds:
             cause, monitor, _, source = CAUSES[kind]
-            advice = finding.KINDS[kind][0] or DEFAULT_FIXES[kind]
-            if causes := [other for other in CAUSES if other in finding.FOLLOWS.get(kind, ())]:
+            advice = finding.KINDS[kind].advice or DEFAULT_FIXES[kind]
+            if causes := [other for other in CAUSES if other in finding.KINDS[kind].follows]:
                 advice += " Often a consequence of: " + ", ".join(f"`{other}`" for other in causes) + "."
             healthy = healthy_range(kind) + (f" ({source})" if source else "")
             lines.append(f"| {cause} (`{kind}`) | [{titles[monitor]}](monitors/{monitor}.md) | {healthy} | {advice} |")

@@ -5,71 +5,90 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ignite_monitor.report.run import Array
 
 SEVERITIES = ("problem", "warning", "note")
-
 LOWER, RAISE = -1, 1
 
-KINDS: dict[str, tuple[str, int]] = {
-    # causes
-    "not_monitored": ("", 0),
-    "group_rate": ("Give this group a learning rate nearer to the others', or check that its updates are intended.", 0),
-    "no_step": ("Give GradMonitor the optimizer whose step() the train step calls.", 0),
-    "dead_units": ("Lower the learning rate, or use an activation without a flat part (GELU, LeakyReLU).", LOWER),
-    "activation_outlier": ("If the module gets raw inputs, scale them; else scale its initial weights down.", 0),
-    "large_updates": ("Lower the learning rate.", LOWER),
-    "update_ratio_outlier": ("Give that parameter a learning rate of its own.", 0),
-    "large_curvature": ("Lower the learning rate, or use a longer warm-up.", LOWER),
-    "early_norms": ("Use a learning rate warm-up, and inspect these batches.", 0),
-    "stale_moments": ("Lower beta2 (0.95), or clip updates as StableAdamW does.", 0),
-    "large_logits": ("Normalize queries and keys (QK-norm), or clip the logits (QK-clip).", 0),
-    "ranks_differ": ("Restore a checkpoint from before, and check that rank's hardware and random seeds.", 0),
-    # events
-    "spikes": ('Inspect these batches; GradMonitor(on_spike="skip") skips such steps.', 0),
-    "loss_spikes": ("Inspect these batches.", 0),
-    "nonfinite_activations": ("Inspect that module and its input first.", 0),
-    "nonfinite_gradients": ('Lower the learning rate, or skip these steps: GradMonitor(on_spike="skip").', LOWER),
-    "nonfinite_metric": ("Find the first non-finite value: the log names the module and the iteration.", 0),
-    "regime_change": ("Check what changed there (data, learning rate); if nothing did, treat it as a spike.", 0),
-    "rolled_back": ("Inspect the batches that were skipped, and the learning rate there.", 0),
-    "overflows": ("Give the GradScaler a larger growth_interval, or use bfloat16.", 0),
-    # consequences
-    "attention_collapse": ("Normalize queries and keys, or scale their initial weights down.", 0),
-    "exploding_gradients": ("Clip the gradient, or scale loss and targets down.", 0),
-    "vanishing_gradients": ("Check that the loss depends on these parameters; handler.diagnostics names them.", 0),
-    "frozen_parameters": ("Check that the loss depends on them, and that their learning rate is not 0.", 0),
-    "small_updates": ("Raise the learning rate, and check that gradients arrive.", RAISE),
-    "epsilon_dominated": ("Lower eps, or scale the loss up.", 0),
-    "lost_updates": ("Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", 0),
-    "weight_update_outlier": ("Give these layers a learning rate of their own.", 0),
-    "spectral_growth": ("Lower the learning rate, or use more weight decay.", LOWER),
-    "loss_rose": ("Restore a checkpoint from before, with a lower learning rate.", LOWER),
-    "loss_rose_again": ("Restore a checkpoint from before, with a lower learning rate.", LOWER),
-    # good to know
-    "small_batch": ("Use larger batches if devices allow it, with a learning rate to match.", 0),
-    "large_batch": ("Use smaller batches if device time matters.", 0),
-    "batch_size": ("", 0),
-    "near_curvature": ("Do not raise the learning rate any further.", LOWER),
-    "frozen_for_a_while": ("If this is not intended, check the learning rate and the data there.", 0),
-    "data_wait": ("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory).", 0),
-}
-"""Kinds of findings, causes before consequences: the advice, and whether it lowers or raises the learning rate."""
 
-_OF_A_LOSS = {"group_rate", "spikes", "loss_spikes", "no_step", "nonfinite_gradients", "large_updates"}
-FOLLOWS = {
-    "frozen_parameters": {"dead_units", "no_step", "nonfinite_gradients"},
-    "vanishing_gradients": {"dead_units", "frozen_parameters"},
-    "small_updates": {"dead_units", "frozen_parameters", "no_step"},
-    "epsilon_dominated": {"dead_units", "frozen_parameters"},
-    "nonfinite_metric": {"nonfinite_gradients", "nonfinite_activations"},
-    "loss_rose": _OF_A_LOSS,
-    "loss_rose_again": _OF_A_LOSS,
+class Kind(NamedTuple):
+    """A kind of finding: the advice, whether it lowers or raises the learning rate, and kinds that may explain it."""
+
+    advice: str = ""
+    direction: int = 0
+    follows: frozenset[str] = frozenset()
+
+
+_CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
+_RATE = frozenset({"group_rate", "rate_rose", "early_norms", "large_updates", "no_zero_grad"})
+_EVENTS = _RATE | {"spikes", "loss_spikes", "nonfinite_gradients", "nonfinite_activations", "no_step"}
+_STILL = _RATE | {"dead_units", "no_step", "nonfinite_gradients", "frozen_parameters", "weights_shrank"}
+
+KINDS: dict[str, Kind] = {
+    # causes
+    "not_monitored": Kind(),
+    "group_rate": Kind(
+        "Give this group a learning rate nearer to the others', or check that its updates are intended."
+    ),
+    "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", LOWER),
+    "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls."),
+    "no_zero_grad": Kind("Call optimizer.zero_grad() before every backward pass."),
+    "weights_shrank": Kind("Lower the weight decay, or scale the initial weights down if they were too large."),
+    "large_updates": Kind("Lower the learning rate.", LOWER),
+    "large_curvature": Kind("Lower the learning rate, or use a longer warm-up.", LOWER),
+    "early_norms": Kind("Lower the learning rate, at least in a warm-up, and inspect these batches.", LOWER),
+    "stale_moments": Kind("Lower beta2 (0.95), or clip updates as StableAdamW does."),
+    "large_logits": Kind("Normalize queries and keys (QK-norm), or clip the logits (QK-clip)."),
+    "ranks_differ": Kind("Restore a checkpoint from before, and check that rank's hardware and random seeds."),
+    # events
+    "spikes": Kind('Inspect these batches; GradMonitor(on_spike="skip") skips such steps.', 0, _RATE),
+    "loss_spikes": Kind("Inspect these batches.", 0, _RATE | {"spikes"}),
+    "nonfinite_activations": Kind("Inspect that module and its input.", 0, _RATE | {"nonfinite_gradients", "spikes"}),
+    "nonfinite_gradients": Kind(
+        'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.',
+        *(0, _RATE | {"spikes", "nonfinite_activations"}),
+    ),
+    "nonfinite_metric": Kind(
+        "Find the first non-finite value: the log names the module and the iteration.",
+        *(0, _RATE | {"nonfinite_gradients", "nonfinite_activations"}),
+    ),
+    "regime_change": Kind("Check what changed there (data, learning rate); if nothing did, it is a spike.", 0, _RATE),
+    "rolled_back": Kind("Inspect the batches that were skipped, and the learning rate there.", 0, _RATE),
+    "overflows": Kind("Give the GradScaler a larger growth_interval, or use bfloat16."),
+    # consequences
+    "dead_units": Kind(
+        "Lower the learning rate, or use an activation without a flat part (GELU, LeakyReLU).",
+        *(LOWER, _RATE | {"spikes", "nonfinite_gradients"}),
+    ),
+    "activation_outlier": Kind(
+        "If the module gets raw inputs, scale them; else scale its initial weights down.", 0, _EVENTS
+    ),
+    "update_ratio_outlier": Kind("Give that parameter a learning rate of its own.", 0, _STILL),
+    "attention_collapse": Kind("Normalize queries and keys, or scale their initial weights down."),
+    "exploding_gradients": Kind("Clip the gradient, or scale loss and targets down.", 0, _EVENTS),
+    "frozen_parameters": Kind("Check that the loss depends on them, and that their learning rate is not 0.", 0, _STILL),
+    "vanishing_gradients": Kind(
+        "Check that the loss depends on these parameters; handler.diagnostics names them.", 0, _STILL
+    ),
+    "small_updates": Kind("Raise the learning rate, and check that gradients arrive.", RAISE, _STILL),
+    "epsilon_dominated": Kind("Lower eps, or scale the loss up.", 0, _STILL),
+    "lost_updates": Kind("Keep the weights in float32 under torch.autocast, or keep a float32 copy of them."),
+    "weight_update_outlier": Kind("Give these layers a learning rate of their own.", 0, _RATE),
+    "spectral_growth": Kind("Lower the learning rate, or use more weight decay.", LOWER, _RATE),
+    "loss_rose": Kind(_CHECKPOINT, 0, _EVENTS | {"weights_shrank"}),
+    "loss_rose_again": Kind(_CHECKPOINT, 0, _EVENTS | {"weights_shrank"}),
+    "loss_peak": Kind("Inspect the batches and the learning rate there.", 0, _EVENTS | {"rolled_back"}),
+    # good to know
+    "batch_size": Kind(),
+    "near_curvature": Kind("Do not raise the learning rate any further.", LOWER),
+    "frozen_for_a_while": Kind("If this is not intended, check the learning rate and the data there."),
+    "data_wait": Kind("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory)."),
 }
-"""Kind -> the kinds that explain it, where they precede it."""
+"""Kinds of findings, causes before consequences."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +99,20 @@ class Finding:
     severity: str  # "problem" (the run is damaged), "warning" (it may be) or "note" (good to know)
     what: str  # what happened, in words
     metrics: tuple[str, ...] = ()  # names of the metrics that show it
-    iterations: tuple[int, ...] = ()  # where it happened
+    iterations: Iterable[int] | Array = ()  # where it happened; converted to a tuple
     values: Mapping[str, float] = field(default_factory=dict)  # the numbers in the words
     advice: str = ""  # what to do about it, if not what KINDS says
+    onset: int = -1  # its place in the order; by default the first iteration, or 0 if there is none
+
+    def __post_init__(self) -> None:
+        steps = tuple(np.asarray(self.iterations, int).tolist())
+        object.__setattr__(self, "iterations", steps)
+        object.__setattr__(self, "onset", self.onset if self.onset >= 0 else next(iter(steps), 0))
 
     @property
     def action(self) -> str:
         """Advice."""
-        return self.advice or KINDS[self.kind][0]
+        return self.advice or KINDS[self.kind].advice
 
     @property
     def text(self) -> str:
@@ -96,21 +121,13 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by iteration, causes before consequences, notes last; no advice contradicts an earlier one.
-
-    A finding without iterations holds from the beginning.
-    """
+    """Sort findings by iteration, causes before consequences, notes last; no advice contradicts an earlier one."""
     kinds = list(KINDS)
-
-    def place(finding: Finding) -> tuple[bool, int, int]:
-        onset = finding.iterations[0] if finding.iterations else 0
-        return finding.severity == "note", onset, kinds.index(finding.kind)
-
     ordered: list[Finding] = []
     direction = 0
-    for finding in sorted(findings, key=place):
-        own = 0 if finding.advice else KINDS[finding.kind][1]
-        causes = FOLLOWS.get(finding.kind, set()) & {cause.kind for cause in ordered if cause.severity != "note"}
+    for finding in sorted(findings, key=lambda it: (it.severity == "note", it.onset, kinds.index(it.kind))):
+        own = 0 if finding.advice else KINDS[finding.kind].direction
+        causes = KINDS[finding.kind].follows & {cause.kind for cause in ordered if cause.severity != "note"}
         if causes and finding.severity != "note":
             finding = replace(finding, advice="Probably a consequence of what comes before.")
         elif own and direction and own != direction:
@@ -119,11 +136,6 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
             direction = direction or own
         ordered.append(finding)
     return ordered
-
-
-def steps(of: Iterable[int] | Array) -> tuple[int, ...]:
-    """Convert steps to Python's integers."""
-    return tuple(np.asarray(of, int).tolist())
 
 
 def number(value: float, digits: int = 4) -> str:

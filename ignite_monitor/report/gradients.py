@@ -9,7 +9,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, steps, times
+from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
 from ignite_monitor.report.run import Array, Recorded, Run, Series
 from ignite_monitor.report.training import rollbacks
 
@@ -24,6 +24,18 @@ class Norms:
     loss_spikes: Array  # iterations with a spike of the loss alone
     missing: int  # number of spikes in iterations that are not in the file
     outcomes: dict[str, Array]  # what became of a step -> iterations
+
+    def outcome(self, at: Array) -> tuple[str, bool]:
+        """Describe what became of the steps at some iterations; True if some were made without handling."""
+        rest, parts = at, []
+        for outcome, steps in self.outcomes.items():
+            matching = np.isin(rest, steps)
+            if matching.any():
+                parts.append(f"{matching.sum()} {outcome}")
+            if outcome != "made":
+                rest = rest[~matching]
+        text = f"Of these steps {listed(parts)}." if parts else "No step was skipped or clipped by the handler."
+        return text, bool(len(rest))
 
 
 def norms(monitor: Recorded) -> Norms | None:
@@ -66,7 +78,7 @@ def gradient_findings(monitor: Recorded, run: Run) -> Iterator[Finding]:
     known = norms(monitor)
     yield from _steps(monitor, known)
     if known is not None:
-        for rule in (_nonfinite, _overflows, _spikes, _loss_spikes, _early):
+        for rule in (_nonfinite, _spikes, _loss_spikes, _first_norms):
             yield from rule(monitor, known)
         yield from _regime_changes(monitor, known, run)
 
@@ -84,7 +96,7 @@ def _steps(monitor: Recorded, known: Norms | None) -> Iterator[Finding]:
             advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients accumulate."
         elif not lasting:  # perhaps all of one accumulation
             kind, severity, advice = "not_monitored", "note", "Give GradMonitor the optimizer that makes the steps."
-        yield Finding(kind, severity, what, (name,), steps(since[:1]), {"count": len(since)}, advice)
+        yield Finding(kind, severity, what, (name,), since[:1], {"count": len(since)}, advice)
     elif known is not None and not known.threshold.finite:
         name = monitor.name("norm")
         what = f"None of {plural(len(known.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
@@ -94,32 +106,29 @@ def _steps(monitor: Recorded, known: Norms | None) -> Iterator[Finding]:
 
 
 def _nonfinite(monitor: Recorded, known: Norms) -> Iterator[Finding]:
-    """Non-finite gradients without a scaler that handles them."""
+    """Non-finite gradients, without a GradScaler that handles them and with one."""
     norm, name = known.norm, monitor.name("norm")
-    at = np.intersect1d(norm.where(~np.isfinite(norm.values)), known.spikes)
-    if not len(at):
-        return
-    outcome, unhandled = _outcome(known, at)
-    what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {iterations(at)}{_period(at)}. {outcome}"
-    severity, advice = "warning", "" if unhandled else "Inspect these batches."
-    if not np.isfinite(norm.values[-1]):
-        severity, what = "problem", f"{what} The norm is not finite at the end."
-        advice = "Restore a checkpoint from before, with a lower learning rate."
-    yield Finding("nonfinite_gradients", severity, what, (name,), steps(at), {"count": len(at)}, advice)
-
-
-def _overflows(monitor: Recorded, known: Norms) -> Iterator[Finding]:
-    """Non-finite gradients that a GradScaler handles."""
-    at = np.setdiff1d(known.norm.where(~np.isfinite(known.norm.values)), known.spikes)
-    if not len(at):
-        return
-    rate = len(at) / len(known.norm.steps)
-    many = rate > limits.OVERFLOW_RATE and len(at) > limits.OVERFLOW_ALLOWANCE
-    assessment = "far more than a GradScaler needs to find its scale" if many else "as expected of a GradScaler"
-    what = f"{plural(len(at), 'overflow')} of the scaled gradient, {assessment} ({100 * rate:.2g} % of the norms): "
-    names, values = (monitor.name("norm"), monitor.name("nonfinite_count")), {"count": len(at), "share": rate}
-    severity, advice = ("warning", "") if many else ("note", "No action needed.")
-    yield Finding("overflows", severity, f"{what}{iterations(at)}.", names, steps(at), values, advice)
+    bad = norm.where(~np.isfinite(norm.values))
+    at, overflows = np.intersect1d(bad, known.spikes), np.setdiff1d(bad, known.spikes)
+    if len(at):
+        outcome, unhandled = known.outcome(at)
+        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {iterations(at)}{_period(at)}. {outcome}"
+        severity, advice = "warning", "" if unhandled else "Inspect these batches."
+        if not np.isfinite(norm.values[-1]):
+            severity, what = "problem", f"{what} The norm is not finite at the end."
+            advice = "Lower the learning rate, and check the scale of the inputs."
+            if at[0] >= known.threshold.finite.first_step:
+                advice = f"Restore a checkpoint from before, and inspect the batch of iteration {at[0]}."
+        yield Finding("nonfinite_gradients", severity, what, (name,), at, {"count": len(at)}, advice)
+    if len(overflows):
+        rate = len(overflows) / len(norm.steps)
+        many = rate > limits.OVERFLOW_RATE and len(overflows) > limits.OVERFLOW_ALLOWANCE
+        assessment = "far more than a GradScaler needs to find its scale" if many else "as expected of a GradScaler"
+        what = f"{plural(len(overflows), 'overflow')} of the scaled gradient, {assessment} "
+        what += f"({100 * rate:.2g} % of the norms): {iterations(overflows)}."
+        severity, advice = ("warning", "") if many else ("note", "No action needed.")
+        values = {"count": len(overflows), "share": rate}
+        yield Finding("overflows", severity, what, (name, monitor.name("nonfinite_count")), overflows, values, advice)
 
 
 def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
@@ -149,7 +158,7 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
         what += f" The largest, in iteration {int(at[worst])}, was {number(size)}, {above} its threshold of "
         what += f"{number(threshold)}{_excess(monitor, at[worst])}."
         values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
-    outcome, unhandled = _outcome(known, at)
+    outcome, unhandled = known.outcome(at)
     what, severity, advice = f"{what} {outcome}", "warning", "" if unhandled or missing else "Inspect these batches."
     if after > limits.AFTERMATH_FACTOR:
         what += f" Afterwards the norm stayed {times(after)} as large as before: the spike did damage."
@@ -159,7 +168,8 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     elif small:
         what, severity = f"{what} So near the threshold, they are hardly spikes.", "note"
         advice = "With threshold=RobustThreshold() there may be fewer."
-    yield Finding("spikes", severity, what, (name, monitor.name("spike")), steps(at), values, advice)
+    onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
+    yield Finding("spikes", severity, what, (name, monitor.name("spike")), at, values, advice, onset)
 
 
 def _period(at: Array) -> str:
@@ -173,7 +183,7 @@ def _period(at: Array) -> str:
 
 def _excess(monitor: Recorded, step: int) -> str:
     """The parameters with the largest excess over their thresholds at a spike."""
-    shares = {item: float(series.at(np.array([step]))[0]) for item, series in monitor.each("culprit/{}").items()}
+    shares = {item: float(series.at(np.array([step]))[0]) for item, series in monitor.items("culprit/{}").items()}
     known = sorted((item for item in shares if np.isfinite(shares[item])), key=lambda item: -shares[item])
     named = [f"{printable(item)} {100 * shares[item]:.0f} %" for item in known[:3]]
     return f" (share of the excess: {listed(named)})" if named else ""
@@ -200,24 +210,11 @@ def _aftermath(norm: Series, made: Array, spikes: Array) -> float:
     return largest
 
 
-def _outcome(known: Norms, at: Array) -> tuple[str, bool]:
-    """Describe what became of the steps at these spikes; True if some were made without handling."""
-    left, parts = at, []
-    for outcome, where in known.outcomes.items():
-        its = np.isin(left, where)
-        if its.any():
-            parts.append(f"{its.sum()} {outcome}")
-        if outcome != "made":
-            left = left[~its]
-    text = f"Of these steps {listed(parts)}." if parts else "No step was skipped or clipped by the handler."
-    return text, bool(len(left))
-
-
 def _loss_spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     at, name = known.loss_spikes, monitor.name("loss_spike")
     if len(at):
-        what = f"{plural(len(at), 'loss spike')} ({name}): {iterations(at)}{_period(at)}. {_outcome(known, at)[0]}"
-        yield Finding("loss_spikes", "warning", what, (name,), steps(at), {"count": len(at)})
+        what = f"{plural(len(at), 'loss spike')} ({name}): {iterations(at)}{_period(at)}. {known.outcome(at)[0]}"
+        yield Finding("loss_spikes", "warning", what, (name,), at, {"count": len(at)})
 
 
 def value_spikes(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -227,31 +224,41 @@ def value_spikes(monitor: Recorded, run: Run) -> Iterator[Finding]:
         few = len(at) <= limits.SPIKE_RATE * len(monitor.get("value").steps)
         names = monitor.name("value"), monitor.name("spike")
         what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{_period(at)}."
-        yield Finding("loss_spikes", "note" if few else "warning", what, names, steps(at), {"count": len(at)})
+        yield Finding("loss_spikes", "note" if few else "warning", what, names, at, {"count": len(at)})
 
 
 def _regime_changes(monitor: Recorded, known: Norms, run: Run) -> Iterator[Finding]:
-    """Consecutive spikes, at which a rule resets, unless the run was rolled back there."""
+    """Consecutive spikes, at which a rule resets; not those in iterations that a rollback undid."""
     spiked = np.isin(known.norm.steps, known.spikes) & np.isfinite(known.norm.values)
     lengths = np.arange(1, len(spiked) + 1)
     lengths = lengths - np.maximum.accumulate(np.where(spiked, 0, lengths))
-    resets = np.setdiff1d(known.norm.steps[lengths == limits.CONSECUTIVE], [step for step, *_ in rollbacks(run)])
+    resets = known.norm.steps[lengths == limits.CONSECUTIVE]
+    for rollback in rollbacks(run):
+        resets = resets[(resets <= rollback.target) | (resets > rollback.end)]
     if len(resets):
         name = monitor.name("spike")
         what = f"{limits.CONSECUTIVE} or more consecutive spikes ({name}), up to {iterations(resets)}: the norm's "
         what += "baseline has changed, and GradMonitor resets the threshold statistics there."
-        yield Finding("regime_change", "warning", what, (name,), steps(resets))
+        yield Finding("regime_change", "warning", what, (name,), resets)
 
 
-def _early(monitor: Recorded, known: Norms) -> Iterator[Finding]:
-    """Norms in the threshold's warm-up that are far above the run's own."""
-    norm, threshold = known.norm.finite, known.threshold.finite
-    if not norm or not threshold:
-        return
-    usual = max(norm.median, norm.part(slice(limits.EARLY_WINDOW)).median)
-    at = norm.where((norm.steps < threshold.steps[0]) & (norm.values > limits.EARLY_FACTOR * usual))
-    if len(at) and usual > 0:
-        name, largest = monitor.name("norm"), float(norm.at(at).max())
+def _first_norms(monitor: Recorded, known: Norms) -> Iterator[Finding]:
+    """Norms in the threshold's warm-up that are far above the run's own, or that grow smoothly."""
+    norm, threshold, name = known.norm.finite, known.threshold.finite, monitor.name("norm")
+    first = norm.part(slice(limits.EARLY_WINDOW))
+    usual = max(norm.median, first.median)
+    at = norm.where((norm.steps < threshold.first_step) & (norm.values > limits.EARLY_FACTOR * usual))
+    if threshold and len(at) and usual > 0:
+        largest = float(norm.at(at).max())
         what = f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({name}), "
         what += f"{times(largest / usual)} the run's median of {number(usual, 3)}: {iterations(at)}."
-        yield Finding("early_norms", "warning", what, (name,), steps(at), {"largest": largest, "median": usual})
+        yield Finding("early_norms", "warning", what, (name,), at, {"largest": largest, "median": usual})
+    if len(first.values) == limits.EARLY_WINDOW and first.values.min() > 0:
+        growth = float(np.median(first.values[-5:]) / first.values[0])
+        change = float(np.median(np.abs(np.diff(np.log(first.values)))))
+        if growth > limits.ACCUMULATED_GROWTH and change < limits.ACCUMULATED_CHANGE:
+            what = (
+                f"In the first {limits.EARLY_WINDOW} steps the gradient norm grew {times(growth)} ({name}), by about "
+            )
+            what += f"{100 * change:.1g} % per step: gradients of former steps seem to be added."
+            yield Finding("no_zero_grad", "problem", what, (name,), first.steps[:1], {"growth": growth})

@@ -9,7 +9,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, steps, times
+from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
 from ignite_monitor.report.run import Recorded, Run, Series
 
 
@@ -23,11 +23,11 @@ def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if not count:
         most = int(counts.values.max())
         what = f"Up to {plural(most, 'parameter')} did not move in {iterations(at)} ({name}), and move again."
-        yield Finding("frozen_for_a_while", "note", what, (name,), steps(at), {"count": most})
+        yield Finding("frozen_for_a_while", "note", what, (name,), at, {"count": most})
         return
     onsets = {
         parameter: _frozen_since(series, counts)
-        for parameter, series in monitor.each("topk_frozen/{}").items()
+        for parameter, series in monitor.items("topk_frozen/{}").items()
         if series.steps[-1] == counts.steps[-1]
     }
     order = sorted(onsets, key=lambda parameter: onsets[parameter])
@@ -40,7 +40,7 @@ def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if len(onsets) == count and all(item.endswith(".bias") and f"{item[:-4]}weight" not in onsets for item in onsets):
         what, severity, advice = f"{what} These are biases whose weights move.", "note", "No action needed."
     names, begins = (name, *monitor.names("topk_frozen/{}", order)), sorted(set(onsets.values())) or at[:1]
-    yield Finding("frozen_parameters", severity, what, names, steps(begins), {"count": count}, advice)
+    yield Finding("frozen_parameters", severity, what, names, begins, {"count": count}, advice)
 
 
 def _frozen_since(series: Series, counts: Series) -> int:
@@ -64,7 +64,7 @@ def persistent(run: Run) -> Iterator[Finding]:
             if beyond is None:
                 continue
             pattern = limits.LARGEST.get(limit.key, "")
-            items = monitor.each(pattern) if pattern else {}
+            items = monitor.items(pattern) if pattern else {}
             largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
             until = f"to the end{'; largest in ' * bool(largest)}{listed(map(printable, largest))}"
             if limit.kind == "vanishing_gradients" and _always_vanished(monitor, series, run):
@@ -76,19 +76,19 @@ def persistent(run: Run) -> Iterator[Finding]:
 
 def _always_vanished(monitor: Recorded, counts: Series, run: Run) -> bool:
     """Check that few gradients vanish, and as many as in the beginning: of biases that softmax or BatchNorm cancel."""
-    first, known = counts.values[: max(1, len(counts.values) // 4)], monitor.each("topk_grad/{}")
-    modules = {layer for other in run.of("rcc") for layer in other.each("weight_update/{}")}
-    modules = modules.union(*(other.modules for other in run.of("activation")))
-    of_keys = sum(map(bool, map(limits.KEY_BIAS.fullmatch, {*known, *(f"{module}.bias" for module in modules)})))
-    # The number of names is at most that of the parameters.
-    few = max(limits.FEW_VANISHING, limits.VANISHING_SHARE * len(known), of_keys)
-    return bool(counts.last_quarter.median <= min(few, np.median(first)))
+    first = float(np.median(counts.values[: max(1, len(counts.values) // 4)]))
+    layers = [len(other.modules) for other in run.of("activation")]
+    layers += [len(other.items("weight_update/{}")) for other in run.of("rcc")]
+    # The number of names is at most that of the parameters, and so is that of the modules.
+    known = max(len(monitor.items("topk_grad/{}")), *layers, 0)
+    few = max(limits.FEW_VANISHING, limits.VANISHING_SHARE * known)
+    return counts.last_quarter.median <= min(few, first)
 
 
 def _relative(monitor: Recorded, ratios: Series) -> Series:
-    """Update ratios over the median one, where both are above 0."""
+    """Update ratios over the median one, where that is no negligible update."""
     usual = monitor.get("update_ratio_median").at(ratios.steps)
-    known = (ratios.values > 0) & (usual > 0)
+    known = (ratios.values > 0) & (usual > limits.SMALL_UPDATE)
     return Series(ratios.steps[known], ratios.values[known] / usual[known])
 
 
@@ -97,18 +97,31 @@ def update_ratios(monitor: Recorded, run: Run) -> Iterator[Finding]:
     largest, name = monitor.get("update_ratio_max").finite, monitor.name("update_ratio_max")
     factors = _relative(monitor, largest)
     count = len(factors.values)
-    if count < limits.RATIO_POINTS:
+    if count < limits.RATIO_POINTS or factors.steps[-1] < largest.last_quarter.steps[0]:
         return
     end, second = factors.last_quarter.median, float(np.median(factors.values[count // 4 : count // 2]))
     if end >= limits.NOTED_SPREAD and end >= limits.LASTING_SHARE * second:
-        items, since = monitor.each("largest_update_ratio/{}"), factors.last_quarter.steps[0]
+        items, since = monitor.items("largest_update_ratio/{}"), factors.last_quarter.steps[0]
         fastest = max(items, key=lambda item: items[item].values[items[item].steps >= since].sum(), default="")
         parameter = printable(fastest.partition("/")[2]) or "One parameter"
         what = f"{parameter} moves {times(end)} more for its size than the median parameter, to the end ({name}, about "
         what += f"{number(largest.last_quarter.median, 3)})."
         severity = "warning" if end >= limits.UPDATE_SPREAD else "note"
-        names, at = (name, monitor.name("update_ratio_median")), steps(factors.steps[:1])
+        names, at = (name, monitor.name("update_ratio_median")), (factors.since(factors.values >= limits.NOTED_SPREAD),)
         yield Finding("update_ratio_outlier", severity, what, names, at, {"factor": end})
+
+
+def shrinking(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Parameters whose norm falls fast from the first measurement on, and stays low."""
+    norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
+    if not norm:
+        return
+    early = norm.part(norm.steps <= norm.steps[0] + limits.SHRINK_ITERATIONS)
+    begin, low, end = float(norm.values[0]), float(early.values.min()), norm.tail.median
+    if limits.SHRINK_FACTOR * max(low, end) < begin:
+        what = f"The norm of all parameters fell from {number(begin, 3)} to {number(low, 3)} in iterations "
+        what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({name})."
+        yield Finding("weights_shrank", "warning", what, (name,), norm.steps[:1], {"first": begin, "lowest": low})
 
 
 def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -117,7 +130,7 @@ def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
     A far larger rate is a warning if the group's own update ratios are too, or if the parameters grow: then the ratios
     do not show it.
     """
-    groups = monitor.each("lr/{}")
+    groups = monitor.items("lr/{}")
     rates = {group: float(series.values.max()) for group, series in groups.items()}
     norm = monitor.get("parameter_norm").finite
     growth = norm.tail.median / norm.values[0] if norm and norm.values[0] > 0 else 0.0
@@ -145,7 +158,7 @@ def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
         else:
             continue
         values = {"rate": rate, "usual": usual}
-        yield Finding(kind, severity, f"{what}.", (name,), steps(groups[group].steps[:1]), values, advice)
+        yield Finding(kind, severity, f"{what}.", (name,), groups[group].steps[:1], values, advice)
 
 
 def _group_updates(run: Run, root: str, group: str) -> tuple[Series, float, str]:
@@ -158,7 +171,7 @@ def _group_updates(run: Run, root: str, group: str) -> tuple[Series, float, str]
     """
     tag = root.rpartition("/")[0]
     for monitor in run.of("weights"):
-        items = monitor.each(f"largest_update_ratio/{group}/{{}}")
+        items = monitor.items(f"largest_update_ratio/{group}/{{}}")
         if items and monitor.root.rpartition("/")[0] == tag:
             joined = [np.concatenate(parts) for parts in zip(*items.values(), strict=True)]
             ratios = Series(*joined).part(np.argsort(joined[0], kind="stable"))
@@ -170,7 +183,7 @@ def _group_updates(run: Run, root: str, group: str) -> tuple[Series, float, str]
 
 def nonfinite(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Activations that are inf or NaN."""
-    counts = monitor.each("activation/{}/nonfinite_count")
+    counts = monitor.items("activation/{}/nonfinite_count")
     bad = {module: at for module, series in counts.items() if len(at := series.where(series.values > 0))}
     if not bad:
         return
@@ -182,7 +195,7 @@ def nonfinite(monitor: Recorded, run: Run) -> Iterator[Finding]:
     what = f"Activations that are inf or NaN ({monitor.name('activation')}), first in {printable(first)}{more}: "
     what += f"{iterations(at)}.{' They stay non-finite to the end.' * lasting}"
     severity, names = "problem" if lasting else "warning", monitor.names("activation/{}/nonfinite_count", bad)
-    yield Finding("nonfinite_activations", severity, what, names, steps(at), {"modules": len(bad)})
+    yield Finding("nonfinite_activations", severity, what, names, at, {"modules": len(bad)})
 
 
 def _innermost(modules: Sequence[str]) -> str:
@@ -204,24 +217,34 @@ class Beyond(NamedTuple):
 
 def _beyond(items: Mapping[str, Series], limit: float, below: bool = False) -> dict[str, Beyond]:
     """Items beyond a limit, the farthest first."""
-    beyond = {}
-    for item, series in items.items():
-        value, mask = series.last_quarter.median, (series.values < limit) if below else (series.values > limit)
-        if value < limit if below else value > limit:
-            beyond[item] = Beyond(value, series.since(mask), bool(mask.all()))
-    return dict(sorted(beyond.items(), key=lambda entry: entry[1].value * (1 if below else -1)))
+    sign = -1 if below else 1
+    beyond = {
+        item: Beyond(series.last_quarter.median, series.since(mask), bool(mask.all()))
+        for item, series in items.items()
+        if sign * series.last_quarter.median > sign * limit and len(mask := sign * series.values > sign * limit)
+    }
+    return dict(sorted(beyond.items(), key=lambda entry: -sign * entry[1].value))
 
 
-def _described(items: Mapping[str, Beyond]) -> str:
-    return listed(
+def _about(
+    monitor: Recorded,
+    kind: str,
+    severity: str,
+    what: str,
+    pattern: str,
+    items: Mapping[str, Beyond],
+    advice: str = "",
+    **values: float,
+) -> Finding:
+    """A finding that names layers or heads."""
+    named = listed(
         f"{printable(item)} ({number(it.value, 2)}, "
         f"{'from the first measurement on' if it.initially else f'since iteration {it.since}'})"
         for item, it in items.items()
     )
-
-
-def _onsets(items: Mapping[str, Beyond]) -> tuple[int, ...]:
-    return tuple(sorted({it.since for it in items.values()}))
+    values |= {"count": len(items), "farthest": next(iter(items.values())).value}
+    onsets = sorted({it.since for it in items.values()})
+    return Finding(kind, severity, f"{what}: {named}.", monitor.names(pattern, items), onsets, values, advice)
 
 
 def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -229,76 +252,76 @@ def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
 
     Units that were dead before the first step are a matter of initialization; those that died, of the learning rate.
     """
-    pattern = "activation/{}/dead_fraction"
-    fractions = monitor.each(pattern)
+    fractions = monitor.items("activation/{}/dead_fraction")
     if modules := _beyond(fractions, limits.DEAD_FRACTION):
         worst, it = next(iter(modules.items()))
-        what = f"Fractions of units that are 0 over the whole batch, at the end: {_described(modules)}."
         severity = "problem" if it.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
-        advice, repair = "", "raise the biases before the activation, or re-initialize that layer"
+        advice, fix = "", "raise the biases before the activation, or re-initialize that layer"
         if it.initially and fractions[worst].steps[0] <= 1:
-            advice = f"{repair.capitalize()}; a lower rate does not help."
+            advice = f"{fix.capitalize()}; a lower rate does not help."
         elif it.initially:
-            advice = f"Lower the learning rate; if they are 0 before the first step too, {repair}."
-        names, values = monitor.names(pattern, modules), {"modules": len(modules), "largest": it.value}
-        yield Finding("dead_units", severity, what, names, _onsets(modules), values, advice)
+            advice = f"Lower the learning rate; if they are 0 before the first step too, {fix}."
+            if _calm_until(run, it.since):
+                advice = f"{fix.capitalize()}; if they are not 0 before the first step, lower the learning rate."
+        what = "Fractions of units that are 0 over the whole batch, at the end"
+        yield _about(monitor, "dead_units", severity, what, "activation/{}/dead_fraction", modules, advice)
+
+
+def _calm_until(run: Run, step: int) -> bool:
+    """Check that gradient norms until an iteration were recorded and not far above the first one."""
+    norms = [series.finite.values[series.finite.steps <= step] for it in run.of("grad") if (series := it.get("norm"))]
+    return any(len(norm) for norm in norms) and all(norm.max() <= limits.CALM * norm[0] for norm in norms if len(norm))
 
 
 def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Modules whose outputs are far larger than the others', or all of them far too large."""
-    pattern = "activation/{}/std"
-    std = monitor.each(pattern)
+    std = monitor.items("activation/{}/std")
     first = {module: series.part(slice(1)) for module, series in std.items()}
     for when, stage in (("at the end", std), ("in the first measurement", first)):
         usual = float(np.median([series.last_quarter.median for series in stage.values()] or [0.0]))
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
         if far := _beyond(stage, limit):
-            what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {when}: "
-            names, at = monitor.names(pattern, far), _onsets(far)[:1]
-            values = {"modules": len(far), "largest": next(iter(far.values())).value, "median": usual}
-            yield Finding("activation_outlier", "warning", f"{what}{_described(far)}.", names, at, values)
+            what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {when}"
+            yield _about(monitor, "activation_outlier", "warning", what, "activation/{}/std", far, median=usual)
             return
 
 
 def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Attention heads that attend to a single position."""
-    pattern = "attention_entropy/{}"
-    heads = monitor.each(pattern)
+    heads = monitor.items("attention_entropy/{}")
     low, fallen = _beyond(heads, limits.COLLAPSED_ENTROPY, below=True), limits.ENTROPY_FALL * limits.COLLAPSED_ENTROPY
     # Some heads of a module may always have been sharp, but not all of them.
     wide = {head.rpartition("/")[0] for head in heads if head not in low}
     always = {head for head in low if heads[head].values.max() <= fallen and head.rpartition("/")[0] in wide}
     if sharp := {head: it for head, it in low.items() if head not in always}:
         single = not any(series.values.any() for series in heads.values())
-        what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, by their entropy in nats: "
+        what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, by their entropy in nats"
         severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
-        names, values = monitor.names(pattern, sharp), {"count": len(sharp), "heads": len(heads)}
         advice = "No action needed if there is a single position." if single else ""
-        what = f"{what}{_described(sharp)}."
-        yield Finding("attention_collapse", severity, what, names, _onsets(sharp), values, advice)
+        pattern, values = "attention_entropy/{}", {"heads": len(heads)}
+        yield _about(monitor, "attention_collapse", severity, what, pattern, sharp, advice, **values)
 
 
 def large_logits(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Attention logits so large that rounding, and one key, decide."""
     pattern = "attention_logit_max/{}"
-    if far := _beyond(monitor.each(pattern), limits.LARGE_LOGIT):
-        what = f"Attention logits above {number(limits.LARGE_LOGIT)}, to the end: {_described(far)}."
-        values = {"heads": len(far), "largest": next(iter(far.values())).value}
-        yield Finding("large_logits", "warning", what, monitor.names(pattern, far), _onsets(far), values)
+    if far := _beyond(monitor.items(pattern), limits.LARGE_LOGIT):
+        what = f"Attention logits above {number(limits.LARGE_LOGIT)}, to the end"
+        yield _about(monitor, "large_logits", "warning", what, pattern, far)
 
 
 def coordinate_check(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Layers whose weight update is far from the others'."""
     pattern = "weight_update/{}"
-    ends = {layer: series.tail.median for layer, series in monitor.each(pattern).items() if series.tail.median > 0}
+    ends = {layer: series.tail.median for layer, series in monitor.items(pattern).items() if series.tail.median > 0}
     middle = float(np.median(list(ends.values()))) if ends else 1.0
     far = {layer: end for layer, end in ends.items() if abs(np.log(end / middle)) > np.log(limits.LAYER_SPREAD)}
     if far and len(ends) >= 4:
         named = listed(f"{printable(layer)} ({number(end, 3)})" for layer, end in far.items())
         what = f"Layers whose weight update is more than {number(limits.LAYER_SPREAD)} times above or below the median "
         what += f"layer's {number(middle, 2)} ({monitor.name('weight_update')}): {named}."
-        values = {"median": middle, "layers": len(far)}
-        yield Finding("weight_update_outlier", "warning", what, monitor.names(pattern, far), values=values)
+        names, at = monitor.names(pattern, far), monitor.get(pattern.format(next(iter(far)))).tail.steps[:1]
+        yield Finding("weight_update_outlier", "warning", what, names, at, {"median": middle, "layers": len(far)})
 
 
 def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -307,4 +330,4 @@ def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if series and series.tail.median > limits.SPECTRAL_GROWTH * series.values[0] > 0:
         first, end = float(series.values[0]), series.tail.median
         what = f"The largest spectral norm grew {times(end / first)} ({name}), from {number(first)} to {number(end)}."
-        yield Finding("spectral_growth", "warning", what, (name,), values={"first": first, "end": end})
+        yield Finding("spectral_growth", "warning", what, (name,), series.tail.steps[:1], {"first": first, "end": end})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 # Spikes. The rules raise 1 to 5 false alarms per 1,000 iterations of healthy runs, nearly all below 2 thresholds.
@@ -17,6 +16,10 @@ AFTERMATH_WINDOW = 20  # norms on either side of a spike: the warm-up of the thr
 AFTERMATH_FACTOR = 3.0  # norms after a spike to those before; medians of 20 healthy norms differ by less than 2
 EARLY_FACTOR = 50.0  # a norm in the warm-up to the run's median; first norms of healthy runs reach 15
 EARLY_WINDOW = 50  # first norms whose median counts too: the norm of a run that overfits falls to 0
+ACCUMULATED_GROWTH = 10.0  # of the norm over these; without zero_grad() it grows 26 to 32 times
+ACCUMULATED_CHANGE = (
+    0.1  # median relative change per step; 0.15 to 0.3 in healthy runs, 0.01 to 0.05 without zero_grad()
+)
 STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
 OVERFLOW_RATE = 0.05  # of a GradScaler: 1 in 2,000 after the first ones
 OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
@@ -25,6 +28,12 @@ OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
 LOSS_POINTS = 10  # fewer values have no course
 LOST_GAIN = 0.5  # share of the gain that is lost again; noise at a plateau is far below
 LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-to-step noise above it
+PEAK_FACTOR, PEAK_NOISE = 5.0, 20.0  # times the start, and times the step-to-step noise above it
+
+# Learning rate.
+RATE_RISE = 10.0  # times the largest rate of the first half until then; a warm-up, linear or by a cosine, reaches 3
+RATE_RISE_START = 1.5  # the same where the rise begins
+RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
 
 # Weights and their updates.
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
@@ -34,13 +43,14 @@ UPDATE_SPREAD, NOTED_SPREAD = 15.0, 12.0  # largest update ratio to the median; 
 # 100 times the learning rate
 LASTING_SHARE = 0.8  # of the second quarter's spread; that of biases and norms, which start at 0, falls by 0.7 or more
 RATIO_POINTS = 8  # measurements, for quarters to be compared
-# Names of attention keys' biases, whose gradient softmax cancels.
-KEY_BIAS = re.compile(r"(.*[._])?(k|key|keys)(_?(proj|projection|lin|linear))?\.bias|.*\.(w_?k|to_k)\.bias")
-FEW_VANISHING, VANISHING_SHARE = 2, 1 / 3  # gradients that vanish from the start: a convolution's before a BatchNorm
+FEW_VANISHING, VANISHING_SHARE = 2, 1 / 3  # gradients that vanish from the start: a convolution's bias before a
+# BatchNorm, and that of an attention's keys, which softmax cancels
+SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
 
 # Layers.
 DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3
 MOSTLY_DEAD_FRACTION = 0.9
+CALM = 10.0  # times the first gradient norm; norms beyond it precede units that a too large learning rate kills
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks
 USUAL_ACTIVATION = 20.0  # a standard deviation that is not too large, whatever the others are
 LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever the others are

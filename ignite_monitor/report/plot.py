@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,38 +143,23 @@ def _own(run: Run) -> Iterator[Panel]:
     """Panels of the user's own metrics by the last word of their names, losses first."""
     panels: dict[str, list[str]] = defaultdict(list)
     for name in run.own:
-        panels[_last_word(name)].append(name)
+        panels[re.sub(r"/(group_)?\d+$", "", name).rpartition("/")[2]].append(name)
     for word, names in sorted(panels.items(), key=lambda entry: ("loss" not in entry[0].lower(), natural(entry[0]))):
         lines = [Line(name, run.own[name], name) for name in sorted(names, key=natural)]
         yield Panel(names[0] if len(names) == 1 else word, lines)
 
 
-def _last_word(name: str) -> str:
-    head, _, last = name.rpartition("/")
-    return _last_word(head) if head and re.fullmatch(r"(group_)?\d+", last) else last
-
-
-def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False, dark: bool = False) -> None:
+def draw(picture: Picture, path: str | Path, title: str = "", dark: bool = False) -> None:
     """Write a figure of a run.
 
     Args:
         path: the file; its ending selects the format (png, pdf, svg).
-        log: whether every panel has a logarithmic scale, and not only those whose values span decades.
         dark: whether the background is dark.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.style import context
-    except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise ModuleNotFoundError(
-            "A figure needs matplotlib: pip install 'ignite-monitor[cli]'", name="matplotlib"
-        ) from error
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.style import context
+
     count = len(picture.panels)
     columns = min(count, 2 if count <= 8 else 3 if count <= 24 else 4)
     rows = math.ceil(count / columns)
@@ -192,7 +177,7 @@ def draw(picture: Picture, path: str | Path, title: str = "", log: bool = False,
             above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
         for index, panel in enumerate(picture.panels, 1):
             with np.errstate(all="ignore"):
-                _panel(body.add_subplot(rows, columns, index), panel, picture, log)
+                _panel(body.add_subplot(rows, columns, index), panel, picture)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
@@ -210,13 +195,13 @@ def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str | No
     return lines
 
 
-def _panel(axes: Axes, panel: Panel, picture: Picture, log: bool) -> None:
+def _panel(axes: Axes, panel: Panel, picture: Picture) -> None:
     from matplotlib import colormaps
 
     axes.set_title(_shortened(printable(panel.title), 52), loc="left", parse_math=False)
     lines, count, handles = panel.lines, len(panel.lines), []
     values = np.concatenate([line.series.finite.values for line in lines])
-    _scale(axes, values, log)
+    _scale(axes, values)
     for place, line in enumerate(lines):
         points = line.style == "points" or len(line.series.finite.steps) <= 2
         (handle,) = axes.plot(
@@ -248,7 +233,7 @@ def _drawable(values: Array) -> Array:
     return np.where(np.isfinite(values), np.sign(values) * sizes, np.nan)
 
 
-def _scale(axes: Axes, values: Array, log: bool) -> None:
+def _scale(axes: Axes, values: Array) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
@@ -258,9 +243,9 @@ def _scale(axes: Axes, values: Array, log: bool) -> None:
     elif not len(sizes):
         axes.set_ylim(-0.05, 1)
         axes.set_yticks([0, 1])
-    elif (values >= 0).all() and (values == 0).mean() < 0.5 and (log or sizes.max() / sizes.min() > 10**LOG_DECADES):
+    elif (values >= 0).all() and (values == 0).mean() < 0.5 and sizes.max() / sizes.min() > 10**LOG_DECADES:
         axes.set_yscale("log", nonpositive="mask")
-    elif log or sizes.max() > SIGNED_RANGE * np.median(sizes):
+    elif sizes.max() > SIGNED_RANGE * np.median(sizes):
         axes.set_yscale("symlog", linthresh=float(max(np.quantile(sizes, 0.05), sizes.max() * 1e-8)))
     elif (values == np.round(values)).all() and np.ptp(values) < 10:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
@@ -286,26 +271,15 @@ def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> 
     if len(lines) == 1 and not marks and lines[0].label in panel.title:
         return
     chosen = range(len(lines)) if len(lines) <= FEW else (0, len(lines) - 1)
-    names = _short([printable(line.label) for line in lines])
     shown = [*(handles[index] for index in chosen), *marks]
+    names = [*(_shortened(printable(lines[index].label), 36) for index in chosen), *words]
     options: Any = {"fontsize": 8, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
     place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
     # Texts are set afterwards: matplotlib skips labels that begin with an underscore.
     legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **options)
-    for text, label in zip(legend.get_texts(), [*(names[index] for index in chosen), *words], strict=True):
+    for text, label in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)
         text.set_text(label)
-
-
-def _short(labels: list[str], length: int = 36) -> list[str]:
-    """Labels without their common beginning, and without their middles if they are long."""
-    parts = [label.split(".") for label in labels]
-    common = 0
-    if len(labels) > 1 and Counter(labels).most_common(1)[0][1] == 1:
-        while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
-            common += 1
-        common -= common and any(part[common][:1].isdecimal() for part in parts)  # h.0, not 0
-    return [_shortened(("…" if common else "") + ".".join(part[common:]), length) for part in parts]
 
 
 def _shortened(text: str, length: int) -> str:

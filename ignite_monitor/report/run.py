@@ -66,6 +66,11 @@ class Series(NamedTuple):
         values = self.finite.values
         return float(values[-1]) if len(values) else math.nan
 
+    @property
+    def first_step(self) -> float:
+        """The first iteration, infinite if there is none."""
+        return float(self.steps[0]) if self else math.inf
+
     def at(self, steps: Array) -> Array:
         """Return the values at some steps, NaN where there is none."""
         if not self:
@@ -103,7 +108,7 @@ class Recorded:
         """Return the series of a key, empty if it was not recorded."""
         return self.series.get(key, Series())
 
-    def each(self, pattern: str) -> dict[str, Series]:
+    def items(self, pattern: str) -> dict[str, Series]:
         """Return layer or parameter -> its finite series, for a pattern such as ``activation/{}/std``."""
         start, _, end = pattern.partition("{}")
         return {

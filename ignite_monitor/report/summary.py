@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ignite_monitor.report import layers, training
-from ignite_monitor.report.finding import Finding, in_order, number, plural
-from ignite_monitor.report.gradients import gradient_findings, norms, value_spikes
+from ignite_monitor.report.finding import Finding, in_order, plural
+from ignite_monitor.report.gradients import gradient_findings, value_spikes
 from ignite_monitor.report.run import Recorded, Run, Series, natural
 
-VERSION = 3
+VERSION = 4
 """Version of the JSON; raised when a key changes its meaning or is removed."""
 
 MATTERS = 0.05  # relative difference of two values
@@ -22,11 +22,11 @@ NOISE = 2.0  # ratio of the difference to the noise within the runs
 
 RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),
-    "spike": (value_spikes, training.lost_value),
+    "spike": (value_spikes, training.monitored_value),
     "weights": (layers.frozen, layers.update_ratios),
     "activation": (layers.nonfinite, layers.dead, layers.outliers, layers.collapsed, layers.large_logits),
     "replicas": (training.disagreement,),
-    "step": (layers.group_rates,),
+    "step": (layers.group_rates, layers.shrinking),
     "rcc": (layers.coordinate_check,),
     "spectral": (layers.spectral,),
     "noise scale": (training.noise_scale,),
@@ -38,9 +38,10 @@ RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
 def find(run: Run) -> list[Finding]:
     """Return the findings of a run in the order of what happened; notes last."""
     findings = [*training.curves(run), *training.rolled_back(run), *layers.persistent(run)]
-    findings += [
-        finding for monitor in run.monitors for rule in RULES.get(monitor.kind, ()) for finding in rule(monitor, run)
-    ]
+    for monitor in run.monitors:
+        for rule in RULES.get(monitor.kind, ()):
+            findings += rule(monitor, run)
+    findings += training.rate_rises(run, findings)
     if not any(monitor.get("norm") or monitor.get("stepped") for monitor in run.of("grad")):
         what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
         findings.append(Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger."))
@@ -68,22 +69,13 @@ def assessment(findings: list[Finding], monitored: bool) -> str:
 
 
 def measured(run: Run) -> list[str]:
-    """Describe the measurements in the file."""
+    """Describe the measurements in the file: the metrics of each monitor and the number of its iterations."""
     words = []
     for monitor in run.monitors:
-        known = norms(monitor) if monitor.kind == "grad" else None
-        if known is not None:
-            values = known.norm.finite.values
-            between = f", {number(values.min(), 3)} to {number(values.max(), 3)}" if len(values) else ""
-            words.append(f"{plural(len(known.norm.steps), 'gradient norm')} ({monitor.name('norm')}{between})")
-        if frozen := monitor.get("frozen_count"):
-            words.append(f"weight updates in {plural(len(frozen.steps), 'iteration')} ({monitor.name('*')})")
-        counts = {
-            ("module", "activation/*"): len(monitor.modules),
-            ("attention head", "attention_entropy/*"): len(monitor.each("attention_entropy/{}")),
-            ("layer", "weight_update/*"): len(monitor.each("weight_update/{}")),
-        }
-        words += [f"{plural(count, what)} ({monitor.name(key)})" for (what, key), count in counts.items() if count]
+        count = max(len(series.steps) for series in monitor.series.values())
+        name = f" ({monitor.name('*')})" if monitor.root else ""
+        metrics = plural(len(monitor.series), f"{monitor.kind} metric")
+        words.append(f"{metrics}{name} in {plural(count, 'iteration')}")
     return words
 
 
@@ -155,8 +147,6 @@ class Difference(NamedTuple):
     name: str
     a: float  # median of its last tenth in the first run
     b: float  # and in the second
-    best_a: float  # smallest value of a loss, largest of an accuracy; NaN if the name does not tell
-    best_b: float
     relative: float  # (b - a) / max(|a|, |b|); NaN if one is non-finite
     matters: bool  # whether the difference is more than noise
 
@@ -195,20 +185,16 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
 
 
 def _difference(name: str, *runs: Series) -> Difference:
-    until, better = min(series.steps[-1] for series in runs), training.direction(name)
+    until = min(series.steps[-1] for series in runs)
     parts = [series.part(series.steps <= until) for series in runs]
     if not all(parts):
-        return Difference(name, math.nan, math.nan, math.nan, math.nan, math.nan, False)
+        return Difference(name, math.nan, math.nan, math.nan, False)
     a, b = (part.tail.median if np.isfinite(part.values[-1]) else float(part.values[-1]) for part in parts)
-    # The smallest value of a loss, the largest of an accuracy.
-    best_a, best_b = (better * max((better * part.finite.values).tolist() or [math.nan]) for part in parts)
     gap, size = abs(b - a), max(abs(a), abs(b))
-    if math.isfinite(gap):
-        noise = max(float(np.median(np.abs(part.tail.values - part.tail.median))) for part in parts)
-        relative, matters = (b - a) / size if size else 0.0, gap > MATTERS * size and gap > NOISE * noise
-    else:
-        relative, matters = math.nan, repr(a) != repr(b)
-    return Difference(name, a, b, best_a if better else math.nan, best_b if better else math.nan, relative, matters)
+    if not math.isfinite(gap):
+        return Difference(name, a, b, math.nan, repr(a) != repr(b))
+    noise = max(float(np.median(np.abs(part.tail.values - part.tail.median))) for part in parts)
+    return Difference(name, a, b, (b - a) / size if size else 0.0, gap > MATTERS * size and gap > NOISE * noise)
 
 
 def _findings_json(summary: Summary) -> list[dict[str, Any]]:

@@ -9,17 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report.finding import Finding, listed, number, plural
 from ignite_monitor.report.summary import Comparison, Difference, Statistics, Summary, assessment
-
-try:
-    from rich import box
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-    from rich.text import Text
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("This needs rich: pip install 'ignite-monitor[cli]'", name="rich") from error
 
 if TYPE_CHECKING:
     from ignite_monitor.spike_recorder.record import SpikeRecord
@@ -30,14 +27,10 @@ STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("
 
 def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
     """Describe a run: findings, measurements, and a table of its metrics."""
-    count = len(summary.metrics)
-    head = f": iterations {summary.first} to {summary.last}, {plural(count, 'metric')}"
-    rows = [_statistics(name, numbers) for name, numbers in summary.metrics.items()][: None if every else ROWS]
-    table = _table(("metric", "first", "last", "min", "max", "count"), rows)
-    parts = [Text.assemble((printable(summary.file), "bold"), head), Text(), *findings_text(summary), Text(), table]
-    if len(rows) < count:
-        parts.append(Text(f"{count - len(rows)} of {count} metrics are not in the table: --all shows them.", "dim"))
-    return parts
+    head = f": iterations {summary.first} to {summary.last}, {plural(len(summary.metrics), 'metric')}"
+    rows = [_statistics(name, numbers) for name, numbers in summary.metrics.items()]
+    table = _table(("metric", "first", "last", "min", "max", "count"), rows, every)
+    return [Text.assemble((printable(summary.file), "bold"), head), Text(), *findings_text(summary), Text(), *table]
 
 
 def findings_text(summary: Summary) -> list[RenderableType]:
@@ -57,8 +50,7 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
     for letter, run in zip("AB", comparison.runs, strict=True):
         parts.append(Text.assemble((f"{letter} {printable(run.file)}", "bold"), f": to iteration {run.last}"))
         parts += map(_finding, run.findings)
-        if not run.findings:
-            parts.append(Text("  nothing unusual", "green"))
+        parts += [] if run.findings else [Text("  nothing unusual", "green")]
         parts.append(Text())
     differences = comparison.differences
     if differences:
@@ -66,11 +58,7 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
         until = f", up to iteration {comparison.until} where one is longer" if unequal else ""
         matter = sum(difference.matters for difference in differences)
         parts.append(Text(f"{matter} of {len(differences)} metrics that are in both differ by more than noise{until}:"))
-        kept = differences if every else differences[:ROWS]
-        parts.append(_table(("metric", "A", "B", "B to A", "best A", "best B"), map(_difference, kept)))
-        if len(kept) < len(differences):
-            omitted = len(differences) - len(kept)
-            parts.append(Text(f"{omitted} more metrics are not in the table: --all shows them.", "dim"))
+        parts += _table(("metric", "A", "B", "B to A"), list(map(_difference, differences)), every)
         parts.append(Text("A and B are medians of a metric's last tenth.", "dim"))
     else:
         parts.append(Text("No metric is in both."))
@@ -109,17 +97,18 @@ def _finding(finding: Finding) -> RenderableType:
     return grid
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of names and numbers; only the names are folded on a narrow terminal."""
-    rows = list(rows)
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], every: bool) -> list[RenderableType]:
+    """A table of names and numbers, at most ROWS of them; only the names are folded on a narrow terminal."""
+    kept = rows if every else rows[:ROWS]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     table.add_column(header[0], overflow="fold", min_width=12)
     for column, name in enumerate(header[1:], 1):
-        widest = max(len(row[column]) for row in rows)
-        table.add_column(name, justify="right", no_wrap=True, min_width=widest)
-    for name, *cells in rows:
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(row[column]) for row in kept))
+    for name, *cells in kept:
         table.add_row(Text(printable(name)), *map(Text, cells))
-    return table
+    if len(kept) == len(rows):
+        return [table]
+    return [table, Text(f"{len(rows) - len(kept)} of {len(rows)} metrics are not in the table: --all shows them.")]
 
 
 def _statistics(name: str, numbers: Statistics) -> list[str]:
@@ -131,8 +120,7 @@ def _statistics(name: str, numbers: Statistics) -> list[str]:
 def _difference(it: Difference) -> list[str]:
     ratio = it.b / it.a if it.a and math.isfinite(it.a) and math.isfinite(it.b) else math.nan
     change = f"{100 * (ratio - 1):+.1f} %" if 0.5 <= ratio <= 2 else f"x {ratio:.3g}" if math.isfinite(ratio) else ""
-    best = ["" if math.isnan(value) else _cell(value) for value in (it.best_a, it.best_b)]
-    return [f"{it.name}{'' if it.matters else '  (noise)'}", _cell(it.a), _cell(it.b), change, *best]
+    return [f"{it.name}{'' if it.matters else '  (noise)'}", _cell(it.a), _cell(it.b), change]
 
 
 def _cell(value: float) -> str:

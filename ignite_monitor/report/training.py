@@ -1,37 +1,32 @@
-"""Findings about losses, rollbacks, batch size, curvature and ranks."""
+"""Findings about losses, rollbacks, learning rates, batch size, curvature and ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, iterations, number, steps, times
+from ignite_monitor.report.finding import KINDS, Finding, iterations, number, times
 from ignite_monitor.report.run import Recorded, Run, Series
 
-_SUFFIX = r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$"
-SMALLER_IS_BETTER = re.compile(
-    rf"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer){_SUFFIX}", re.IGNORECASE
-)
-LARGER_IS_BETTER = re.compile(
-    r"(^|[^a-z])(acc|accuracy|top\d|f1|precision|recall|auc|auroc|roc_auc|bleu|rouge|iou|miou|dice|map|psnr|ssim|r2|"
-    rf"reward|return){_SUFFIX}",
+LOSS = re.compile(
+    r"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer)"
+    r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$",
     re.IGNORECASE,
 )
 
 
-def direction(name: str) -> int:
-    """Return -1 if smaller values of a metric are better, 1 if larger are, 0 if the end of its name does not tell."""
-    last = name.rpartition("/")[2]
-    return -1 if SMALLER_IS_BETTER.search(last) else 1 if LARGER_IS_BETTER.search(last) else 0
+def is_loss(name: str) -> bool:
+    """Check whether the end of a metric's name says that smaller values are better."""
+    return LOSS.search(name.rpartition("/")[2]) is not None
 
 
 def curves(run: Run) -> Iterator[Finding]:
-    """The user's own metrics that are non-finite, and losses that rose again."""
+    """The user's own metrics that are non-finite, and the course of losses."""
     for name, series in run.own.items():
         bad = ~np.isfinite(series.values)
         if bad.any():
@@ -39,37 +34,48 @@ def curves(run: Run) -> Iterator[Finding]:
             where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.where(bad))}"
             numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
             what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
-            problem = stays and direction(name) < 0
-            severity = "problem" if problem else "note" if bad.all() else "warning"
-            at, values = steps(series.where(bad)), {"count": int(bad.sum())}
-            yield Finding("nonfinite_metric", severity, what, (name,), at, values)
-        if direction(name) < 0:
-            yield from _lost(name, series.finite)
+            severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
+            yield Finding("nonfinite_metric", severity, what, (name,), series.where(bad), {"count": int(bad.sum())})
+        if is_loss(name):
+            yield from course(name, series)
 
 
-def lost_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """A SpikeMonitor's value that ended far above its best."""
-    yield from _lost(monitor.name("value"), monitor.get("value").finite)
+def monitored_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """The course of a SpikeMonitor's value."""
+    yield from course(monitor.name("value"), monitor.get("value"))
 
 
-def _lost(name: str, series: Series) -> Iterator[Finding]:
-    if len(series.values) < limits.LOSS_POINTS:
+def course(name: str, series: Series) -> Iterator[Finding]:
+    """A loss that ended far above its best, or that was far above its start for a while; a finite one."""
+    if len(series.values) < limits.LOSS_POINTS or not np.isfinite(series.values[-1]):
         return
+    series = series.finite
     begin, end, smooth = series.head.median, series.tail.median, _smoothed(series)
-    lowest, best = int(smooth.steps[smooth.values.argmin()]), float(smooth.values.min())
+    lowest, best = int(smooth.values.argmin()), float(smooth.values.min())
     noise = float(np.median(np.abs(np.diff(series.values))))
     gained, lost = begin - best, end - best
     much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
+    numbers = {"first": begin, "best": best, "end": end}
+    advice = "Lower the learning rate, or use a warm-up." if lowest < len(series.head.values) else ""
+    # The iteration from which on it stays above the middle between its best and its end.
+    rise = smooth.since(smooth.values > best + lost / 2) if lost > 0 else 0
+    peak = int(series.values.argmax())
     if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
-        kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
+        what = f"ended above its start, at {number(end)} after {number(begin)}"
+        what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
+        yield Finding("loss_rose", "problem", what, (name,), (rise,), numbers, advice)
     elif gained > 0 and (much or far):
-        kind, severity = "loss_rose_again", "warning"
         what = f"fell from {number(begin)} to {number(best)} and rose again to {number(end)}"
-    else:
-        return
-    what = f"{printable(name)} {what}; it was lowest about iteration {lowest}."
-    yield Finding(kind, severity, what, (name,), (lowest,), {"first": begin, "best": best, "end": end})
+        what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
+        yield Finding("loss_rose_again", "warning", what, (name,), (rise,), numbers)
+    elif peak >= len(series.head.values) and series.values[peak] > max(
+        limits.PEAK_FACTOR * begin, begin + limits.PEAK_NOISE * noise
+    ):
+        size, step = float(series.values[peak]), series.steps[peak]
+        what = f"{printable(name)} was {number(size)} in iteration {step}, far above its start of {number(begin)}, "
+        what += f"and ended at {number(end)}."
+        yield Finding("loss_peak", "warning", what, (name,), (step,), {"first": begin, "peak": size, "end": end})
 
 
 def _smoothed(series: Series) -> Series:
@@ -88,18 +94,23 @@ class Rollback(NamedTuple):
     discarded: int
     name: str
 
+    @property
+    def end(self) -> int:
+        """The last iteration that was discarded."""
+        return self.step + self.discarded
+
 
 def rollbacks(run: Run) -> list[Rollback]:
     """Return the rollbacks of a run."""
-    found = []
+    events = []
     for monitor in run.of("rollback"):
         count, restored, discarded = map(monitor.get, ("count", "restored_iteration", "discarded_count"))
         at = np.intersect1d(count.steps[np.diff(count.values, prepend=0.0) > 0], restored.steps)
         before = [discarded.values[discarded.steps < step].max(initial=0.0) for step in at]
-        left = np.diff(before, append=discarded.values.max(initial=0.0))
-        for step, target, more in zip(at, restored.at(at), left, strict=True):
-            found.append(Rollback(int(step), int(target), int(more), monitor.name("count")))
-    return found
+        more = np.diff(before, append=discarded.values.max(initial=0.0))
+        for step, target, left in zip(at, restored.at(at), more, strict=True):
+            events.append(Rollback(int(step), int(target), int(left), monitor.name("count")))
+    return events
 
 
 def rolled_back(run: Run) -> Iterator[Finding]:
@@ -110,29 +121,55 @@ def rolled_back(run: Run) -> Iterator[Finding]:
         yield Finding("rolled_back", "warning", what, (name,), (step,), {"target": target, "discarded": discarded})
 
 
+def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Learning rates that rose far above earlier ones, with damage during the rise or soon after."""
+    follows = [it.onset for it in findings if it.severity != "note" and "rate_rose" in KINDS[it.kind].follows]
+    for monitor in run.of("step"):
+        for group, rates in monitor.items("lr/{}").items():
+            highest = np.maximum.accumulate(rates.values)
+            # The largest rate of the first half until each measurement, at least the first one.
+            half = highest[np.maximum(np.searchsorted(rates.steps, rates.steps / 2, "right") - 1, 0)]
+            factors = np.divide(rates.values, half, out=np.zeros(len(half)), where=half > 0)
+            if not factors.max() >= limits.RATE_RISE:
+                continue
+            high = int(np.argmax(factors >= limits.RATE_RISE))
+            low = int(np.flatnonzero(factors[:high] < limits.RATE_RISE_START)[-1])  # the first factor is 1
+            end = high + int(np.argmin(np.append(np.diff(rates.values[high:]) > 0, False)))
+            begin, until = int(rates.steps[low]) + 1, int(rates.steps[end])
+            distance = max(limits.RATE_EFFECT, int(np.diff(rates.steps)[0]))
+            if not any(begin <= onset <= until + distance for onset in follows):
+                continue
+            name, first, most = monitor.name(f"lr/{group}"), float(rates.values[low]), float(rates.values[end])
+            what = f"The learning rate of parameter {printable(group).replace('_', ' ')} rose {times(most / first)} "
+            what += f"({name}), from {number(first, 3)} to {number(most, 3)}, in "
+            what += f"{iterations(np.arange(begin, until + 1))}, and damage followed."
+            yield Finding("rate_rose", "problem", what, (name,), (begin,), {"before": first, "largest": most})
+
+
 def noise_scale(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Batch size against the noise scale."""
     numbers = {key: monitor.get(key).last for key in ("value", "low", "high", "batch")}
     value, low, high, batch = numbers.values()
     if not (low > 0 and batch > 0):
         return
+    what, advice = "a larger batch saves steps and a smaller one saves data.", ""
     if limits.BATCH_FACTOR * batch < low:
-        kind, what = "small_batch", "twice the batch should need at least 40 % fewer steps."
+        what = "twice the batch should need at least 40 % fewer steps."
+        advice = "Use larger batches if devices allow it, with a learning rate to match."
     elif batch > limits.BATCH_FACTOR * high:
-        kind, what = "large_batch", "half the batch should need at most 20 % more steps."
-    else:
-        kind, what = "batch_size", "a larger batch saves steps and a smaller one saves data."
+        what = "half the batch should need at most 20 % more steps."
+        advice = "Use smaller batches if device time matters."
     scale = f"The noise scale is {number(value, 3)} items ({number(low, 3)} to {number(high, 3)}, "
     what = f"{scale}{monitor.name('value')}), and a step uses {number(batch, 3)}: {what}"
-    yield Finding(kind, "note", what, tuple(map(monitor.name, numbers)), values=numbers)
+    yield Finding("batch_size", "note", what, tuple(map(monitor.name, numbers)), (), numbers, advice)
 
 
 def curvature(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Sharpness above the stability threshold of the learning rate, or near it, in most recent measurements."""
-    largest, limit = monitor.get("hessian_max_eigenvalue").finite, monitor.get("stability_threshold")
-    key = "hessian_max_eigenvalue"
-    if monitor.get("hessian_max_eigenvalue_preconditioned"):
-        key, largest = f"{key}_preconditioned", monitor.get("hessian_max_eigenvalue_preconditioned").finite
+    key, limit = "hessian_max_eigenvalue", monitor.get("stability_threshold")
+    if monitor.get(f"{key}_preconditioned"):
+        key = f"{key}_preconditioned"
+    largest = monitor.get(key).finite
     latest = largest.part(slice(-limits.CURVATURE_MEASUREMENTS, None))
     share = float(np.median(latest.values / limit.at(latest.steps))) if latest else 0.0
     if len(latest.steps) < limits.CURVATURE_MEASUREMENTS or not share > limits.CURVATURE_NEAR:
@@ -142,7 +179,7 @@ def curvature(monitor: Recorded, run: Run) -> Iterator[Finding]:
     what += f"{number(largest.last, 3)}, {names[1]} {number(limit.last, 3)})"
     values = {"hessian_max_eigenvalue": largest.last, "limit": limit.last}
     if share > limits.CURVATURE:
-        yield Finding("large_curvature", "warning", f"{what}.", names, steps(latest.steps), values)
+        yield Finding("large_curvature", "warning", f"{what}.", names, latest.steps, values)
     else:
         what += ": with small batches, with momentum and with Adam the loss rises not much later."
         yield Finding("near_curvature", "note", what, names, values=values)
@@ -155,4 +192,4 @@ def disagreement(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if len(at):
         most = f", in up to {int(counts.values.max())} tensors" if counts else ""
         what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."
-        yield Finding("ranks_differ", "problem", what, (name,), steps(at), {"measurements": len(at)})
+        yield Finding("ranks_differ", "problem", what, (name,), at, {"measurements": len(at)})

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from ignite_monitor.report.summary import find, healthy, measured
+from ignite_monitor.report.gradients import norms
+from ignite_monitor.report.summary import find, healthy
 from tests.report._runs import calm_norms, found, grad, make_run, only, rollback, series, weights, with_spike
 
 ALL = range(1, 201)
@@ -121,8 +122,11 @@ def test_consecutive_spikes_are_a_regime_change(length, resets):
     norms[100 : 100 + length] = 60
     findings = found(grad(norms, range(101, 101 + length)), "regime_change")
     assert [finding.iterations for finding in findings] == resets
-    rolled_back = grad(norms, range(101, 101 + length)) | rollback([(110, 90, 0)])
-    assert found(rolled_back, "regime_change") == []
+    for event in ((110, 90, 0), (103, 90, 12)):
+        rolled_back = grad(norms, range(101, 101 + length)) | rollback([event])
+        assert found(rolled_back, "regime_change") == []
+    before = grad(norms, range(101, 101 + length)) | rollback([(80, 50, 12)])
+    assert [finding.iterations for finding in found(before, "regime_change")] == resets
 
 
 def test_spikes_of_partial_gradients_count_once_per_step():
@@ -138,7 +142,7 @@ def test_spikes_of_partial_gradients_count_once_per_step():
     run |= {"grad/spike": series(flags), "grad/spike_count": series(counts)}
     assert (flags.sum(), counts[-1]) == (27, 11)
     assert only(run, "spikes").values["count"] == 11
-    assert "100 gradient norms" in " ".join(measured(make_run(run)))
+    assert norms(make_run(run).of("grad")[0]).norm.steps.tolist() == [*range(4, 401, 4)]
 
 
 # Other findings
@@ -158,9 +162,11 @@ def test_finite_and_nonfinite_spikes_are_counted_apart():
 def test_gradients_that_stay_nonfinite_are_a_problem():
     norms = calm_norms()
     norms[150:] = math.nan
-    assert only(grad(norms, range(151, 201)), "nonfinite_gradients").severity == "problem"
+    finding = only(grad(norms, range(151, 201)), "nonfinite_gradients")
+    assert (finding.severity, finding.action[:51]) == ("problem", "Restore a checkpoint from before, and inspect the b")
     all_nan = grad(np.full(50, math.nan), range(1, 51), thresholds=math.nan)
     assert healthy(find(make_run(all_nan))) is False
+    assert only(all_nan, "nonfinite_gradients").action.startswith("Lower the learning rate")
 
 
 @pytest.mark.parametrize(("count", "severity"), [(1, "note"), (20, "note"), (21, "warning")])
@@ -215,6 +221,16 @@ def test_norms_of_the_warm_up_are_compared_with_the_run(factor, iterations):
     findings = found(run)
     assert [finding.kind for finding in findings] == ["early_norms"] * len(iterations)
     assert [finding.iterations for finding in findings] == iterations
+
+
+@pytest.mark.parametrize(
+    ("growth", "change", "expected"), [(12, 0.0, 1), (9, 0.0, 0), (12, 0.04, 1), (12, 0.12, 0), (1 / 12, 0.0, 0)]
+)
+def test_norms_that_grow_smoothly_are_those_of_added_gradients(growth, change, expected):
+    signs = np.where(np.arange(50) % 2, 1.0, -1.0)
+    norms = np.append(growth ** (np.arange(50) / 49) * (1 + change * signs / 2), np.full(150, growth))
+    norms[0], norms[49] = 1.0, growth
+    assert len(found(grad(norms, thresholds=1e3), "no_zero_grad")) == expected
 
 
 # Without a threshold

@@ -12,7 +12,15 @@ from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn import functional as F
 
-from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, RCCHandler, WeightUpdateHandler, read_hdf5
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    HDF5Logger,
+    RCCHandler,
+    StepStatsHandler,
+    WeightUpdateHandler,
+    read_hdf5,
+)
 from ignite_monitor.demo import WIDTH, TinyGPT
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
@@ -70,19 +78,20 @@ def trained(path, model, data, optimizer, **options):
 
     Args:
         options: ``every`` how many iterations the weights and activations are looked at, ``accumulate`` over how many
-            iterations, ``damage(iteration, model)`` before an iteration, ``judged(model)`` the optimizer that
-            GradMonitor is given, ``iterations``.
+            iterations, ``damage(iteration, model, optimizer)`` before an iteration, ``judged(model)`` the optimizer
+            that GradMonitor is given, ``iterations``, ``zero`` whether gradients are reset.
     """
     given = SimpleNamespace(
-        **{"every": 5, "accumulate": 1, "damage": None, "judged": None, "iterations": ITERATIONS} | options
+        **{"every": 5, "accumulate": 1, "damage": None, "judged": None, "iterations": ITERATIONS, "zero": True}
+        | options
     )
     steps = optimizer(model)
 
     def train_step(engine, batch):
         iteration = engine.state.iteration
         if given.damage:
-            given.damage(iteration, model)
-        if (iteration - 1) % given.accumulate == 0:
+            given.damage(iteration, model, steps)
+        if given.zero and (iteration - 1) % given.accumulate == 0:
             steps.zero_grad()
         loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
         (loss / given.accumulate).backward()
@@ -96,9 +105,9 @@ def trained(path, model, data, optimizer, **options):
         monitor.attach(trainer)
         monitor.log_to(logger, trainer)
         others = [WeightUpdateHandler(model, steps), ActivationHandler(model, activations=True, attention=True)]
-        for each in [*others, RCCHandler(model)]:
-            each.attach(trainer, Events.ITERATION_STARTED(every=given.every))
-            each.log_to(logger, trainer)
+        for other in [*others, RCCHandler(model), StepStatsHandler(model, steps)]:
+            other.attach(trainer, Events.ITERATION_STARTED(every=given.every))
+            other.log_to(logger, trainer)
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
         trainer.run(data, epoch_length=given.iterations)
     return summarise("run.h5", Run(read_hdf5(path)))
@@ -139,7 +148,7 @@ def test_healthy_trainings_are_healthy_and_say_what_was_judged(train, name):
     assert summary.healthy is True, [finding.text for finding in summary.findings]
     said = words(summary)
     assert "Healthy: nothing in this run needs attention." in said
-    assert " gradient norms (grad/norm" in said
+    assert " grad metrics (grad/*) in " in said
 
 
 def test_a_language_model_that_was_wrecked_from_the_start(train):
@@ -154,11 +163,45 @@ def test_a_language_model_that_was_wrecked_from_the_start(train):
     assert "blocks.0" in of(summary, "activation_outlier").text
 
 
-def test_a_learning_rate_that_wrecks_the_model_before_the_first_look(train):
-    summary = train(TinyGPT(), text(), adam(1.0), every=20, iterations=60)
+def rates(factor):
+    """Multiply the learning rate in iteration 100."""
+
+    def change(iteration, model, optimizer):
+        optimizer.param_groups[0]["lr"] *= factor if iteration == 100 else 1
+
+    return change
+
+
+def detached():
+    model = mlp()
+    model[1].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+    return model
+
+
+# name: model, data, optimizer, options, the first finding
+SICK = {
+    "rate x 1000": (mlp, vectors, adam(1.0), {}, "early_norms"),
+    "rate x 1000, SGD": (mlp, vectors, sgd(1e4), {}, "nonfinite_gradients"),
+    "rate x 1000 in iteration 100": (mlp, vectors, adam(1e-3), {"damage": rates(1000)}, "rate_rose"),
+    "rate of 0": (mlp, vectors, adam(0.0), {}, "group_rate"),
+    "rate of 1e-9": (mlp, vectors, adam(1e-9), {}, "small_updates"),
+    "no zero_grad": (mlp, vectors, sgd(0.05, 0.9), {"zero": False}, "no_zero_grad"),
+    "weight decay": (
+        *(mlp, vectors, lambda model: torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=30.0), {}),
+        "weights_shrank",
+    ),
+    "no gradient": (detached, vectors, adam(1e-3), {}, "frozen_parameters"),
+    "gpt, rate x 500": (TinyGPT, text, adam(1.0), {"every": 20, "iterations": 60}, "loss_rose"),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_the_cause_comes_first(train, name):
+    model, data, optimizer, options, kind = SICK[name]
+    summary = train(model(), data(), optimizer, **options)
     assert summary.healthy is False
-    finding = of(summary, "activation_outlier")
-    assert finding.values["largest"] > 1000
+    assert summary.findings[0].kind == kind, [finding.text for finding in summary.findings]
+    assert "rate" not in name or "learning rate" in summary.findings[0].action
 
 
 def test_a_monitor_of_an_optimizer_that_makes_no_step(train):
@@ -178,7 +221,7 @@ def test_a_training_that_ends_in_the_warm_up(train):
 def test_the_module_that_makes_nan_is_named(train, name):
     """It is the first in the order of execution, in which ``norm_2`` comes after the attention."""
 
-    def damage(iteration, model):
+    def damage(iteration, model, optimizer):
         if iteration == 50:
             with torch.no_grad():
                 model.blocks[1].get_submodule(name).weight.view(-1)[0] = math.nan
@@ -196,7 +239,7 @@ def test_units_that_are_dead_from_the_start(train):
 
 
 def test_a_gradient_in_the_warm_up_that_wrecked_the_model(train):
-    def damage(iteration, model):
+    def damage(iteration, model, optimizer):
         if iteration == 7:
             with torch.no_grad():
                 model[0].weight.mul_(1000)
