@@ -26,7 +26,7 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
     "rate_rose": (
         "The learning rate rises too far, or too fast",
         "step_stats",
-        "at most {RATE_RISE:g} × the largest one of the first half until then, or no damage within {RATE_EFFECT} iterations",
+        "at most {RATE_RISE:g} × the largest of the first half until then, or no damage in {RATE_EFFECT} iterations",
         "",
     ),
     "no_zero_grad": (
