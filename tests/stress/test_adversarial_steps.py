@@ -24,6 +24,7 @@ from tests.stress._steps import (
     Backward,
     ByHand,
     Clip,
+    Closure,
     Estimated,
     Replace,
     Sam,
@@ -39,6 +40,8 @@ RULES = st.sampled_from([mean_std(0.5, 2, None), mean_std(1.0, 3, 0.9), RULE])
 CLIPPED = Setting("", ("sgd", "adamw"), watched=0, zeroing=False)
 GROWING = Setting("", ("sgd",), watched=0, zeroing=None)
 SECOND = Setting("", ("sgd", "adamw"), watched=1, zeroing=True)
+LBFGS = Setting("", ("lbfgs",), watched=0, zeroing=True)
+BOTH = Setting("", ("sgd", "adamw"), watched=None, zeroing=None)
 GAN = Setting("", ("sgd",), watched=0, zeroing=None, other=True)
 SPIKE = Backward("ab", factor=30.0)
 
@@ -171,6 +174,12 @@ def truth_of(training: Training, rule: Rule, said: list[Said]) -> tuple[list[Win
 @example(GAN, [[Backward("a"), Step(0)], [Backward("ab", through=True, factor=30.0), Step(1)]] * 2, RULE)
 @example(GAN, [[Backward("a"), Step(0), Backward("ab", through=True, factor=30.0), Step(1)]] * 2, RULE)
 @example(GAN, [[Backward("ab", through=True, factor=30.0), Step(1, 0.01), Step(0, 0.01)]] * 2, RULE)
+@example(SECOND, [[Backward("ab"), Step(0), Backward("ab"), Step(1), Backward("b"), Step(1)]] * 2, RULE)
+@example(LBFGS, [[Closure(0, "ab")]] * 3, RULE)
+@example(BOTH, [[Backward("a"), Step(0), Backward("ab", factor=30.0), Step(1)]] * 2, RULE)
+@example(
+    BOTH, [[Zero(0, "none"), Backward("a"), Step(0)], [Zero(1, "none"), Backward("b", body=False), Step(1)]] * 2, RULE
+)
 @examples(100)
 def test_any_train_step(setting, program, rule):
     check(setting, program, rule)

@@ -138,79 +138,6 @@ def test_ratio_is_of_what_the_train_step_did(name, given):
     run.check()
 
 
-def test_clipping_is_in_the_ratio_and_not_in_the_gradient():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-
-    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3, 10.0)).check()
-
-
-def test_parameter_groups_and_two_optimizers():
-    model = make_model()
-    first = torch.optim.SGD([
-        {"params": model[0].parameters(), "lr": 0.1},
-        {"params": model[1].parameters(), "lr": 0.0},
-    ])  # fmt: skip
-    second = torch.optim.AdamW(model[3].parameters())
-
-    def train_step(_, batch):
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        first.step()
-        second.step()
-
-    handler = WeightUpdateHandler(model)
-    run = Watched(model, train_step, handler).run(make_batches(5))
-    ratios = [summary([r for name, r in step.items() if name[0] != "1"]) for step in run.ratios]
-    assert [values["update_ratio_min"] for values in run.published] == pytest.approx([r["min"] for r in ratios])
-    assert [values["frozen_count"] for values in run.published] == [0.0] * 5
-    assert math.isnan(handler.diagnostics["1.weight"].update_ratio)
-    assert not math.isnan(handler.diagnostics["1.weight"].grad_norm)
-
-    only = WeightUpdateHandler(model, second)
-    Watched(model, train_step, only).run(make_batches(3)).check(only=lambda name: name[0] == "3")
-
-
-@pytest.mark.parametrize("steps", [2, 5])
-def test_several_steps_in_one_iteration(steps):
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def train_step(_, batch):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3)).check()
-
-
-def test_closure():
-    model, first = make_model(), {}
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def train_step(engine, batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            norms = {name: norm(parameter.grad) for name, parameter in model.named_parameters()}
-            first.setdefault(engine.state.iteration, norms)  # later evaluations are the line search's
-            return loss
-
-        optimizer.step(closure)
-
-    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(3))
-    run.norms = [*first.values()]
-    run.check()
-
-
 def normal(shape, seed, uneven=False):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if uneven:  # one element of three has nearly all of the weight
@@ -364,24 +291,6 @@ def test_not_frozen_because_it_was_not_to_move(why):
         assert all(values["update_ratio_min"] > 0 for values in run.published)
         assert math.isnan(handler.diagnostics["3.weight"].update_ratio)
         assert not handler.diagnostics["3.weight"].is_frozen
-
-
-def test_accumulation_iterations_have_gradients_and_no_ratio():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(engine, batch):
-        loss_of(model, batch).backward()
-        if engine.state.iteration % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run = Watched(model, train_step, WeightUpdateHandler(model, optimizer)).run(make_batches(8))
-    gradient_keys = {key for key in KEYS if not key.startswith(("update", "frozen"))}
-    assert [set(values) for values in run.published] == ([gradient_keys] * 3 + [KEYS]) * 2
-    run.check(3, 7)
-    assert [v["grad_max"] for v in run.published] == pytest.approx([max(n.values()) for n in run.norms], rel=1e-5)
-    assert [frozen_counts(run)[i] for i in (3, 7)] == [0, 0]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -599,64 +508,6 @@ def gradient_norms(handler):
     return {name: each.grad_norm for name, each in handler.diagnostics.items()}
 
 
-def two_parts():
-    torch.manual_seed(0)
-    return nn.ModuleDict({"a": nn.Linear(4, 3, bias=False), "b": nn.Linear(4, 3, bias=False)})
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_gradient_left_over_from_an_earlier_iteration_has_no_norm(given):
-    """Tasks in turn, of which only the one whose turn it is has its head zeroed and stepped."""
-    model = two_parts()
-    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
-    everything = torch.optim.SGD(model.parameters(), lr=0.1)
-    handler = WeightUpdateHandler(model, everything if given else None)
-    seen = []
-
-    def train_step(engine, batch):
-        name = "ab"[engine.state.iteration % 2]
-        optimizers[name].zero_grad()
-        model[name](torch.ones(2, 4)).square().sum().backward()
-        seen.append({f"{name}.weight": norm(model[name].weight.grad)})
-        optimizers[name].step()
-
-    engine = Engine(train_step)
-    handler.attach(engine)
-
-    @engine.on(Events.ITERATION_COMPLETED)
-    def look(_):
-        got = {name: value for name, value in gradient_norms(handler).items() if not math.isnan(value)}
-        assert got == pytest.approx(seen[-1])
-        assert float(handler.metrics["monitor/grad_min"]) == pytest.approx(min(seen[-1].values()))
-
-    engine.run(range(5))
-    assert len(seen) == 5
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.0])
-def test_gan_with_one_handler_has_the_norms_of_each_models_own_step(rate):
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"G": nn.Linear(2, 3, bias=False), "D": nn.Linear(3, 1, bias=False)})
-    of_g = torch.optim.SGD(model["G"].parameters(), lr=0.1)
-    of_d = torch.optim.SGD(model["D"].parameters(), lr=rate)
-    true = {}
-
-    def train_step(_, batch):
-        fake = model["G"](torch.randn(8, 2))
-        of_d.zero_grad()
-        (model["D"](fake.detach()).square().mean() - model["D"](torch.ones(8, 3)).mean()).backward()
-        true["D.weight"] = norm(model["D"].weight.grad)
-        of_d.step()
-        of_g.zero_grad()
-        (-1e3 * model["D"](fake)).mean().backward()
-        true["G.weight"] = norm(model["G"].weight.grad)
-        of_g.step()
-
-    handler = WeightUpdateHandler(model)
-    Watched(model, train_step, handler).run(range(3))
-    assert gradient_norms(handler) == pytest.approx(true)
-
-
 # Low precision
 
 
@@ -733,40 +584,6 @@ def test_master_copy_that_is_older_than_the_run(caplog):
 # Unusual parameters
 
 
-def test_tied_parameters_count_once():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
-    model[1].weight = model[0].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handler = WeightUpdateHandler(model, optimizer)
-    Watched(model, plain_step(model, optimizer), handler).run(make_batches(3)).check()
-    assert list(handler.diagnostics) == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
-
-
-def test_empty_scalar_integer_and_complex_parameters():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(5, 3)
-            self.empty = nn.Parameter(torch.zeros(0, 3))
-            self.scalar = nn.Parameter(torch.tensor(2.0))
-            self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-            self.integer = nn.Parameter(torch.arange(3), requires_grad=False)
-
-        def forward(self, x):
-            return self.scalar * self.inner(x) + self.complex.abs() + self.empty.sum()
-
-    torch.manual_seed(0)
-    model = Odd()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    handler = WeightUpdateHandler(model, optimizer)
-    run = Watched(model, plain_step(model, optimizer), handler).run(make_batches(4))
-    run.check(only=lambda name: name not in ("empty", "integer"))
-    assert frozen_counts(run) == [0] * 4
-    assert math.isnan(handler.diagnostics["empty"].update_ratio)
-    assert math.isnan(handler.diagnostics["integer"].update_ratio)
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex32], ids=str)
 def test_parameters_of_dtypes_that_torch_does_not_compute_with_are_left_alone(dtype):
@@ -802,19 +619,6 @@ def test_embedding_of_which_a_step_touches_few_rows(mode, sample_size):
     assert got.update_ratio == pytest.approx(run.ratios[-1]["0.weight"], rel=1e-4 if sample_size is None else 0.9)
     exact = sample_size is None or mode != "dense"
     assert got.grad_norm == pytest.approx(run.norms[-1]["0.weight"], rel=1e-4 if exact else 0.9)
-
-
-def test_non_contiguous_weights_and_gradients():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(3))
-    model(torch.randn(2, 3, 5, 5))
-    model.to(memory_format=torch.channels_last)
-    model[2].weight.data = model[2].weight.data.t().contiguous().t()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = [(torch.randn(2, 3, 5, 5), torch.randn(2, 3))] * 3
-    for sample_size in (None, 10_000):
-        handler = WeightUpdateHandler(model, sample_size=sample_size)
-        Watched(model, plain_step(model, optimizer), handler).run(batches).check()
 
 
 @pytest.mark.parametrize("change", ["append", "replace"])
@@ -932,15 +736,6 @@ def test_learning_rate_of_0_throughout_is_no_reason_for_a_warning(caplog):
         run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(3))
     assert frozen_counts(run) == [None] * 3
     assert not caplog.records
-
-
-def test_model_of_several_dtypes():
-    model = make_model()
-    model[3].double()
-    model[2].forward = lambda x: x.tanh().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = [(x, y.double()) for x, y in make_batches(3)]
-    Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(batches).check()
 
 
 # Arguments
