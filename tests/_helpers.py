@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger, BaseOutputHandler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,16 +46,64 @@ def split(batch: Batch, parts: int) -> Iterable[Batch]:
     return zip(*(each.chunk(parts) for each in batch), strict=True)
 
 
-def make_step(model: nn.Module, optimizer: Optimizer, parts: int = 1) -> Callable[[Engine, Batch], Tensor]:
-    def train_step(engine: Engine, batch: Batch) -> Tensor:
+def mse_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def make_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    parts: int = 1,
+    *,
+    loss_of: Callable[[nn.Module, Any], Tensor] = mse_loss,
+    scaler: Any = None,
+    clip: float | None = None,
+    before_step: Callable[[Engine], None] = lambda engine: None,
+) -> Callable[[Engine, Any], Tensor]:
+    """The train step of most tests.
+
+    Args:
+        parts: number of micro-batches; 1 hands the batch to ``loss_of`` as it is.
+        loss_of: loss of the model and a batch.
+        scaler: GradScaler; gradients are unscaled before they are clipped.
+        clip: largest norm of the gradients.
+        before_step: called with the engine before the optimizer's step.
+    """
+
+    def train_step(engine: Engine, batch: Any) -> Tensor:
         optimizer.zero_grad()
-        for x, y in split(batch, parts):
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-        optimizer.step()
+        for part in split(batch, parts) if parts > 1 else [batch]:
+            loss = loss_of(model, part)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None and clip is not None:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        before_step(engine)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         return loss.detach()
 
     return train_step
+
+
+def run_monitored(
+    train_step: Callable[[Engine, Any], Any], batches: Iterable[Any], *monitors: Any, event: Any = None
+) -> list[dict[str, float]]:
+    """Run a train step once over batches with monitors attached; return the metrics of every iteration as floats."""
+    engine, rows = Engine(train_step), []
+    for monitor in monitors:
+        monitor.attach(engine, event or Events.ITERATION_STARTED)
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        rows.append({name: float(value) for name, value in engine.state.metrics.items()})
+
+    engine.run(batches, max_epochs=1)
+    return rows
 
 
 def make_trainer(lr: float = 0.05, parts: int = 1) -> tuple[nn.Module, Optimizer, Engine]:

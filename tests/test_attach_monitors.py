@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer
-from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
 
 from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5, record
@@ -227,30 +226,6 @@ def test_bad_arguments_are_named(parts, bad, error, message):
     with pytest.raises(error, match=message):
         attach_monitors(**given)
     assert footprint(trainer, model, optimizer) == before
-
-
-def test_resumes_from_a_checkpoint(tmp_path):
-    def run(batches, saved=None):
-        torch.manual_seed(0)
-        model = nn.Linear(6, 3)  # without dropout, which a resumed run would draw anew
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
-        parts = {**attach_monitors(trainer, model, optimizer).monitors, "model": model, "optimizer": optimizer}
-        if saved is not None:
-            Checkpoint.load_objects(parts, torch.load(saved, weights_only=True))
-        norms = []
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda e: norms.append(float(e.state.metrics.get("grad/mean", -1)))
-        )
-        trainer.run(batches)
-        return norms, parts
-
-    batches = make_batches(30)
-    whole, _ = run(batches)
-    _, parts = run(batches[:20])
-    Checkpoint(parts, DiskSaver(str(tmp_path)), filename_pattern="state.pt")(Engine(lambda *_: None))
-    rest, _ = run(batches[20:], tmp_path / "state.pt")
-    assert rest == whole[20:]
 
 
 def test_what_is_cheap_is_there_and_the_rest_by_name():

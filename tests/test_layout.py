@@ -130,20 +130,6 @@ def test_only_scaling_imports_scaling():
     assert not outside
 
 
-def test_reports_are_of_numbers_and_know_no_torch():
-    found = imports_of("ignite_monitor/report", "ignite_monitor/cli", "ignite_monitor/schema", "ignite_monitor/keys")
-    assert found
-    assert [(file, name) for file, name in found if within(name, "torch", "ignite")] == []
-
-
-def test_only_the_demo_trains_for_the_command_line():
-    """It alone imports handlers, and is imported when it is asked for, not with the command line."""
-    source = ast.parse((ROOT / "ignite_monitor" / "cli.py").read_text(encoding="utf-8"))
-    at_once = {node.module for node in source.body if isinstance(node, ast.ImportFrom)}
-    assert "ignite_monitor.demo" not in at_once
-    assert [name for name in at_once if within(name, "ignite_monitor")] == []
-
-
 def test_modules_import_each_other_and_not_through_the_root():
     """A name from the root would hide which layer it is of, and make the import circular."""
     assert [(file, name) for file, name in imports_of("ignite_monitor") if goes_through_root(name)] == []

@@ -65,20 +65,6 @@ def data(size=8):
     return torch.randn(size, 6, generator=torch.Generator().manual_seed(1))
 
 
-def test_every_module_is_seen_with_the_built_in_set():
-    model = mlp()
-    reference = copy.deepcopy(model).double()
-    (published,) = run(model, activations=True)
-    x = data().double()
-    outputs = {}
-    for name, module in reference.named_children():
-        x = outputs[name] = module(x)
-    outputs["_root_"] = x
-    assert set(published) == {f"activation/{name}/{kind}" for name in outputs for kind in expected([x])}
-    for name, output in outputs.items():
-        assert part(published, f"activation/{name}") == pytest.approx(expected([output]), rel=1e-4), name
-
-
 def test_own_functions_with_their_own_choice_and_way():
     model = mlp()
     metrics = {
@@ -168,24 +154,6 @@ def test_what_checkpointing_repeats_is_no_second_pass(use_reentrant):
 
     (published,) = run(model, step, activations={"passes": Metric(lambda x: 1.0, aggregate="sum")})
     assert set(published.values()) == {1.0}
-
-
-def test_in_place_operations_come_too_late():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.relu = nn.Linear(6, 5), nn.ReLU(inplace=True)
-
-        def forward(self, x):
-            return self.relu(self.layer(x))
-
-    model = InPlace()
-    double = copy.deepcopy(model).double()
-    (published,) = run(model, activations={"mean": True, "smallest": lambda x: x.min()})
-    output = double.layer(data().double())
-    assert published["activation/layer/mean"] == pytest.approx(output.mean().item(), rel=1e-4)
-    assert published["activation/layer/smallest"] == pytest.approx(output.min().item(), rel=1e-4)
-    assert published["activation/relu/mean"] == pytest.approx(output.relu().mean().item(), rel=1e-4)
 
 
 def test_eval_mode_and_pauses_are_not_seen():
@@ -611,45 +579,6 @@ def test_one_warning_where_no_attention_is_measured(kind, caplog):
     messages = [message for message in caplog.messages if "attention" in message]
     assert len(messages) == bool(wanted)
     assert all(text in message for message in messages for text in wanted)
-
-
-# Loggers
-
-
-def test_tensorboard_has_every_name_as_it_is(tmp_path):
-    from ignite.handlers.tensorboard_logger import TensorboardLogger
-
-    from tests._helpers import scalars
-
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ModuleDict({"a b": nn.Linear(6, 4), "a_b": nn.Linear(6, 4)})
-
-        def forward(self, x):
-            return {"x y": self.inner["a b"](x) + self.inner["a_b"](x)}
-
-    model = Odd()
-    handler = ActivationHandler(
-        model, activations=True, gradients=True, parameters=True, parameter_differences=True, reference="init"
-    )
-
-    def step(engine, x):
-        model(x)["x y"].sum().backward()
-
-    engine = Engine(step)
-    with TensorboardLogger(log_dir=tmp_path) as logger:
-        handler.log_to(logger, engine)
-        handler.attach(engine)
-        engine.run([data()])
-    assert {name: points[0][1] for name, points in scalars(tmp_path).items()} == pytest.approx(
-        {name: float(value) for name, value in handler.metrics.items()}, rel=1e-6
-    )
-    families = {name.partition("/")[0] for name in handler.metrics}
-    assert families == {"activation", "gradient", "parameter", "parameter_difference"}
-    assert {"activation/inner.a_b/mean", "activation/inner.a_b_2/mean", "activation/_root_/x_y/mean"} <= {
-        *handler.metrics
-    }
 
 
 # Units and micro-batches

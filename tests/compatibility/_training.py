@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
@@ -143,11 +143,3 @@ def call(model: nn.Module, batch: dict[str, Any]) -> Any:
         *(value for key, value in batch.items() if key.isdigit()),
         **{key: value for key, value in batch.items() if not key.isdigit()},
     )
-
-
-def doubled(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: doubled(each) for key, each in batch.items()}
-    return [doubled(each) for each in batch] if isinstance(batch, list) else batch

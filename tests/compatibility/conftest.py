@@ -21,9 +21,7 @@ asserts that
 - weights, buffers, gradients, optimizer state, losses and random state are the same to the last bit;
 - every monitor publishes values;
 - norms of gradients, updates and weights, the loss and the learning rate are what float64 arithmetic says of recorded
-  tensors;
-- entropy and largest logit of each attention head are those of the products that the model's eager implementation takes
-  its softmax of, in float64.
+  tensors.
 
 Every other number is compared with float64 arithmetic in the unit tests. On one process ReplicaCheckHandler can only
 say that all agree; ranks have tests of their own. RollbackHandler takes snapshots and has nothing to go back for.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import inspect
 import logging
-import random
 
-import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -159,34 +156,6 @@ def test_dropout_has_the_same_masks():
     assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
         float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-4
     )
-
-
-class Stateful(Net):
-    """Its output depends on how often it was called, and on random numbers of NumPy and Python."""
-
-    def __init__(self):
-        super().__init__(dropout=0.3)
-        self.history = collections.deque(maxlen=3)
-
-    def forward(self, x):
-        self.history.append(x.detach().mean() + random.random() + np.random.rand())
-        return super().forward(x) + 0.01 * sum(self.history)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_training_is_bitwise_the_same_and_nothing_is_left(kind):
-    found = []
-    for makes in (None, make(lanczos_steps=3)):
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        model = Stateful()
-        optimizer = kind(model.parameters(), 0.01)
-        monitor = run(model, optimizer, [data(i) for i in range(6)], makes, event=Events.ITERATION_STARTED(every=2))
-        found.append([dict(model.state_dict()), torch.get_rng_state(), random.random(), np.random.rand()])
-        found[-1] += [each.grad.clone() for each in model.parameters()]
-    assert monitor.metrics
-    assert same(*found)
 
 
 class Attention(nn.Module):

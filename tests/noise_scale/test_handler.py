@@ -243,26 +243,6 @@ def test_bad_input(kwargs, error, text):
         GradientNoiseScaleHandler(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
 
 
-def test_a_resumed_run_publishes_what_the_uninterrupted_one_does():
-    model, x, y = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    data = list(batches(x, y, 64, 120))
-    found = []
-    for parts in ([data], [data[:50], data[50:]]):
-        state = None
-        for part in parts:
-            monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
-            if state is not None:
-                monitor.load_state_dict(state)
-            trainer = Engine(step_of(model, optimizer))
-            monitor.attach(trainer)
-            trainer.run(part, max_epochs=1)
-            state = monitor.state_dict()
-        found.append(measured(monitor))
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
-    assert found[0]
-
-
 @pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])
 def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
     model, x, y = problem()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold
-from tests._helpers import ListLogger, make_batches, make_model, make_step
+from tests._helpers import ListLogger, make_batches, make_model, make_step, run_monitored
 
 
 class Own(torch.optim.Optimizer):
@@ -85,32 +85,23 @@ def truth(optimizer, before, gradients):
     return {f"optimizer/{name}": found[name] for name in wanted if name in found}
 
 
-def follow(model, optimizer, handler, batches, scaler=None, clip=None, event=Events.ITERATION_STARTED):
-    """Train, and give for every iteration what is published and what is true."""
-    published, true = [], []
+def follow(model, optimizer, handler, batches, scaler=None, clip=None):
+    """Train, and return for every iteration what is published and what is true."""
+    before, true = {}, []
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(batch[0]), batch[1])
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        before = {p: p.detach().clone() for p in model.parameters()}
-        gradients = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        true.append(truth(optimizer, before, gradients))
+    def keep(_):
+        for p in model.parameters():
+            before[p] = p.detach().clone(), None if p.grad is None else p.grad.clone()
 
-    trainer = Engine(train_step)
-    handler.attach(trainer, event)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(dict(handler.metrics)))
-    trainer.run(batches, max_epochs=1)
-    return published, true
+    def train_step(engine, batch):
+        step(engine, batch)
+        weights = {p: weight for p, (weight, _) in before.items()}
+        gradients = {p: gradient for p, (_, gradient) in before.items() if gradient is not None}
+        true.append(truth(optimizer, weights, gradients))
+
+    clip = math.inf if clip is None and scaler is not None else clip
+    step = make_step(model, optimizer, scaler=scaler, clip=clip, before_step=keep)
+    return run_monitored(train_step, batches, handler), true
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -160,20 +151,9 @@ def test_a_fused_step_that_unscales_by_itself():
     for scale in (1.0, 2.0**14):
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        scaler = GradScaler("cpu", init_scale=scale)
-
-        def train_step(_, batch, model=model, optimizer=optimizer, scaler=scaler):
-            optimizer.zero_grad()
-            scaler.scale(F.mse_loss(model(batch[0]), batch[1])).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        handler = OptimizerStateHandler(model, optimizer)
-        trainer = Engine(train_step)
-        handler.attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, h=handler: published.append(dict(h.metrics)))
+        step = make_step(model, optimizer, scaler=GradScaler("cpu", init_scale=scale))
         torch.manual_seed(1)
-        trainer.run(make_batches(3), max_epochs=1)
+        published += run_monitored(step, make_batches(3), OptimizerStateHandler(model, optimizer))
     for plain, scaled in zip(published[:3], published[3:], strict=True):
         assert plain
         assert scaled == pytest.approx(plain, rel=1e-5)
@@ -186,17 +166,13 @@ def test_a_gradient_is_seen_as_grad_monitor_leaves_it(on_spike, first):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-2), on_spike=on_spike)
-    trainer = Engine(make_step(model, optimizer))
-    for each in (monitor, handler) if first else (handler, monitor):
-        each.attach(trainer)
-    published = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(dict(handler.metrics)))
-    trainer.run(make_batches(1))
+    monitors = (monitor, handler) if first else (handler, monitor)
+    (published,) = run_monitored(make_step(model, optimizer), make_batches(1), *monitors)
     if on_spike == "skip":
-        assert published == [{}]
+        assert not any(name.startswith("optimizer/") for name in published)
     else:  # the first step of all is along the gradient
-        assert published[0]["optimizer/update_norm"] == pytest.approx(0.1 * 1e-2, rel=1e-4)
-        assert published[0]["optimizer/momentum_cosine_min"] == pytest.approx(1.0)
+        assert published["optimizer/update_norm"] == pytest.approx(0.1 * 1e-2, rel=1e-4)
+        assert published["optimizer/momentum_cosine_min"] == pytest.approx(1.0)
 
 
 class LookAhead(torch.optim.SGD):
@@ -221,7 +197,7 @@ def test_update_norm_of_a_step_that_moves_the_weights_before_it_calls_its_closur
     model = make_model()
     optimizer = make(model.parameters(), lr=0.1)
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
-    published, true = [], []
+    true = []
 
     def train_step(_, batch):
         def closure():
@@ -234,13 +210,8 @@ def test_update_norm_of_a_step_that_moves_the_weights_before_it_calls_its_closur
         optimizer.step(closure)
         true.append(float((nn.utils.parameters_to_vector(model.parameters()).detach().double() - before).norm()))
 
-    trainer = Engine(train_step)
-    handler.attach(trainer)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda _: published.append(handler.metrics["optimizer/update_norm"])
-    )
-    trainer.run(make_batches(5), max_epochs=1)
-    assert published == pytest.approx(true, rel=1e-4)
+    published = run_monitored(train_step, make_batches(5), handler)
+    assert [values["optimizer/update_norm"] for values in published] == pytest.approx(true, rel=1e-4)
 
 
 def test_a_sample_is_near_to_all():
@@ -283,24 +254,16 @@ def test_what_is_not_kept_is_absent_and_said_once(caplog):
     for make in (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: EightBit(p, lr=0.1)):
         model = make_model()
         optimizer = make(model.parameters())
-        trainer = Engine(make_step(model, optimizer))
+        caplog.clear()
         handler = OptimizerStateHandler(model, optimizer)
-        published = []
-        with handler.attach(trainer):
-            trainer.add_event_handler(
-                Events.ITERATION_COMPLETED, lambda _, h=handler, p=published: p.append(dict(h.metrics))
-            )
-            caplog.clear()
-            trainer.run(make_batches(3))
-        assert published == [{}] * 3
+        assert run_monitored(make_step(model, optimizer), make_batches(3), handler) == [{}] * 3
         assert len([each for each in caplog.messages if "exp_avg" in each]) == 1
 
 
 def test_an_optimizer_that_makes_no_step_is_told_of(caplog):
     model = make_model()
-    trainer = Engine(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    with OptimizerStateHandler(model, torch.optim.Adam(model.parameters())).attach(trainer):
-        trainer.run(make_batches(3))
+    handler = OptimizerStateHandler(model, torch.optim.Adam(model.parameters()))
+    run_monitored(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), make_batches(3), handler)
     assert len([each for each in caplog.messages if "no step" in each]) == 1
 
 
@@ -413,17 +376,10 @@ def test_complex_parameters_are_left_out():
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
-    def train_step(*_):
-        optimizer.zero_grad()
-        (model["z"].abs().sum() + model["w"].square().sum()).backward()
-        optimizer.step()
-
-    trainer = Engine(train_step)
-    handler = OptimizerStateHandler(model, optimizer)
-    handler.attach(trainer)
-    trainer.run([None])
-    assert handler.metrics["optimizer/update_norm"] == pytest.approx(0.1 * math.sqrt(3), rel=1e-4)
-    assert handler.metrics["optimizer/rms_max"] == pytest.approx(1.0, rel=1e-4)
+    step = make_step(model, optimizer, loss_of=lambda m, _: m["z"].abs().sum() + m["w"].square().sum())
+    (published,) = run_monitored(step, [None], OptimizerStateHandler(model, optimizer))
+    assert published["optimizer/update_norm"] == pytest.approx(0.1 * math.sqrt(3), rel=1e-4)
+    assert published["optimizer/rms_max"] == pytest.approx(1.0, rel=1e-4)
 
 
 def test_momentum_of_sparse_gradients_is_left_out():
@@ -431,14 +387,9 @@ def test_momentum_of_sparse_gradients_is_left_out():
     model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    trainer = Engine(step)
-    OptimizerStateHandler(model, optimizer, sample_size=None).attach(trainer)
-    trainer.run(torch.randint(11, (4, 5)))
+    step = make_step(model, optimizer, loss_of=lambda model, batch: model(batch).square().mean())
+    handler = OptimizerStateHandler(model, optimizer, sample_size=None)
+    *_, published = run_monitored(step, torch.randint(11, (4, 5)), handler)
     moments = [(optimizer.state[each]["momentum_buffer"], each.grad) for each in model[1].parameters()]
     cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0).item() for a, b in moments]
-    assert trainer.state.metrics["optimizer/momentum_cosine_min"] == pytest.approx(min(cosines), rel=1e-5)
+    assert published["optimizer/momentum_cosine_min"] == pytest.approx(min(cosines), rel=1e-5)

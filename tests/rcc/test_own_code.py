@@ -189,9 +189,6 @@ def test_a_reference_with_the_same_hooks_is_right(hook):
     assert found["rcc/weight_update/3"] == pytest.approx(float(update.mean().detach()), rel=1e-4)
 
 
-# Random numbers
-
-
 # Layers that are not compared
 
 

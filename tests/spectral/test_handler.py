@@ -310,24 +310,6 @@ def test_weights_that_are_computed_are_measured_as_they_act():
     assert_same([*before.values()], [*model.state_dict().values()])
 
 
-def test_updates_of_computed_weights():
-    torch.manual_seed(0)
-    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(5, 4, bias=False))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    handler = SpectralNormHandler(layer, updates=True)
-
-    def train_step(*_):
-        optimizer.zero_grad()
-        layer(torch.ones(2, 5)).square().sum().backward()
-        optimizer.step()
-
-    engine = Engine(train_step)
-    handler.attach(engine)
-    before = layer.weight.detach().clone()
-    engine.run([0])
-    assert numbers(handler)["update_norm_max"] == pytest.approx(sigma(layer.weight - before), rel=1e-4)
-
-
 def test_looking_at_parametrized_weights_changes_nothing():
     """Spectral normalisation changes its buffers whenever anyone looks at the weight in training."""
 

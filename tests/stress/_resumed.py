@@ -53,7 +53,7 @@ class ResumedTraining(Training):
     def __init__(
         self, folder: Path, event: Any = Events.ITERATION_STARTED, accumulate: int = 1, names: Any = tuple(MONITORS)
     ) -> None:
-        super().__init__("net")
+        super().__init__()
         self.folder, self.accumulate, self.damaged = folder, accumulate, DAMAGED
         self.monitors = {name: MONITORS[name](self.model, self.optimizer) for name in names}
         self.disturb: Callable[[str], None] = lambda place: None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -46,40 +45,20 @@ SPIKE = 10  # the iteration whose batch is damaged
 
 
 class Net(nn.Module):
-    """A small convolutional network."""
+    """A small convolutional network with attention over its four places."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
         self.second = nn.Sequential(nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
         self.dropout = nn.Dropout(0.2)
         self.readout = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.readout(self.dropout(self.second(self.first(images)).flatten(1)))
-
-
-class Llama(nn.Module):
-    """A Llama of transformers that predicts the next byte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=256,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            attention_dropout=0.1,
-        )
-        self.llama = LlamaForCausalLM(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.llama(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+        places = self.second(self.first(images)).flatten(2).mT
+        attended, _ = self.attention(places, places, places, need_weights=False)
+        return self.readout(self.dropout(attended.flatten(1)))
 
 
 @functools.cache
@@ -94,23 +73,6 @@ def digits(count: int, first: int = 0, size: int = 16) -> list[Batch]:
     images, targets = (each[first * size : (first + count) * size] for each in _digits())
     return list(zip(images.split(size), targets.split(size), strict=True))
 
-
-@functools.cache
-def _text() -> Tensor:
-    source = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()
-    return torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
-
-
-def text(count: int, first: int = 0, size: int = 4, length: int = 24) -> list[Batch]:
-    rows = _text()[first * size * (length + 1) :].unfold(0, length + 1, length + 1)[: count * size]
-    return [(part[:, :-1].contiguous(), part[:, 1:].flatten()) for part in rows.split(size)]
-
-
-# name -> (model, data, optimizer)
-PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Batch]], Callable[..., Any]]] = {
-    "net": (Net, digits, lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)),
-    "llama": (Llama, text, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
-}
 
 # Monitors
 
@@ -141,20 +103,6 @@ UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_m
 UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 
 
-def spread(name: str) -> int:
-    """Iterations from one that a monitor watches to the next, where not all watch the same."""
-    return {
-        "grad": 1,
-        "update": 2,
-        "moments": 2,
-        "activation": 5,
-        "rcc": 2,
-        "spectral": 5,
-        "stats": 1,
-        "alignment": 2,
-    }[name]
-
-
 # A training
 
 
@@ -162,16 +110,14 @@ class Training:
     """A model and all that trains it; nothing is attached to it yet but its evaluation.
 
     Args:
-        problem: which model and data.
         skips: iterations whose optimizer step the train step leaves out itself.
     """
 
-    def __init__(self, problem: str, skips: Iterable[int] = ()) -> None:
-        make_model, make_data, make_optimizer = PROBLEMS[problem]
+    def __init__(self, skips: Iterable[int] = ()) -> None:
         torch.manual_seed(0)
-        self.model = make_model()
-        self.optimizer = make_optimizer(self.model.parameters())
-        self.batches = make_data(LENGTH)
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        self.batches = digits(LENGTH)
         self.skips = set(skips)
         self.gradients: list[list[Tensor]] = []
         self.evaluations: list[Any] = []
@@ -184,7 +130,7 @@ class Training:
         )
         Accuracy().attach(self.evaluator, "accuracy")
         Loss(F.cross_entropy).attach(self.evaluator, "loss")
-        valid = make_data(2, LENGTH)
+        valid = digits(2, LENGTH)
 
         def validate() -> None:
             state = self.evaluator.run(valid)

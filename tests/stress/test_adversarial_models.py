@@ -237,7 +237,7 @@ def check(plan: Plan, kinds: Iterable[str]) -> None:
 
 
 def every_block(test: Callable[..., None]) -> Callable[..., None]:
-    """Examples with every block under all handlers, beside linear layers that share a weight, the first called twice."""
+    """Examples with every block under all handlers, with tied linear layers, the first block called twice."""
     for first in range(0, len(BLOCKS), 3):
         blocks = [*BLOCKS][first : first + 3]
         plan = Plan((*blocks, "linear", "two and tanh"), 0, True, None, False, True, "momentum")

@@ -261,24 +261,6 @@ def test_an_error_that_a_handler_swallows(place, tmp_path):
     check_files(tmp_path, *files)
 
 
-@pytest.mark.parametrize(
-    ("event", "what", "skip_completed"),
-    [
-        ("every iteration", "terminate", True),
-        ("every iteration", "terminate_epoch", False),
-        ("every third", "terminate", False),
-        ("every third", "terminate_epoch", True),
-    ],
-)
-def test_terminated_after_an_iteration_and_run_again(event, what, skip_completed, tmp_path):
-    training = ResumedTraining(tmp_path, EVENTS[event]())
-    for iteration in (2, 8, 9):
-        at = Events.ITERATION_COMPLETED(once=iteration)
-        training.trainer.add_event_handler(at, lambda: getattr(training.trainer, what)(skip_completed))
-    training.train()
-    check(training, event)
-
-
 # Its processes have imported everything already.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.stress._resumed"])

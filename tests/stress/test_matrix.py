@@ -20,10 +20,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 
-from ignite_monitor import GradMonitor
-from tests._trainers import make_model
 from tests.stress._matrix import AXES, FULL, both, cases
 from tests.stress._matrix_truth import compare
 
@@ -47,11 +44,3 @@ def test_every_two_values_of_two_axes_meet():
         for second, other in list(enumerate(AXES.values()))[first + 1 :]:
             met = {(case[first], case[second]) for case in chosen}
             assert met == {(a, b) for a in one for b in other}
-
-
-def test_what_cannot_be_skipped_is_refused_by_name():
-    model = make_model()
-    with pytest.raises(ValueError, match=r"on_spike='skip'.*LBFGS"):
-        GradMonitor(model, torch.optim.LBFGS(model.parameters()), on_spike="skip")
-    with pytest.raises(ValueError, match=r"on_spike='skip'.*optimizer"):
-        GradMonitor(model, on_spike="skip")
