@@ -137,7 +137,7 @@ def attach_monitors(
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
         monitors["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), seldom
     extras: dict[str, Callable[..., Monitor]] = {
-        "histograms": partial(HistogramHandler, scaler=scaler),
+        "histograms": HistogramHandler,
         "replicas": partial(ReplicaCheckHandler, optimizer=optimizer),
         "spectral": SpectralNormHandler,
         "rcc": RCCHandler,

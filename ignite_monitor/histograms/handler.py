@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +13,9 @@ from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.histograms.buckets import as_histogram, count
 from ignite_monitor.keys import HISTOGRAMS
@@ -50,7 +49,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     their numbers only. All finite elements are counted, on their device, in the buckets of ``SummaryWriter``.
 
     - weights: after the train step,
-    - gradients: after the last backward before the optimizer's first step, unscaled and unclipped,
+    - gradients: unscaled, as the optimizer's first step uses them,
     - activations: module outputs of this rank's last forward pass in training mode.
 
     With sharded parameters, attach the handler on all ranks. Compiled models run eagerly in monitored iterations.
@@ -63,7 +62,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         max_histograms: the maximum number of each kind, at least 1.
         include: a regular expression; only modules and parameters with a match in their names are drawn.
         exclude: a regular expression; modules and parameters with a match in their names are excluded.
-        scaler: the GradScaler of the train step.
         prefix: the start of all names.
 
     Raises:
@@ -91,7 +89,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         max_histograms: int = 16,
         include: Pattern = None,
         exclude: Pattern = None,
-        scaler: GradScaler | None = None,
         prefix: str = "histograms",
     ) -> None:
         super().__init__(model, prefix)
@@ -100,15 +97,11 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             check_type(name, wanted, bool, "bool")
         if not any(kinds.values()):
             raise ValueError("Arguments weights, gradients and activations should not all be False")
-        if scaler is not None:
-            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.weights, self.gradients, self.activations = weights, gradients, activations
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.max_histograms = check_count("max_histograms", max_histograms, least=1)
         self._selection = Selection(include, exclude)
         if not self._chosen_parameters() and not self._chosen_modules():
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
-        self._stepped: set[nn.Parameter] = set()
         self._waiting_counts: dict[str, Tensor] = {}  # by name, before they are on the host
         self._histograms: dict[str, dict[str, Any]] = {}
         self.reset_run_state()
@@ -139,10 +132,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             self._log_handlers.append(logger.attach(engine, write, event))
 
     def handlers(self) -> Handlers:
-        of_gradients: Handlers = [
-            (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
-            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
-        ]
+        of_gradients: Handlers = [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started)]
         at_end: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
         return (of_gradients if self.gradients else []) + at_end
 
@@ -173,25 +163,14 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     def reset_run_state(self) -> None:
         self._parameters: dict[nn.Parameter, str] = {}
         self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
-        self._stepped.clear()
-
-    @torch.no_grad()
-    def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        reached = [parameter for parameter in self._parameters if id(parameter) in backward.reached]
-        self._count_gradients(reached, backward.scale(self.scaler))
 
     @torch.no_grad()
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        if step.tracker.reduced:
-            own = [parameter for parameter in parameters_of(step.optimizer) if parameter in self._parameters]
-            by_hand = [item for item in own if self._parameters[item] not in self._counts["gradients"]]
-            self._count_gradients(by_hand, step.scale)
-            self._stepped.update(own)
-
-    def _count_gradients(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None and parameter not in self._stepped:
-                self._counts["gradients"][self._parameters[parameter]] = count(whole_tensor(parameter.grad), scale)
+        counts = self._counts["gradients"]
+        for parameter in parameters_of(step.optimizer) if step.tracker.reduced else ():
+            tag = self._parameters.get(parameter)
+            if tag is not None and tag not in counts and parameter.grad is not None:
+                counts[tag] = count(whole_tensor(parameter.grad), step.scale)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -224,25 +203,22 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
                 logger.writer.add_histogram_raw(f"{start}{name}", **histogram, global_step=step)
 
     def _chosen_parameters(self) -> dict[nn.Parameter, str]:
-        """Parameters with several dimensions first, and their tags."""
+        """All parameters, or those with several dimensions if there are too many, and their tags."""
         parameters = named_parameters(self.model) if self.weights or self.gradients else ()
-        found = {name: item for name, item, _ in parameters if is_measurable(item) and not item.is_complex()}
-        return self._chosen(found, {name: int(item.ndim < 2) for name, item in found.items()})
+        named = {name: item for name, item, _ in parameters if is_measurable(item) and not item.is_complex()}
+        named = {name: item for name, item in named.items() if name in self._selection}
+        matrices = {name: item for name, item in named.items() if item.ndim > 1}
+        return self._chosen(matrices if matrices and len(named) > self.max_histograms else named)
 
     def _chosen_modules(self) -> dict[nn.Module, str]:
-        """The outermost modules first, and their tags."""
+        """Modules with a forward, and their tags."""
         modules = hookable(modules_by_name(self.model)) if self.activations else {}
-        found = {name or "_root_": item for name, item in modules.items() if type(item).forward != nn.Module.forward}
-        return self._chosen(found, {name: 0 if name == "_root_" else 1 + name.count(".") for name in found})
+        named = {name or "_root_": item for name, item in modules.items() if type(item).forward != nn.Module.forward}
+        return self._chosen({name: item for name, item in named.items() if name in self._selection})
 
-    def _chosen(self, found: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[Any, str]:
-        """Select items with the lowest ranks; of the last rank that fits, some from first to last."""
-        names = [name for name in found if name in self._selection]
-        chosen: set[str] = set()
-        for rank in sorted({ranks[name] for name in names}):
-            own = [name for name in names if ranks[name] == rank]
-            room = self.max_histograms - len(chosen)
-            spread = [own[i * (len(own) - 1) // max(room - 1, 1)] for i in range(room)]
-            chosen.update(own if len(own) <= room else spread)
-        names = [name for name in names if name in chosen]
-        return dict(zip((found[name] for name in names), tags(names), strict=True))
+    def _chosen(self, named: Mapping[str, Any]) -> dict[Any, str]:
+        """Select at most ``max_histograms`` items, evenly from the first to the last, and their tags."""
+        names, most = [*named], self.max_histograms
+        if len(names) > most:
+            names = [names[i * (len(names) - 1) // max(most - 1, 1)] for i in range(most)]
+        return dict(zip((named[name] for name in names), tags(names), strict=True))

@@ -104,7 +104,7 @@ MONITORS: dict[str, Make] = {
     ),
     "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(m, o),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
-    "HistogramHandler": lambda m, o, s: HistogramHandler(m, scaler=s),
+    "HistogramHandler": lambda m, o, s: HistogramHandler(m),
 }
 _OF_THE_MACHINE = (
     "time_ms",

@@ -1,4 +1,4 @@
-"""What TensorBoard reads of the histograms, against numpy's and those of Ignite's own handlers."""
+"""Histograms as TensorBoard reads them, compared with numpy's and those of Ignite's own handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def read(folder):
     events = EventAccumulator(str(folder), size_guidance={"histograms": 0})
     events.Reload()
     return {
-        tag: {each.step: each.histogram_value for each in events.Histograms(tag)} for tag in events.Tags()["histograms"]
+        tag: {event.step: event.histogram_value for event in events.Histograms(tag)}
+        for tag in events.Tags()["histograms"]
     }
 
 
@@ -31,32 +32,32 @@ def bins():
     while edge < 1e20:
         edges.append(edge)
         edge *= 1.1
-    return np.array([*(-each for each in reversed(edges)), 0.0, *edges])
+    return np.array([*(-edge for edge in reversed(edges)), 0.0, *edges])
 
 
-def drawn(histogram):
-    """Right limit of a bucket -> how many elements it has, where it has any."""
+def counts_by_limit(histogram):
+    """Right limit of a bucket -> number of its elements, without empty buckets."""
     pairs = zip(histogram.bucket_limit, histogram.bucket, strict=True)
     return {limit: number for limit, number in pairs if number}
 
 
-def counted(*tensors):
-    """The same by numpy, of all tensors together."""
-    values = np.concatenate([each.detach().double().numpy().ravel() for each in tensors])
+def counts_by_numpy(*tensors):
+    """The same by numpy, for all tensors together."""
+    values = np.concatenate([tensor.detach().double().numpy().ravel() for tensor in tensors])
     counts, edges = np.histogram(values[np.isfinite(values)], bins())
     return {limit: number for limit, number in zip(edges[1:], counts, strict=True) if number}
 
 
 def check(histogram, *tensors):
-    assert drawn(histogram) == counted(*tensors)
-    values = torch.cat([each.detach().double().flatten() for each in tensors])
+    assert counts_by_limit(histogram) == counts_by_numpy(*tensors)
+    values = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
     values = values[values.isfinite()]
     assert (histogram.min, histogram.max, histogram.num) == (values.min(), values.max(), len(values))
     assert histogram.sum == pytest.approx(float(values.sum()), rel=1e-9, abs=1e-12)
     assert histogram.sum_squares == pytest.approx(float(values.square().sum()), rel=1e-9)
 
 
-def test_of_what_the_step_is_made_with_whatever_becomes_of_it(tmp_path):
+def test_histograms_of_what_the_optimizer_step_uses(tmp_path):
     """Micro-batches, a scaler, clipping, gradients that are gone at the end, one iteration in two."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     model[1].register_forward_hook(lambda *_: outputs.append(_[2].detach().clone()))
@@ -68,9 +69,9 @@ def test_of_what_the_step_is_made_with_whatever_becomes_of_it(tmp_path):
         outputs.clear()
         for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
             scaler.scale(F.mse_loss(model(x), y)).backward()
-        gradient = model[0].weight.grad / 64
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        gradient = model[0].weight.grad.clone()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -80,7 +81,7 @@ def test_of_what_the_step_is_made_with_whatever_becomes_of_it(tmp_path):
         truth[engine.state.iteration] = gradient, model[0].weight.detach().clone(), *outputs[:2]
 
     trainer = Engine(train_step)
-    handler = HistogramHandler(model, scaler=scaler)
+    handler = HistogramHandler(model)
     with TensorboardLogger(log_dir=tmp_path) as logger:
         handler.log_to(logger, trainer, tag="mine")
         handler.attach(trainer, Events.ITERATION_STARTED(every=2))
@@ -91,7 +92,7 @@ def test_of_what_the_step_is_made_with_whatever_becomes_of_it(tmp_path):
         *(f"mine/histograms/{kind}/{name}" for kind in ("weights", "gradients") for name in names),
         *(f"mine/histograms/activations/{name}" for name in ("_root_", "0", "1", "2")),
     }
-    assert all([*each] == [2, 4] for each in found.values())
+    assert all([*steps] == [2, 4] for steps in found.values())
     for step in (2, 4):
         gradient, weight, *activations = truth[step]
         check(found["mine/histograms/gradients/0.weight"][step], gradient)
@@ -100,7 +101,7 @@ def test_of_what_the_step_is_made_with_whatever_becomes_of_it(tmp_path):
     assert trainer.state.metrics["histograms/activations_count"] == 4
 
 
-def test_the_same_as_those_of_ignite_where_it_has_some(tmp_path):
+def test_histograms_equal_those_of_ignite_handlers(tmp_path):
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
@@ -157,14 +158,16 @@ def test_tensors_of_all_kinds():
     trainer.run([None])
 
     def of(name):
-        each = found[f"histograms/{name}"]
+        histogram = found[f"histograms/{name}"]
         return {
-            limit: number for limit, number in zip(each["bucket_limits"], each["bucket_counts"], strict=True) if number
+            limit: number
+            for limit, number in zip(histogram["bucket_limits"], histogram["bucket_counts"], strict=True)
+            if number
         }
 
-    assert of("activations/_root_/0") == counted(seen["hidden"])
-    assert of("gradients/table.weight") == counted(seen["dense"])
-    assert of("gradients/weight") == counted(seen["narrow"].float())
+    assert of("activations/_root_/0") == counts_by_numpy(seen["hidden"])
+    assert of("gradients/table.weight") == counts_by_numpy(seen["dense"])
+    assert of("gradients/weight") == counts_by_numpy(seen["narrow"].float())
     edges = bins()
     assert of("activations/_root_/1/extreme") == {edges[1]: 1, edges[len(edges) // 2 + 1]: 3, edges[-1]: 1}
     assert not any("none" in name or "empty" in name for name in found)
@@ -191,7 +194,7 @@ class Deep(nn.Module):
         ({"max_histograms": 1}, ["_root_"], ["first.weight"]),
         (
             {"max_histograms": 5},
-            ["_root_", "blocks.0", "blocks.5", "first", "last"],
+            ["_root_", "blocks.1", "blocks.2.1", "blocks.4.0", "last"],
             ["blocks.0.0.weight", "blocks.2.0.weight", "blocks.4.0.weight", "first.weight", "last.weight"],
         ),
         ({"include": r"^last"}, ["last"], ["last.bias", "last.weight"]),
@@ -199,7 +202,7 @@ class Deep(nn.Module):
         ({"exclude": r"blocks|first", "activations": False}, [], ["last.bias", "last.weight"]),
     ],
 )
-def test_so_many_at_most_and_which(chosen, modules, parameters):
+def test_selection_of_modules_and_parameters(chosen, modules, parameters):
     model = Deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
@@ -213,10 +216,10 @@ def test_so_many_at_most_and_which(chosen, modules, parameters):
     assert found == {"activations": modules, "weights": parameters, "gradients": parameters}
 
 
-def test_of_two_models_each_its_own_gradients():
-    """What a generator's step sends into its discriminator is not the discriminator's."""
+def test_a_gan_has_the_gradients_of_each_own_step():
+    """A gradient from the generator's loss is not reported for the discriminator."""
     models = [nn.Linear(6, 6), nn.Linear(6, 1)]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     truth = []
 
     def train_step(engine, batch):
@@ -240,7 +243,7 @@ def test_of_two_models_each_its_own_gradients():
         lambda _: found.extend(handlers[i].histograms[f"{'gd'[i]}/gradients/weight"]["sum"] for i in (1, 0)),
     )
     trainer.run(make_batches(2))
-    assert found == pytest.approx([float(each.double().sum()) for each in truth])
+    assert found == pytest.approx([float(gradient.double().sum()) for gradient in truth])
 
 
 def test_arguments():
@@ -251,7 +254,6 @@ def test_arguments():
         ({"weights": 1}, TypeError),
         ({"weights": False, "gradients": False, "activations": False}, ValueError),
         ({"include": "no such"}, ValueError),
-        ({"scaler": object()}, TypeError),
         ({"include": "("}, ValueError),
     ):
         with pytest.raises(error, match=next(iter(wrong)) if "(" in wrong.values() else None):
