@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ class GradientsReady(NamedTuple):
     tracker: GradientTracker
     reached: Set[int]  # ids of the parameters whose gradients may have changed
     shared: bool  # whether the backward reached other monitored models too
-    optimizer: Optimizer | None  # in whose step the backward ran; None outside of steps
 
     def reaches(self, optimizer: Optimizer | None) -> bool:
         """Return True if gradients that an optimizer uses may have changed; None for all of the model's."""
@@ -66,7 +65,7 @@ class OptimizerStep(NamedTuple):
         return self.optimizer.param_groups is optimizer.param_groups
 
 
-class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
+class AccumulationProbe(ExitStack):
     """Detect whether the next backward in a context accumulates into gradients, or finds all of them None or zero.
 
     Gradient hooks see ``parameter.grad`` before accumulation. They run in ``autograd.grad`` too: only a backward that
@@ -77,26 +76,23 @@ class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], observers: list[Any]) -> None:
+        super().__init__()
         self.accumulates: Tensor | None = None
         self._model, self._parameters, self._observers = model, list(parameters), observers
         self._measured: dict[int, Tensor] = {}  # by number of the backward, in order
-        self._hooks = ExitStack()
 
     def __enter__(self) -> AccumulationProbe:
         leaves = [item for item in self._parameters if item.requires_grad and not item.is_inference()]
         if leaves:
             handle = torch.autograd.graph.register_multi_grad_hook(leaves, weakly(self._measure), mode="any")
-            self._hooks.callback(handle.remove)
+            self.callback(handle.remove)
         if any_sharded(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
-            self._hooks.callback(self._model.register_forward_hook(weakly(self._hook_outputs)).remove)
+            self.callback(self._model.register_forward_hook(weakly(self._hook_outputs)).remove)
         self._observers.append(self)
+        self.callback(self._observers.remove, self)
+        self.callback(self._parameters.clear)
+        self.callback(self._measured.clear)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._parameters = []
-        self._measured.clear()
-        self._observers.remove(self)
 
     def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> None:
         """Take the first measurement of this backward, or of one around it, if it reached the parameters."""
@@ -104,7 +100,7 @@ class AccumulationProbe(AbstractContextManager["AccumulationProbe"]):
             inside = [backward for backward in self._measured if backward == number or backward in running]
             if inside:
                 self.accumulates = self._measured[inside[0]]
-                self._hooks.close()
+                self.close()
 
     def _measure(self, _: Tensor) -> None:
         number = backward_number()
@@ -191,7 +187,7 @@ class GradientTracker:
             self.defer()
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = set(map(id, self.parameters)) if self._replicas else reached
-        for observer in self.observers:
+        for observer in list(self.observers):
             observer.backward_ended(number, changed, running)
         return changed if self.reduced else set()
 

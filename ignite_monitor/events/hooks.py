@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import backward_number, queue_callback
-from ignite_monitor.model.modes import out_of_compiler, untraced
-
-# How often the callback at the end of a backward queues itself again, so that it runs after other callbacks.
-# DistributedDataParallel reduces in one callback, with a static graph in one that queues another.
-_HOPS, _HOPS_WITH_RANKS = 1, 3
+from ignite_monitor.model.modes import untraced
 
 
 class Patch:
@@ -44,12 +40,9 @@ class Patch:
     def remove(self) -> None:
         """Restore the original, unless others have replaced the function since."""
         engine = self._engine()
-        if engine is None or vars(engine).get(self._name) is not self._patched:
-            return
-        if self._original is None:
+        if engine is not None and vars(engine).get(self._name) is self._patched:
             delattr(engine, self._name)
-        else:
-            setattr(engine, self._name, self._original)
+            vars(engine).update({} if self._original is None else {self._name: self._original})
 
 
 def weakly(method: Any) -> Callable[..., Any]:
@@ -69,48 +62,32 @@ def remove_all(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
-def gradient_hook(source: Any, model: int, ranks: bool) -> Callable[[Tensor], None]:
-    """A post-accumulate-grad hook for all parameters of a model, by its id; references its event source weakly.
+def gradient_hook(start: Callable[[int], set[int] | None]) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook for all parameters of a model.
 
     Args:
-        ranks: whether there is a process group.
+        start: called with the number of each backward; returns a set to which the ids of reached parameters are added.
     """
-    hops = _HOPS_WITH_RANKS if ranks else _HOPS
-    source_of = weakref.ref(source)
-    start, last, add = out_of_compiler(_start), -1, set[int]().add
-    untraced(_end_backward)  # the compiler would trace into what a compiled train step calls
+    last, add = -1, set[int]().add
+    untraced(after_backward)  # the compiler would trace into what a compiled train step calls
 
     def hook(parameter: Tensor) -> None:
         nonlocal last, add
         number = backward_number()
         if number != last or number == -1:
-            last, owner = number, source_of()
-            reached = None if owner is None else start(owner, number, model, hops)
+            last, reached = number, start(number)
             add = (set[int]() if reached is None else reached).add
         add(id(parameter))
 
     return untraced(hook)
 
 
-def _start(source: Any, number: int, model: int, hops: int) -> set[int] | None:
-    """Begin to record a backward; None if it is not to be recorded."""
-    if not source.running or model not in source.trackers:
-        return None
-    if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
-        source.trackers[model].defer()
-        return None
-    if number not in source.reached:
-        _end_backward(weakref.ref(source), number, hops)
-    reached: set[int] = source.reached.setdefault(number, {}).setdefault(model, set())
-    return reached
-
-
-def _end_backward(source_of: weakref.ref[Any], number: int, hops: int) -> None:
-    source = source_of()
+def after_backward(function: Callable[[], None], hops: int) -> None:
+    """Call a function at the end of the running backward, after a callback that queues so many others."""
     if hops:
-        queue_callback(functools.partial(_end_backward, source_of, number, hops - 1))
-    elif source is not None:
-        out_of_compiler(type(source).backward_ended)(source, number)
+        queue_callback(functools.partial(after_backward, function, hops - 1))
+    else:
+        function()
 
 
 def is_nested(optimizer: Optimizer) -> bool:

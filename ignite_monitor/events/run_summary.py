@@ -29,28 +29,23 @@ class RunSummary:
 
 def log_run_summary(monitors: Iterable[Any]) -> None:
     """Log one line for all monitors with a summary, and drop the summaries; nothing if no step was seen."""
-    summarized = [monitor for monitor in monitors if monitor.run_summary is not None]
+    summarized = sorted((item for item in monitors if item.run_summary is not None), key=lambda item: item._title)
     counts: dict[str, float] = {}
     steps: dict[Optimizer, float] = {}
-    rates: dict[Optimizer, list[float | Tensor]] = {}
-    for monitor in sorted(summarized, key=lambda monitor: str(monitor.prefix)):
+    changes: dict[str, None] = {}  # of learning rates, each once
+    for monitor in summarized:
         summary, monitor.run_summary = monitor.run_summary, None
-        rates |= summary.rates
         for optimizer, made in summary.steps.items():  # not every monitor knows of a skipped step
             steps[optimizer] = min(float(made), steps.get(optimizer, float(made)))
+            for first, last in zip(summary.rates[optimizer], _rates(optimizer), strict=False):
+                changes[f"{float(first):.3g} to {float(last):.3g}"] = None
         for word, total in monitor.run_totals().items():
             counts[word] = counts.get(word, 0.0) + float(total) - float(summary.totals[word])
     if steps:
-        changes = {
-            f"{float(first):.3g} to {float(last):.3g}": None
-            for optimizer in steps
-            for first, last in zip(rates[optimizer], _rates(optimizer), strict=False)
-        }
         parts = [f"{sum(steps.values()):.0f} optimizer steps in monitored iterations"]
         parts += [f"{count:.0f} {word.removesuffix('s') if count == 1 else word}" for word, count in counts.items()]
         parts += [f"learning rate {', '.join(changes)}"] if changes else []
-        names = sorted(f"{type(monitor).__name__} ({monitor.prefix})" for monitor in summarized)
-        _logger.info("%s: end of run: %s.", ", ".join(names), ", ".join(parts))
+        _logger.info("%s: end of run: %s.", ", ".join(monitor._title for monitor in summarized), ", ".join(parts))
 
 
 def _rates(optimizer: Optimizer) -> list[float | Tensor]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import Patch, gradient_hook, is_nested, remove_all, weakly
+from ignite_monitor.events.hooks import Patch, after_backward, gradient_hook, is_nested, remove_all, weakly
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
@@ -49,16 +49,18 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self.reached: dict[int, dict[int, set[int]]] = {}
-        self._stepping: Optimizer | None = None  # the optimizer whose step is running
+        # The optimizer whose step is running, and as long as this is not reported.
+        self._stepping: Optimizer | None = None
+        self._unreported: Optimizer | None = None
+        hooks = map(weakly, (self._start_backward, self._end_backward, self._start_step, self.step_completed))
+        self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: list[weakref.ref[Any]] = []
         # The monitor, and a function of it: to call a WeakMethod takes another Python call.
         self._listeners: dict[str, list[tuple[weakref.ref[Any], Callable[..., Any]]]] = {name: [] for name in _NAMES}
-        self.running = self.listened = self._awaits_step = self._is_step_reported = False
+        self.running = self.listened = self._awaits_step = False
         self.nonfinite_source: NonFiniteSource | None = None
-
-    # Participants
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
@@ -131,8 +133,6 @@ class EventSource:
         """The tracker of a model's gradients."""
         return self.trackers[id(model)]
 
-    # Events
-
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
         """Call the monitors of this iteration that listen to an event, then the user's handlers.
 
@@ -146,11 +146,9 @@ class EventSource:
         changes = []
         for reference, handler in self._listeners[name]:
             monitor = reference()
-            if monitor is None or not monitor._monitored or not (about is None or id(monitor.model) in about):
-                continue
-            change = handler(monitor, engine) if about is None else handler(monitor, engine, about[id(monitor.model)])
-            if change is not None:
-                changes.append(change)
+            if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
+                change = handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
+                changes += [] if change is None else [change]
         while changes:
             changes = [further for change in changes if (further := change()) is not None]
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -159,21 +157,26 @@ class EventSource:
             with users_grad_mode():
                 engine.fire_event(event)
 
-    def backward_ended(self, number: int) -> None:
+    def _start_backward(self, model: int, number: int) -> set[int] | None:
+        """Begin to record a backward that reaches a model, by its id; None if it is not to be recorded."""
+        if not self.running or model not in self.trackers:
+            return None
+        if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
+            self.trackers[model].defer()
+            return None
+        if number not in self.reached:
+            after_backward(functools.partial(self._on_backward_end, number), self._hops)
+        return self.reached.setdefault(number, {}).setdefault(model, set())
+
+    def _end_backward(self, number: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward has reached."""
-        reached, running = self.reached.pop(number, {}), self.reached.keys()
-        changed = {
-            key: self.trackers[key].backward_ended(number, ids, running)
-            for key, ids in reached.items()
-            if key in self.trackers
-        }
-        everything = set[int]().union(*changed.values())
-        about = {}
-        for key, ids in changed.items():
+        ended = [(self.trackers[key], ids) for key, ids in self.reached.pop(number, {}).items() if key in self.trackers]
+        changed = {tracker: tracker.backward_ended(number, ids, self.reached.keys()) for tracker, ids in ended}
+        everything, about = set[int]().union(*changed.values()), {}
+        for tracker, ids in changed.items():
             if ids:
-                tracker = self.trackers[key]
                 shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
-                about[key] = GradientsReady(tracker, ids, shared, self._stepping)
+                about[id(tracker.model)] = GradientsReady(tracker, ids, shared)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
@@ -181,14 +184,14 @@ class EventSource:
         """Report the end of the running optimizer step, made or skipped by a monitor."""
         if self._stepping is optimizer:
             self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
-            self._stepping = None
+            self._stepping = self._unreported = None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.running or not [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]:
             return None
         if self._stepping is not None and is_nested(optimizer):
             return None
-        self._stepping, self._is_step_reported = optimizer, False
+        self._stepping = self._unreported = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._report_step(optimizer)
@@ -206,8 +209,8 @@ class EventSource:
         return (args[0], evaluate, *args[2:]), kwargs
 
     def _report_step(self, optimizer: Optimizer) -> None:
-        if self._stepping is optimizer and not self._is_step_reported:
-            self._is_step_reported = True
+        if self._unreported is optimizer:
+            self._unreported = None
             for tracker in self.trackers.values():
                 tracker.step_started(optimizer)
             self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
@@ -218,8 +221,6 @@ class EventSource:
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
         return engine is not None and any(map(getattr(engine, EVENT_HANDLERS).get, names))
-
-    # A run
 
     def _own_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [
@@ -236,9 +237,10 @@ class EventSource:
             self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
             # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
-            started, completed = map(torch.compiler.disable, map(weakly, (self._start_step, self.step_completed)))
-            self._handles.append(register_optimizer_step_pre_hook(started))
-            self._handles.append(register_optimizer_step_post_hook(completed))
+            self._handles.append(register_optimizer_step_pre_hook(self._on_step))
+            self._handles.append(register_optimizer_step_post_hook(self._on_step_end))
+            # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
+            self._hops = 3 if dist.is_available() and dist.is_initialized() else 1
         self._reset()
         self._awaits_step = True
 
@@ -246,7 +248,7 @@ class EventSource:
         self.reached.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
-        self._stepping = self.nonfinite_source = None
+        self._stepping = self._unreported = self.nonfinite_source = None
         self.running = self._awaits_step = False
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
@@ -258,8 +260,8 @@ class EventSource:
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()
             if has_hooks and not tracker.hook.places:
-                ranks = dist.is_available() and dist.is_initialized()
-                tracker.hook.register(tracker.parameters, gradient_hook(self, id(tracker.model), ranks))
+                start = functools.partial(self._on_backward, id(tracker.model))
+                tracker.hook.register(tracker.parameters, gradient_hook(start))
         with ExitStack() as contexts:
             for monitor in monitored:
                 for context in monitor.train_step_contexts():
