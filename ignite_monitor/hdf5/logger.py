@@ -150,7 +150,7 @@ class HDF5Logger(BaseLogger):
             if names and self._writer is not None:
                 self._follow(engine)
                 self._writer.add(step, tag, names, numbers, self._clock.position(engine), origin)
-                if self._clock.is_time() or self._writer.is_full:
+                if self._clock.is_time():
                     self.flush()
 
     @property
@@ -254,7 +254,7 @@ class OutputHandler(BaseOutputHandler):
     def _origin(self, engine: Engine, published: set[str], name: str) -> Name:
         """The monitor that published a value: one of the engine's metrics, or the values of a monitor's ``log_to``."""
         full = f"{self.tag}/{name}" if self.tag else name
-        source: EventSource | None = getattr(engine, EventSource._ATTRIBUTE, None)
+        source = EventSource.on(engine)
         monitors = source.monitors if source is not None and name in published else ()
         names = [name]
         if isinstance(self.output_transform, Values) and (monitor := self.output_transform.monitor()) is not None:

@@ -24,7 +24,6 @@ from ignite_monitor.hdf5.layout import ROW, Name, one_line, opened, printable
 
 SECONDS = 10.0  # after which rows are written
 REMEMBERED = 64  # lists of names
-WAITING_BYTES = 2**23  # of rows in memory, after which they are written
 KEPT_BYTES = 2**27  # of rows kept in memory at most while writing fails
 ROW_BYTES, NAME_BYTES = 512, 256  # approximate size of a row and of a name in a list of names, without the values
 
@@ -121,7 +120,6 @@ class Waiting:
     rows: list[tuple[int, ...]] = field(default_factory=list)  # the fields of ROW
     values: list[NDArray[np.float64]] = field(default_factory=list)
     bytes: int = 0  # of memory, approximately
-    tried: int = 0  # bytes when writing last failed
 
 
 class Writer:
@@ -157,11 +155,6 @@ class Writer:
     def has_rows(self) -> bool:
         """True if rows wait to be written."""
         return bool(self._waiting.rows)
-
-    @property
-    def is_full(self) -> bool:
-        """True if so many rows wait, or have come since writing failed, that they should be written."""
-        return self._waiting.bytes - self._waiting.tried >= WAITING_BYTES
 
     def add(
         self,
@@ -199,7 +192,6 @@ class Writer:
         """Write the rows that wait."""
         if self._file is None or not self.has_rows or not self.is_own:
             return
-        self._waiting.tried = self._waiting.bytes
         try:
             patch, after = self._patch()
             self._file.write(patch)

@@ -19,16 +19,19 @@ def run_from(engine, start, count):
     engine.run(range(count))
 
 
-@pytest.mark.parametrize("flush_every", [1, 50])
-@pytest.mark.parametrize("every", [1, 7])
-def test_what_lies_after_the_checkpoint_is_taken_back(path, every, flush_every):
-    value = [1.0]
-    engine = engine_of(lambda iteration: {"loss": value[0], f"top/{iteration}": value[0]})
-    with HDF5Logger(path, flush_every=flush_every) as logger:
-        log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
-        engine.run(range(60), max_epochs=1)
-        for start, value[0] in ((40, 2.0), (30, 3.0), (45, 4.0)):
-            run_from(engine, start, 60)
+@pytest.mark.parametrize(("flush_every", "same_logger"), [(1, True), (50, True), (50, False)])
+@pytest.mark.parametrize("every", [1, 7, 40])
+def test_what_lies_after_the_checkpoint_is_taken_back(path, every, flush_every, same_logger):
+    value, logger, engine = [1.0], None, None
+    for start, value[0] in ((0, 1.0), (40, 2.0), (30, 3.0), (45, 4.0)):
+        if logger is None or not same_logger:
+            engine = engine_of(lambda iteration: {"loss": value[0], f"top/{iteration}": value[0]})
+            logger = HDF5Logger(path, "a", flush_every=flush_every)
+            log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
+        run_from(engine, start, 60)
+        if not same_logger:
+            logger.close()
+    logger.close()
     read = as_lists(path)
     steps = [step for step in range(1, 61) if step % every == 0]
     expected = [1.0 if step <= 30 else 3.0 if step <= 45 else 4.0 for step in steps]

@@ -67,22 +67,6 @@ def test_optimizer_parameters(path):
     }
 
 
-def test_a_monitor(path):
-    model, optimizer, trainer = make_trainer()
-    monitor, published = GradMonitor(model, optimizer), []
-    with HDF5Logger(path) as logger:
-        monitor.log_to(logger, trainer)
-        monitor.attach(trainer, Events.ITERATION_STARTED(every=3))
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED(every=3),
-            lambda: published.append(float(monitor.metrics["grad/norm"])),
-        )
-        trainer.run(make_batches(90))
-    read = as_lists(path)
-    assert read["grad/norm"] == (list(range(3, 91, 3)), published)
-    assert read["grad/threshold"][0] == list(range(63, 91, 3))  # absent while warming up
-
-
 @pytest.mark.parametrize("wrong", [1.5, "2", None])
 def test_a_step_that_is_no_integer(path, wrong):
     engine = engine_of()
@@ -254,23 +238,6 @@ def _is_link(descriptor):
     return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
-def test_detaching_the_monitor_does_not_hide_the_start(path):
-    """The logger's own handlers are neither the monitor's to take down nor to silence; and the user's are nobody's."""
-    for mode, start in (("x", 0), ("a", 50)):
-        model, optimizer, trainer = make_trainer()
-        monitor, starts = GradMonitor(model, optimizer), []
-        trainer.add_event_handler(Events.STARTED, lambda _, starts=starts: starts.append(1))
-        with HDF5Logger(path, mode) as logger:
-            monitor.log_to(logger, trainer)
-            monitor.attach(trainer, Events.ITERATION_STARTED(every=30 if start else 1))
-            trainer.load_state_dict({"iteration": start, "epoch_length": 100, "max_epochs": 1})
-            trainer.run(make_batches(100))
-            monitor.detach()
-            trainer.run(make_batches(10), max_epochs=2)
-        assert len(starts) == 2
-    assert read_hdf5(path)["grad/norm"].steps.tolist() == [*range(1, 51), 60, 90]
-
-
 def test_a_dropped_logger_writes_what_waits_and_is_freed(path):
     engine = engine_of()
     logger = HDF5Logger(path)
@@ -366,12 +333,5 @@ def test_without_h5py(path, monkeypatch):
 
 def test_importing_the_package_does_not_import_h5py():
     script = "import sys, ignite_monitor; print([name for name in ('h5py', 'pandas', 'fcntl') if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=ENVIRONMENT,
-    )
-    assert "h5py" not in done.stdout
-    assert "pandas" not in done.stdout
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, env=ENVIRONMENT)
+    assert done.stdout in (b"[]\n", b"['fcntl']\n")

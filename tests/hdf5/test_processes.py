@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine
@@ -96,25 +95,6 @@ def test_read_while_it_is_written(tmp_path):
             seen.append(check(path, completed.value))
     assert seen == sorted(seen)
     assert len(set(seen)) > 5
-
-
-def test_a_reader_that_never_closes_is_not_disturbed(tmp_path):
-    path = tmp_path / "run.h5"
-    with writing(path, "x") as (process, completed):
-        while completed.value < 500:
-            assert process.is_alive()
-        with open_plainly(path) as file:
-            before = {name: file[name][()] for name in file}
-            begin = completed.value
-            while completed.value < begin + 500:
-                assert process.is_alive()
-            with open_plainly(path) as later:
-                assert len(later["rows"]) > len(before["rows"])
-            for name, elements in before.items():
-                np.testing.assert_array_equal(file[name][()], elements)
-        process.kill()
-        process.join()
-        check(path, completed.value)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
