@@ -170,8 +170,10 @@ class EventSource:
 
     def _end_backward(self, number: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward has reached."""
-        ended = [(self.trackers[key], ids) for key, ids in self.reached.pop(number, {}).items() if key in self.trackers]
-        changed = {tracker: tracker.backward_ended(number, ids, self.reached.keys()) for tracker, ids in ended}
+        reached, trackers, running = self.reached.pop(number, {}).items(), self.trackers, self.reached.keys()
+        changed = {
+            trackers[key]: trackers[key].backward_ended(number, ids, running) for key, ids in reached if key in trackers
+        }
         everything, about = set[int]().union(*changed.values()), {}
         for tracker, ids in changed.items():
             if ids:

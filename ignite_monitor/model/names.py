@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def _compiled(name: str, pattern: object) -> re.Pattern[str] | None:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that an optimizer holds, of all groups."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
 def held_by(optimizer: Optimizer) -> set[int]:

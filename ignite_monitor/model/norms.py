@@ -63,7 +63,7 @@ def combine(norms: Iterable[Tensor] | Tensor, norm_type: float = 2.0, tensors: S
     """The norm of a vector from the norms of its parts: 0-dim tensors on one device and of one dtype, or a vector."""
     values = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
     wide = {torch.float64, torch.complex128}  # squares of the norms of other tensors fit in float64
-    fits = values.dtype == torch.float64 and tensors and wide.isdisjoint({tensor.dtype for tensor in tensors})
+    fits = values.dtype == torch.float64 and tensors and wide.isdisjoint(map(attrgetter("dtype"), tensors))
     if norm_type != 2.0 or fits:
         return torch.linalg.vector_norm(values, norm_type)  # type: ignore[no-any-return]
     unit = _unit(values.amax())

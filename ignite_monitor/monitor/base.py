@@ -284,7 +284,7 @@ class Monitor(Serializable):
         named = {start + name: value for name, value in values.items() if name not in not_reported}
         for metrics in self._all_metrics():
             for name in not_reported:
-                metrics.pop(self._named(name), None)
+                metrics.pop(start + name, None)
             metrics.update(named)
 
     def _all_metrics(self) -> list[dict[str, Any]]:
