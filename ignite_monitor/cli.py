@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ignite_monitor.hdf5.layout import printable
+
 if TYPE_CHECKING:
     from ignite_monitor.report.run import Run
 
@@ -49,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     """Parser with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {_printable(message)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()  # the reader has closed the pipe
     except BadInput as error:
         _discard_output()
-        print(f"{PROGRAM}: error: {_printable(str(error))}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
@@ -135,10 +137,8 @@ def _parser() -> Parser:
 
 
 def _demo(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.demo import LEAST, run_demo
+    from ignite_monitor.demo import run_demo
 
-    if chosen.iterations < LEAST:
-        raise BadInput(f"argument --iterations should be at least {LEAST}, but given {chosen.iterations}")
     with _one_line(chosen.output):
         run_demo(Path(chosen.output), chosen.iterations)
 
@@ -172,7 +172,7 @@ def _plot(chosen: argparse.Namespace) -> None:
         raise BadInput(f"none of the {len(run.series)} metrics in {chosen.run} matches {chosen.metrics!r}")
     with _one_line(str(output)):
         draw(shown, output, title=Path(chosen.run).name, dark=chosen.dark)
-    print(_printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
+    print(printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
 
 
 def _compare(chosen: argparse.Namespace) -> None:
@@ -217,19 +217,12 @@ def _one_line(path: str) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except ModuleNotFoundError as error:
-        missing = f"{error.name} is missing: pip install 'ignite-monitor[cli]'"
-        raise BadInput(str(error) if "pip install" in str(error) else missing) from None
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        fix = "" if "pip install" in str(error) else ": pip install 'ignite-monitor[cli]'"
+        raise BadInput(f"{error}{fix}") from None
+    except (OSError, ValueError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        names_it = path in text or _printable(path) in text or isinstance(error, ImportError)
-        raise BadInput(text if names_it else f"{path}: {text}") from None
-
-
-def _printable(text: str) -> str:
-    from ignite_monitor.hdf5.layout import printable
-
-    return printable(text)
+        raise BadInput(text if path in text or printable(path) in text else f"{path}: {text}") from None
 
 
 if __name__ == "__main__":

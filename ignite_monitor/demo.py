@@ -69,6 +69,7 @@ def run_demo(directory: Path, iterations: int) -> None:
     Existing files in the directory are kept.
 
     Raises:
+        ValueError: if there are fewer than LEAST iterations.
         ModuleNotFoundError: if h5py or rich is not installed.
         OSError: if the directory can't be written.
     """
@@ -77,6 +78,8 @@ def run_demo(directory: Path, iterations: int) -> None:
     from ignite_monitor.report.summary import summarise
     from ignite_monitor.report.text import findings_text, show
 
+    if iterations < LEAST:
+        raise ValueError(f"argument --iterations should be at least {LEAST}, but given {iterations}")
     directory.mkdir(parents=True, exist_ok=True)
     names = (f"run_{i}.h5" if i > 1 else "run.h5" for i in count(1))
     file = next(directory / name for name in names if not (directory / name).exists())

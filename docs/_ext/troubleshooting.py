@@ -172,12 +172,6 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "lost fraction at most {persistent[lost_updates]:g}",
         PAPER("2010.06192"),
     ),
-    "weight_update_outlier": (
-        "A layer learns far faster or slower than the others",
-        "rcc",
-        "within {LAYER_SPREAD:g} × of the median layer",
-        PAPER("2505.22491"),
-    ),
     "spectral_growth": (
         "Weights grow",
         "spectral_norm",
@@ -208,12 +202,6 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "curvature",
         "sharpness at most {CURVATURE_NEAR:g} × the stability threshold",
         "[measured](monitors/curvature.md#notes)",
-    ),
-    "frozen_for_a_while": (
-        "Parameters were not updated for a while",
-        "weight_update",
-        "`monitor/frozen_count` is 0",
-        "",
     ),
     "data_wait": ("The data loader is slow", "step_stats", "at most {persistent[data_wait]:.0%} of the time", ""),
 }
@@ -261,13 +249,11 @@ SYMPTOMS = {
         "vanishing_gradients",
         "lost_updates",
         "epsilon_dominated",
-        "frozen_for_a_while",
     ),
     "Some layers learn differently from the others": (
         "dead_units",
         "activation_outlier",
         "update_ratio_outlier",
-        "weight_update_outlier",
         "attention_collapse",
     ),
     "Ranks disagree": ("ranks_differ",),

@@ -77,7 +77,6 @@ KINDS: dict[str, Kind] = {
     "small_updates": Kind("Raise the learning rate, and check that gradients arrive.", RAISE, _STILL),
     "epsilon_dominated": Kind("Lower eps, or scale the loss up.", 0, _STILL),
     "lost_updates": Kind("Keep the weights in float32 under torch.autocast, or keep a float32 copy of them."),
-    "weight_update_outlier": Kind("Give these layers a learning rate of their own.", 0, _RATE),
     "spectral_growth": Kind("Lower the learning rate, or use more weight decay.", LOWER, _RATE),
     "loss_rose": Kind(_CHECKPOINT, 0, _EVENTS | {"weights_shrank"}),
     "loss_rose_again": Kind(_CHECKPOINT, 0, _EVENTS | {"weights_shrank"}),
@@ -85,7 +84,6 @@ KINDS: dict[str, Kind] = {
     # good to know
     "batch_size": Kind(),
     "near_curvature": Kind("Do not raise the learning rate any further.", LOWER),
-    "frozen_for_a_while": Kind("If this is not intended, check the learning rate and the data there."),
     "data_wait": Kind("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory)."),
 }
 """Kinds of findings, causes before consequences."""

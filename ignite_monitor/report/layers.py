@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,16 +15,10 @@ from ignite_monitor.report.run import Recorded, Run, Series
 
 
 def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """Parameters that no longer move, or did not for a while."""
+    """Parameters that no longer move."""
     name, counts = monitor.name("frozen_count"), monitor.get("frozen_count").finite
-    at = counts.where(counts.values > 0)
-    if not len(at):
-        return
-    count = int(counts.values[-1])
+    count, since = (int(counts.last), counts.since(counts.values > 0)) if counts else (0, 0)
     if not count:
-        most = int(counts.values.max())
-        what = f"Up to {plural(most, 'parameter')} did not move in {iterations(at)} ({name}), and move again."
-        yield Finding("frozen_for_a_while", "note", what, (name,), at, {"count": most})
         return
     onsets = {
         parameter: _frozen_since(series, counts)
@@ -33,13 +28,16 @@ def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
     order = sorted(onsets, key=lambda parameter: onsets[parameter])
     named = [f"{printable(parameter)} since iteration {onsets[parameter]}" for parameter in order]
     more = f" and {count - len(named)} more" if count > len(named) else ""
-    where = f": {listed(named, 8)}{more}" if named else f", first in iteration {int(at[0])}"
+    where = f": {listed(named, 8)}{more}" if named else f", since iteration {since}"
     what = f"{plural(count, 'parameter')} no longer move{'s' * (count == 1)} ({name}){where}."
     severity, advice = "problem", ""
     # The bias of attention keys, and one before a BatchNorm, has no gradient.
     if len(onsets) == count and all(item.endswith(".bias") and f"{item[:-4]}weight" not in onsets for item in onsets):
         what, severity, advice = f"{what} These are biases whose weights move.", "note", "No action needed."
-    names, begins = (name, *monitor.names("topk_frozen/{}", order)), sorted(set(onsets.values())) or at[:1]
+    names, begins = (
+        (name, *monitor.names("topk_frozen/{}", order)),
+        sorted(set(onsets.values())) or [since],
+    )
     yield Finding("frozen_parameters", severity, what, names, begins, {"count": count}, advice)
 
 
@@ -226,25 +224,16 @@ def _beyond(items: Mapping[str, Series], limit: float, below: bool = False) -> d
     return dict(sorted(beyond.items(), key=lambda entry: -sign * entry[1].value))
 
 
-def _about(
-    monitor: Recorded,
-    kind: str,
-    severity: str,
-    what: str,
-    pattern: str,
-    items: Mapping[str, Beyond],
-    advice: str = "",
-    **values: float,
-) -> Finding:
-    """A finding that names layers or heads."""
+def _about(monitor: Recorded, pattern: str, items: Mapping[str, Beyond], finding: Finding) -> Finding:
+    """Complete a finding by the names of layers or heads, the farthest first, and the iterations since when."""
     named = listed(
         f"{printable(item)} ({number(it.value, 2)}, "
         f"{'from the first measurement on' if it.initially else f'since iteration {it.since}'})"
         for item, it in items.items()
     )
-    values |= {"count": len(items), "farthest": next(iter(items.values())).value}
-    onsets = sorted({it.since for it in items.values()})
-    return Finding(kind, severity, f"{what}: {named}.", monitor.names(pattern, items), onsets, values, advice)
+    values = {"count": len(items), "farthest": next(iter(items.values())).value, **finding.values}
+    at, names, what = sorted({it.since for it in items.values()}), monitor.names(pattern, items), finding.what
+    return replace(finding, what=f"{what}: {named}.", metrics=names, iterations=at, onset=at[0], values=values)
 
 
 def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -264,7 +253,8 @@ def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
             if _calm_until(run, it.since):
                 advice = f"{fix.capitalize()}; if they are not 0 before the first step, lower the learning rate."
         what = "Fractions of units that are 0 over the whole batch, at the end"
-        yield _about(monitor, "dead_units", severity, what, "activation/{}/dead_fraction", modules, advice)
+        finding = Finding("dead_units", severity, what, advice=advice)
+        yield _about(monitor, "activation/{}/dead_fraction", modules, finding)
 
 
 def _calm_until(run: Run, step: int) -> bool:
@@ -282,7 +272,8 @@ def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
         limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
         if far := _beyond(stage, limit):
             what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {when}"
-            yield _about(monitor, "activation_outlier", "warning", what, "activation/{}/std", far, median=usual)
+            finding = Finding("activation_outlier", "warning", what, values={"median": usual})
+            yield _about(monitor, "activation/{}/std", far, finding)
             return
 
 
@@ -298,30 +289,15 @@ def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
         what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, by their entropy in nats"
         severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
         advice = "No action needed if there is a single position." if single else ""
-        pattern, values = "attention_entropy/{}", {"heads": len(heads)}
-        yield _about(monitor, "attention_collapse", severity, what, pattern, sharp, advice, **values)
+        finding = Finding("attention_collapse", severity, what, values={"heads": len(heads)}, advice=advice)
+        yield _about(monitor, "attention_entropy/{}", sharp, finding)
 
 
 def large_logits(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Attention logits so large that rounding, and one key, decide."""
-    pattern = "attention_logit_max/{}"
-    if far := _beyond(monitor.items(pattern), limits.LARGE_LOGIT):
+    if far := _beyond(monitor.items("attention_logit_max/{}"), limits.LARGE_LOGIT):
         what = f"Attention logits above {number(limits.LARGE_LOGIT)}, to the end"
-        yield _about(monitor, "large_logits", "warning", what, pattern, far)
-
-
-def coordinate_check(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """Layers whose weight update is far from the others'."""
-    pattern = "weight_update/{}"
-    ends = {layer: series.tail.median for layer, series in monitor.items(pattern).items() if series.tail.median > 0}
-    middle = float(np.median(list(ends.values()))) if ends else 1.0
-    far = {layer: end for layer, end in ends.items() if abs(np.log(end / middle)) > np.log(limits.LAYER_SPREAD)}
-    if far and len(ends) >= 4:
-        named = listed(f"{printable(layer)} ({number(end, 3)})" for layer, end in far.items())
-        what = f"Layers whose weight update is more than {number(limits.LAYER_SPREAD)} times above or below the median "
-        what += f"layer's {number(middle, 2)} ({monitor.name('weight_update')}): {named}."
-        names, at = monitor.names(pattern, far), monitor.get(pattern.format(next(iter(far)))).tail.steps[:1]
-        yield Finding("weight_update_outlier", "warning", what, names, at, {"median": middle, "layers": len(far)})
+        yield _about(monitor, "attention_logit_max/{}", far, Finding("large_logits", "warning", what))
 
 
 def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:

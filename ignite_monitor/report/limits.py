@@ -57,7 +57,6 @@ LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever th
 COLLAPSED_ENTROPY = 0.1  # nats; 98 % of the attention on one position
 ENTROPY_FALL = 5.0  # some heads are sharp from the start of a fine-tuning on
 LARGE_LOGIT = 100.0  # QK-clip (arXiv:2507.20534) rescales queries and keys there
-LAYER_SPREAD = 100.0  # weight update to the median layer's; widths alone explain 10
 SPECTRAL_GROWTH = 10.0  # 2 to 5 in healthy runs
 
 # Batch and curvature.

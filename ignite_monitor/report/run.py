@@ -51,14 +51,16 @@ class Series(NamedTuple):
     @property
     def head(self) -> Series:
         """The first tenth of the finite values, at most 50."""
-        finite = self.finite
-        return finite.part(slice(_tenth(finite)))
+        return self.finite.part(slice(self._tenth))
 
     @property
     def tail(self) -> Series:
         """The last tenth of the finite values, at most 50."""
-        finite = self.finite
-        return finite.part(slice(-_tenth(finite), None))
+        return self.finite.part(slice(-self._tenth, None))
+
+    @property
+    def _tenth(self) -> int:
+        return max(1, min(50, math.ceil(len(self.finite.values) / 10)))
 
     @property
     def last(self) -> float:
@@ -86,10 +88,6 @@ class Series(NamedTuple):
         """Return the step from which on a condition holds to the end, or else the last step."""
         failing = np.flatnonzero(~condition)
         return int(self.steps[min(failing[-1] + 1, len(self.steps) - 1) if len(failing) else 0])
-
-
-def _tenth(series: Series) -> int:
-    return max(1, min(50, math.ceil(len(series.values) / 10)))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "activation": (layers.nonfinite, layers.dead, layers.outliers, layers.collapsed, layers.large_logits),
     "replicas": (training.disagreement,),
     "step": (layers.group_rates, layers.shrinking),
-    "rcc": (layers.coordinate_check,),
     "spectral": (layers.spectral,),
     "noise scale": (training.noise_scale,),
     "curvature": (training.curvature,),

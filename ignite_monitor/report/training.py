@@ -56,19 +56,17 @@ def course(name: str, series: Series) -> Iterator[Finding]:
     gained, lost = begin - best, end - best
     much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
-    numbers = {"first": begin, "best": best, "end": end}
     advice = "Lower the learning rate, or use a warm-up." if lowest < len(series.head.values) else ""
-    # The iteration from which on it stays above the middle between its best and its end.
-    rise = smooth.since(smooth.values > best + lost / 2) if lost > 0 else 0
-    peak = int(series.values.argmax())
+    kind, peak = "", int(series.values.argmax())
     if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
-        what = f"ended above its start, at {number(end)} after {number(begin)}"
-        what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
-        yield Finding("loss_rose", "problem", what, (name,), (rise,), numbers, advice)
+        kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
     elif gained > 0 and (much or far):
+        kind, severity = "loss_rose_again", "warning"
         what = f"fell from {number(begin)} to {number(best)} and rose again to {number(end)}"
+    if kind:
+        rise = smooth.since(smooth.values > best + lost / 2)  # it stays above the middle between its best and its end
         what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
-        yield Finding("loss_rose_again", "warning", what, (name,), (rise,), numbers)
+        yield Finding(kind, severity, what, (name,), (rise,), {"first": begin, "best": best, "end": end}, advice)
     elif peak >= len(series.head.values) and series.values[peak] > max(
         limits.PEAK_FACTOR * begin, begin + limits.PEAK_NOISE * noise
     ):
