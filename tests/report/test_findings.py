@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, SEVERITIES
 from ignite_monitor.report.summary import find, healthy, measured, summarise
 from tests.report import _runs as runs
@@ -112,10 +113,6 @@ CASES = {
         "problem",
         "0.bias since iteration 5 and 0.weight since iteration 5",
     ),
-    "large updates": (weights(median=0.2), "large_updates", "warning", "by 0.2 of its size"),
-    "usual updates": (weights(median=0.05), "large_updates", None, ""),
-    "slow updates": (weights(median=5e-6), "small_updates", None, ""),
-    "small updates": (weights(median=5e-7), "small_updates", "warning", "Raise the learning rate"),
     "ratio of 11": (largest(11.5), "update_ratio_outlier", None, ""),
     "ratio of 13": (largest(13.0), "update_ratio_outlier", "note", "13 times more for its size"),
     "ratio of 16": (largest(16.0), "update_ratio_outlier", "warning", "16 times more for its size"),
@@ -169,7 +166,6 @@ CASES = {
         *("group_rate", "note", ""),
     ),
     "groups of healthy runs": (groups(0.02, 12.0), "group_rate", None, ""),
-    "exploding, at times": (weights() | {"monitor/exploding_count": late(0.4, 4)}, "exploding_gradients", None, ""),
     "exploding": (
         weights() | {"monitor/exploding_count": late(0.6, 4), "monitor/topk_grad/a": every(1e9)},
         "exploding_gradients",
@@ -198,15 +194,10 @@ CASES = {
         "warning",
         "takes 90% of",
     ),
-    "some lost updates": (weights() | {"monitor/lost_update_fraction": every(0.4)}, "lost_updates", None, ""),
     "stale moments": (
         {"optimizer/rms_p95": every(4.0), "optimizer/topk_rms/a.w": every(9.0)},
         *("stale_moments", "warning", "4 times what|largest in a.w"),
     ),
-    "fresh moments": ({"optimizer/rms_p95": every(1.1)}, "stale_moments", None, ""),
-    "epsilon": ({"optimizer/epsilon_dominated_median": every(1.0)}, "epsilon_dominated", "warning", "100%"),
-    "waiting": ({"step/data_wait_share": every(0.6)}, "data_wait", "note", "60% of the time"),
-    "not waiting": ({"step/data_wait_share": every(0.2)}, "data_wait", None, ""),
     "healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, "dead_units", None, ""),
     "dead from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.55))},
@@ -214,6 +205,18 @@ CASES = {
     ),
     "dead from the first measurement on": (
         {"activation/a/dead_fraction": every(0.55)},
+        *("dead_units", "warning", "Lower the learning rate; if they are 0 before the first step too, raise the bias"),
+    ),
+    "dead from the first measurement on, after calm gradients": (
+        {"activation/a/dead_fraction": every(0.55)} | runs.grad(np.ones(200)),
+        *(
+            "dead_units",
+            "warning",
+            "Raise the biases before the activation, or re-initialize that layer; if they are not",
+        ),
+    ),
+    "dead from the first measurement on, after a large gradient": (
+        {"activation/a/dead_fraction": every(0.55)} | runs.grad([1, 1, 11, *[1] * 197], thresholds=20.0),
         *("dead_units", "warning", "Lower the learning rate; if they are 0 before the first step too, raise the bias"),
     ),
     "died": (
@@ -347,6 +350,26 @@ def test_limits(name):
         assert not findings or word in findings[0].text, findings[0].text
 
 
+PERSISTENT = {
+    "vanishing_gradients": 0,
+    "exploding_gradients": 0,
+    "lost_updates": 0.5,
+    "large_updates": 0.1,
+    "small_updates": 1e-6,
+    "stale_moments": 2.3,
+    "epsilon_dominated": 0.5,
+    "data_wait": 0.3,
+}
+
+
+@pytest.mark.parametrize("limit", limits.PERSISTENT, ids=lambda limit: limit.kind)
+def test_persistent_limits(limit):
+    prefix, expected = {"weights": "monitor"}.get(limit.monitor, limit.monitor), PERSISTENT[limit.kind]
+    sizes = [expected * 0.99, expected * 1.01 or 0.01]
+    findings = [found({f"{prefix}/{limit.key}": every(size)}, limit.kind) for size in sizes]
+    assert [len(its) for its in findings] == ([1, 0] if limit.kind == "small_updates" else [0, 1])
+
+
 def test_every_limit_is_tested():
     assert {kind for _, kind, _, _ in CASES.values()} | {
         *(
@@ -360,7 +383,7 @@ def test_every_limit_is_tested():
             "regime_change",
         ),
         "overflows",
-    } == {*KINDS}
+    } | {*PERSISTENT} == {*KINDS}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 20, 200, 2000])
@@ -465,5 +488,5 @@ def test_a_million_iterations_with_ten_thousand_spikes():
     run = make_run(run | {"train/loss": series(1 / norms)})
     begin = time.process_time()
     summary = summarise("run.h5", run)
-    assert time.process_time() - begin < 6  # about 1 s on a quiet machine
+    assert time.process_time() - begin < 4  # about 1 s on a quiet machine
     assert "10000 gradient spikes" in " ".join(finding.text for finding in summary.findings)

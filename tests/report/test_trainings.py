@@ -178,6 +178,13 @@ def detached():
     return model
 
 
+def dead():
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias -= 100
+    return model
+
+
 # name: model, data, optimizer, options, the first finding
 SICK = {
     "rate x 1000": (mlp, vectors, adam(1.0), {}, "early_norms"),
@@ -190,6 +197,7 @@ SICK = {
         *(mlp, vectors, lambda model: torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=30.0), {}),
         "weights_shrank",
     ),
+    "dead units": (dead, vectors, adam(1e-3), {}, "dead_units"),
     "no gradient": (detached, vectors, adam(1e-3), {}, "frozen_parameters"),
     "gpt, rate x 500": (TinyGPT, text, adam(1.0), {"every": 20, "iterations": 60}, "loss_rose"),
 }
@@ -229,13 +237,6 @@ def test_the_module_that_makes_nan_is_named(train, name):
     summary = train(TinyGPT(), text(), adam(2e-3), damage=damage, iterations=60)
     assert f"first in blocks.1.{name}," in of(summary, "nonfinite_activations").text
     assert summary.findings[0].severity == "problem"
-
-
-def test_units_that_are_dead_from_the_start(train):
-    model = mlp()
-    with torch.no_grad():
-        model[0].bias -= 100
-    assert of(train(model, vectors(), adam(1e-3)), "dead_units").severity == "problem"
 
 
 def test_a_gradient_in_the_warm_up_that_wrecked_the_model(train):
