@@ -36,7 +36,9 @@ KINDS: dict[str, Kind] = {
     ),
     "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", LOWER),
     "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls."),
-    "no_zero_grad": Kind("Call optimizer.zero_grad() before every backward pass."),
+    "no_zero_grad": Kind(
+        "Check that the train step calls optimizer.zero_grad(), and that the learning rate is not too large."
+    ),
     "weights_shrank": Kind("Lower the weight decay, or scale the initial weights down if they were too large."),
     "large_updates": Kind("Lower the learning rate.", LOWER),
     "large_curvature": Kind("Lower the learning rate, or use a longer warm-up.", LOWER),

@@ -260,5 +260,5 @@ def _first_norms(monitor: Recorded, known: Norms) -> Iterator[Finding]:
             what = (
                 f"In the first {limits.EARLY_WINDOW} steps the gradient norm grew {times(growth)} ({name}), by about "
             )
-            what += f"{100 * change:.1g} % per step: gradients of former steps seem to be added."
-            yield Finding("no_zero_grad", "problem", what, (name,), first.steps[:1], {"growth": growth})
+            what += f"{100 * change:.1g} % per step, as if gradients of former steps were added."
+            yield Finding("no_zero_grad", "warning", what, (name,), first.steps[:1], {"growth": growth})
