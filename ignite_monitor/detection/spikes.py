@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ignite_monitor.checks import check_count, check_type
-from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.model.devices import move, move_like
 
 
@@ -148,14 +148,10 @@ class SpikeDetector:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is of another kind, and nothing has changed then."""
-        names, values = {*self._state, "rule"}, {}
-        if not isinstance(state_dict, Mapping) or set(state_dict) != names:
-            raise ValueError(f"Argument state_dict should hold {', '.join(sorted(names))}, but given {state_dict}")
-        for name, own in self._state.items():
-            values[name] = torch.as_tensor(state_dict[name], dtype=own.dtype, device=own.device)
-            if values[name].shape != own.shape:
-                raise ValueError(f"Argument state_dict should hold a number as {name}, but given {state_dict[name]}")
-        self.rule.load_state_dict(state_dict["rule"])
+        parts = dict(state_dict) if isinstance(state_dict, Mapping) else {}
+        rule = parts.pop("rule", None)
+        values = loaded(self._state, parts)
+        self.rule.load_state_dict(rule)  # type: ignore[arg-type]
         self._state = values
 
     def to(self, reference: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -22,6 +21,18 @@ _MOMENTS = ("count", "weight", "mean", "spread")
 
 NEGLIGIBLE = 1e-6
 """A standard deviation below this times the mean is rounding: in float32 norms have a relative error of about 1e-7."""
+
+
+def loaded(own: State, saved: Any) -> State:
+    """Convert saved numbers to devices and dtypes of others; a ValueError if names or shapes differ from theirs."""
+    given = {name: torch.as_tensor(value) for name, value in saved.items()} if isinstance(saved, Mapping) else {}
+    own_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (own, given))
+    if shapes != own_shapes:
+        raise ValueError(
+            f"Argument state_dict should hold {own_shapes}, but given {shapes}: was it saved with another threshold "
+            "rule?"
+        )
+    return {name: move_like(given[name], value) for name, value in own.items()}
 
 
 class ThresholdRule:
@@ -179,21 +190,7 @@ class ThresholdRule:
         Raises:
             ValueError: if names or shapes differ from those of this rule.
         """
-        if not isinstance(state_dict, Mapping):
-            raise ValueError(f"Argument state_dict should be a dictionary of tensors, but given {type(state_dict)}")
-        given = {name: torch.as_tensor(value) for name, value in state_dict.items()}
-        own_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (self.state, given))
-        if shapes != own_shapes:
-            raise ValueError(
-                f"Argument state_dict should hold {own_shapes} for {type(self).__name__}, but given {shapes}: "
-                "was it saved with another threshold rule?"
-            )
-        self._rows = torch.stack([move_like(given[name], self._rows) for name in self._names])
-
-    def __repr__(self) -> str:
-        given = vars(self) | {"decay": None if self.decay == 1.0 else self.decay}
-        names = [name for name in inspect.signature(type(self)).parameters if name in given]
-        return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in names)})"
+        self._rows = torch.stack([*loaded(self.state, state_dict).values()])
 
 
 class MeanStdThreshold(ThresholdRule):

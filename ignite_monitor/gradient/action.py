@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -108,17 +108,8 @@ class SpikeAction:
         self._logged = dict(zip(self.counts, counts, strict=True))
         return " ".join(parts) or None
 
-    def saved_counts(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Read the counts of a saved state, 0 for missing ones; a ValueError if one is no number."""
-        counts = {}
-        for name in self.counts:
-            counts[name] = torch.as_tensor(state_dict.get(name, 0.0), dtype=torch.float64, device="cpu")
-            if counts[name].ndim:
-                raise ValueError(f"Argument state_dict should hold a number as {name}, but given {counts[name]}")
-        return counts
-
     def load(self, counts: dict[str, Tensor]) -> None:
-        """Continue from counts that :meth:`saved_counts` returned."""
+        """Continue from other :attr:`counts`."""
         self.counts = counts
         self._logged = self._at_start = {name: float(count) for name, count in counts.items()}
 

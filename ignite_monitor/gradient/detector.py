@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_real, check_type
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
@@ -232,9 +232,7 @@ class GradientDetector:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
-        counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu")
-        if counts.shape != (3,):
-            raise ValueError(f"Argument state_dict should hold three numbers as counts, but given {counts}")
+        counts = loaded({"counts": torch.stack([*self._counts])}, {"counts": state_dict["counts"]})["counts"]
         twin = self._copy()
         for name in twin._detectors.keys() & state_dict.keys():
             twin._detectors[name].load_state_dict(state_dict[name])

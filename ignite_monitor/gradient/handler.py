@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_type
 from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import may_be_true
-from ignite_monitor.detection.thresholds import Threshold, as_rule
+from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.events.run_summary import RunSummary
@@ -145,7 +145,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        counts = self._action.saved_counts(state_dict)
+        own = self._action.counts
+        counts = loaded(own, {name: state_dict.get(name, 0.0) for name in own})
         self._detector.load_state_dict(state_dict)
         self._action.load(counts)
 

@@ -1,7 +1,14 @@
-"""The optimizers of torch, with the options that change how a step is made."""
+"""Optimizers: those of torch, with the options that change how a step is made, and others.
+
+The others have patterns of step() that hidden gradients do not stop; ``make compatibility`` adds those of packages.
+"""
 
 from __future__ import annotations
 
+import importlib
+import warnings
+
+import pytest
 import torch
 
 from tests._trainers import make_model
@@ -32,6 +39,92 @@ if hasattr(O, "Muon"):
 FEW = ["SGD momentum", "AdamW", "fused AdamW", "fused SGD momentum", "RMSprop"]
 
 
+class MuonLike(torch.optim.Optimizer):
+    """As Keller Jordan's Muon, it makes a gradient of zeros where there is none, and steps along its momentum."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(buffer, group["momentum"])
+                p.add_(update / (update.norm() + 1e-7), alpha=-group["lr"])
+
+
+class DecaysAlways(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                p.mul_(1 - 1e-3)
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+
+
+class NeedsAll(torch.optim.Optimizer):
+    """Raises where a gradient is missing."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            norm = torch.cat([p.grad.flatten() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / norm)
+
+
+class AdamThatDoesMore(torch.optim.Adam):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return loss
+
+
+def of(package, name, **arguments):
+    def make(params):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(importlib.import_module(package), name)(params, **arguments)
+
+    return make
+
+
+FOREIGN = {optimizer.__name__: optimizer for optimizer in (MuonLike, DecaysAlways, NeedsAll, AdamThatDoesMore)}
+INSTALLED_FOR_COMPATIBILITY = {
+    "schedulefree.AdamWScheduleFree": of("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=5),
+    "schedulefree.SGDScheduleFree": of("schedulefree", "SGDScheduleFree", lr=1e-2),
+    **{
+        f"timm.{name}": of("timm.optim", name, lr=1e-3)
+        for name in ("AdaBelief", "Adan", "Lamb", "Lion", "MADGRAD", "NvNovoGrad", "RMSpropTF", "SGDW")
+    },
+}
+EVERY_FOREIGN = [
+    *FOREIGN,
+    *(pytest.param(name, marks=pytest.mark.compatibility) for name in INSTALLED_FOR_COMPATIBILITY),
+]
+
+
 def build(name):
-    model = make_model(bias=name != "Muon")  # which takes matrices alone
-    return model, OPTIMIZERS[name](model.parameters())
+    torch.manual_seed(0)
+    model = make_model(bias=name in OPTIMIZERS.keys() - {"Muon"})  # which takes matrices alone
+    optimizer = (OPTIMIZERS | FOREIGN | INSTALLED_FOR_COMPATIBILITY)[name](model.parameters())
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return model, optimizer

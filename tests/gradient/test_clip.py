@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.action import scale
 from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
-from tests.gradient._optimizers import FEW, OPTIMIZERS, build
+from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 50.0
 
@@ -88,7 +88,7 @@ def leaves(tree, name=""):
         yield name, torch.as_tensor(0.0 if tree is None else tree)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *EVERY_FOREIGN])
 def test_a_spike_is_scaled_down_to_its_threshold(name):
     ours, recorder, _ = run(name, spikes=(4, 9))
     theirs, _, factors = run(name, spikes=(4, 9), by_hand=True)

@@ -1,4 +1,4 @@
-"""One judge per tensor, against a scalar detector for each."""
+"""One detector for all tensors, against the contract's rule for each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.detection.robust import RobustThreshold
-from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.gradient import spike_numbers
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.gradient.spike_numbers import culprits, excess_shares
-from tests._judge import shared_growth
+from tests._judge import Judge, mean_of, robust, shared_growth
 
 NAMES = ("embed", "qkv", "bias", "head")
 
@@ -24,20 +22,20 @@ def norms_of(n, seed=0):
 
 
 def each_alone(rows):
-    """The detections of a scalar detector per tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
-    detectors = [SpikeDetector(RobustThreshold(k=8.0)) for _ in NAMES]
-    said = []
+    """The contract's detections for every tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
+    oracles, said = [Judge(robust(8.0, 20, 0.99, 2.0)) for _ in NAMES], []
     for row in rows:
-        said.append([])
-        means = [float(detector.rule.state["mean"]) for detector in detectors]
-        row = row / shared_growth(row, means)
-        for detector, value in zip(detectors, row, strict=True):
-            detection = detector.detect(torch.tensor(value, dtype=torch.float64))
-            there = value != 0 and value is not None and not np.isnan(value)
-            said[-1].append((bool(detection.spike) and there, detection.threshold.item()))
-            if there:
-                detector.observe(detection)
+        row = row / shared_growth(row, [mean_of(oracle.history) for oracle in oracles])
+        detections = [oracle.judge(value, said=False) for oracle, value in zip(oracles, row, strict=True)]
+        said.append([(item.spike and not np.isnan(item.norm), item.threshold) for item in detections])
+        for oracle, detection in zip(oracles, detections, strict=True):
+            if detection.norm > 0:
+                oracle.observe(detection)
     return said
+
+
+def limits(detection):
+    return detection.threshold.nan_to_num(math.inf).tolist()
 
 
 def judged(rows, judge=None):
@@ -46,10 +44,8 @@ def judged(rows, judge=None):
         names = tuple(name for name, value in zip(NAMES, row, strict=True) if not np.isnan(value))
         detection = judge.detect(names, torch.tensor([value for value in row if not np.isnan(value)]))
         judge.observe(detection)
-        by_name = dict(
-            zip(judge.names, zip(detection.spike.tolist(), detection.threshold.tolist(), strict=True), strict=True)
-        )
-        said.append([by_name.get(name, (False, math.nan)) for name in NAMES])
+        by_name = dict(zip(judge.names, zip(detection.spike.tolist(), limits(detection), strict=True), strict=True))
+        said.append([by_name.get(name, (False, math.inf)) for name in NAMES])
     return said
 
 

@@ -1,4 +1,4 @@
-"""RobustThreshold against a NumPy implementation of its formula, and on norms whose faults are known."""
+"""RobustThreshold against the contract's rule, and on norms whose faults are known."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
+from tests._judge import Judge, robust
 
 # The sums are the same up to the order of operations; 1e-12 leaves room for thousands of roundings of 1e-16.
 RTOL = 1e-12
@@ -32,29 +33,13 @@ def judge(norms, detector=None, **arguments):
     return Judged(np.nan_to_num(threshold, nan=np.inf), spike)
 
 
-def weighted_mean(values, decay):
-    weights = decay ** np.arange(len(values))[::-1]
-    return (weights * values).sum() / weights.sum()
-
-
 def expected(norms, k=5.25, warmup=20, decay=0.99, least=2.0):
-    """The formula, from the whole history at every norm; without restarts."""
-    entered, excess, thresholds, spikes = [], [], [], []
+    """The contract's rule, from the whole history at every norm."""
+    oracle, detections = Judge(robust(k, warmup, decay, least)), []
     for norm in norms:
-        mean, limit = 0.0, math.inf
-        if entered:
-            mean = weighted_mean(np.array(entered), decay)
-            spread = np.cbrt(weighted_mean(np.array(excess) ** 3, decay))
-            limit = max(mean + k * spread, least * mean) or math.inf
-        threshold = limit if len(entered) >= warmup else math.inf
-        thresholds.append(threshold)
-        spikes.append(norm > threshold)
-        if norm == 0.0:
-            continue
-        value = (mean + threshold) / 2 if norm > threshold else norm
-        excess.append(max(value - mean, 0.0) if entered else 0.0)
-        entered.append(value)
-    return Judged(np.array(thresholds), np.array(spikes))
+        detections.append(oracle.judge(norm, said=False))
+        oracle.observe(detections[-1])
+    return Judged(*(np.array([getattr(item, name) for item in detections]) for name in ("threshold", "spike")))
 
 
 def noisy(n, seed=0, sigma=0.3, start=1.0, end=1.0):

@@ -1,186 +1,32 @@
-"""Reactions with optimizers that torch does not have: exact, or refused with the remedy.
+"""on_spike with optimizers that torch does not have: exact, or refused with the fix.
 
-Patterns of step() that hidden gradients do not stop; ``make compatibility`` adds the optimizers of packages.
+``test_skip_step.py`` and ``test_clip.py`` compare the steps.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
-import warnings
 
 import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
+from tests._trainers import assert_same, loss_of, make_batches, train, training_state
+from tests.gradient._optimizers import build
 
 LIMIT = 60.0
 
 
-class MuonLike(torch.optim.Optimizer):
-    """As Keller Jordan's Muon, it makes a gradient of zeros where there is none, and steps along its momentum."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.02, "momentum": 0.95})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(buffer, group["momentum"])
-                p.add_(update / (update.norm() + 1e-7), alpha=-group["lr"])
-
-
-class DecaysAlways(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.01})
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.steps += 1
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for p in group["params"]:
-                p.mul_(1 - 1e-3)
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad)
-
-
-class NeedsAll(torch.optim.Optimizer):
-    """Raises where a gradient is missing."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            norm = torch.cat([p.grad.flatten() for p in group["params"]]).norm()
-            for p in group["params"]:
-                p.sub_(group["lr"] * p.grad / norm)
-
-
-class AdamThatDoesMore(torch.optim.Adam):
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.99)
-        return loss
-
-
-def of(package, name, **arguments):
-    def make(params):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return getattr(importlib.import_module(package), name)(params, **arguments)
-
-    return make
-
-
-OPTIMIZERS = {
-    "MuonLike": MuonLike,
-    "DecaysAlways": DecaysAlways,
-    "NeedsAll": NeedsAll,
-    "AdamThatDoesMore": AdamThatDoesMore,
-}
-INSTALLED_FOR_COMPATIBILITY = {
-    "schedulefree.AdamWScheduleFree": of("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=5),
-    "schedulefree.SGDScheduleFree": of("schedulefree", "SGDScheduleFree", lr=1e-2),
-    **{
-        f"timm.{name}": of("timm.optim", name, lr=1e-3)
-        for name in ("AdaBelief", "Adan", "Lamb", "Lion", "MADGRAD", "NvNovoGrad", "RMSpropTF", "SGDW")
-    },
-}
-EVERY_OPTIMIZER = [
-    *OPTIMIZERS,
-    *(pytest.param(name, marks=pytest.mark.compatibility) for name in INSTALLED_FOR_COMPATIBILITY),
-]
-
-
-def build(name):
-    torch.manual_seed(0)
-    model = make_model(bias=False)
-    optimizer = (OPTIMIZERS | INSTALLED_FOR_COMPATIBILITY)[name](model.parameters())
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return model, optimizer
-
-
-def attributes(optimizer):
-    """Everything else that an optimizer keeps, as far as it can be compared."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, (int, float, str, bool, torch.Tensor))
-    }
-
-
-def run(name, batches, scaler=None, on_spike="skip", before_step=lambda model: None):
-    model, optimizer = build(name)
-    scaler = None if scaler is None else scaler()
-    scheduler = StepLR(optimizer, 3)
-
+def plain_step(model, optimizer):
     def step(engine, batch):
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        before_step(model)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+        loss_of(model, batch).backward()
+        optimizer.step()
 
-    monitors = []
-    if on_spike is not None:
-        monitors = [GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike=on_spike, scaler=scaler)]
-    torch.manual_seed(1)
-    recorder = train(step, batches, *monitors)
-    return model, optimizer, scheduler, recorder
-
-
-@pytest.mark.parametrize("amp", [False, True])
-@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
-@pytest.mark.parametrize("spikes", [(7,), (1, 2, 6)])
-def test_a_skipped_step_was_not_made(name, spikes, amp):
-    """Weights, state and the optimizer's own attributes are bitwise those of a run without the spikes' batches."""
-    scaler = (lambda: GradScaler("cpu", init_scale=2.0**10)) if amp else None
-    batches = make_batches(10, spikes, 1e3)
-    model, optimizer, _, recorder = run(name, batches, scaler)
-    assert recorder.of("grad/skipped_count")[-1] == len(spikes)
-    kept = [batch for i, batch in enumerate(batches, 1) if i not in spikes]
-    other, other_optimizer, _, _ = run(name, kept, scaler, on_spike=None)
-    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
-    assert_same(attributes(optimizer), attributes(other_optimizer))
-
-
-@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
-def test_a_clipped_step_is_that_of_the_scaled_gradient(name):
-    def scale(model):
-        norm = grad_norm(model)
-        if norm > LIMIT:
-            for parameter in model.parameters():
-                parameter.grad.copy_(parameter.grad.double() * (LIMIT / norm))
-
-    batches = make_batches(10, (2, 7), 1e3)
-    model, _, _, recorder = run(name, batches, on_spike="clip")
-    other, *_ = run(name, batches, on_spike=None, before_step=scale)
-    assert recorder.of("grad/clipped_count")[-1] == 2
-    for own, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
+    return step
 
 
 @pytest.mark.parametrize("name", ["MuonLike", "NeedsAll"])
@@ -220,12 +66,7 @@ def test_a_schedule_does_not_warn_of_it():
 def test_update_ratios_know_that_no_step_was_made():
     model, optimizer = build("DecaysAlways")
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-    engine = Engine(step)
+    engine = Engine(plain_step(model, optimizer))
     updates = WeightUpdateHandler(model, optimizer)
     updates.attach(engine)
     GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
@@ -331,5 +172,6 @@ def test_optimizers_that_pass_steps_on():
     recorder = train(step, make_batches(6, (3,)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1
     kept = [batch for i, batch in enumerate(make_batches(6, (3,)), 1) if i != 3]
-    other = run("MuonLike", kept, on_spike=None)[0]
+    other, other_optimizer = build("MuonLike")
+    train(plain_step(other, other_optimizer), kept)
     assert_same([*model.parameters()], [*other.parameters()])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
 
 
@@ -119,35 +118,6 @@ def test_the_state_of_another_rule_is_refused():
 def test_bad_arguments_are_named(make, error, named):
     with pytest.raises(error, match=f"Argument {named} "):
         make()
-
-
-class Multiple(ThresholdRule):
-    def __init__(self, times, *, unused=None, **others):
-        super().__init__(**others)
-        self.times = times
-
-    def __call__(self, mean, std, count):
-        return self.times * mean
-
-
-@pytest.mark.parametrize(
-    ("rule", "told"),
-    [
-        (MeanStdThreshold(k=3, decay=None), "MeanStdThreshold(k=3.0, warmup=20, decay=None)"),
-        (MeanStdThreshold(), "MeanStdThreshold(k=6.0, warmup=20, decay=0.99)"),
-        (MeanStdThreshold(2.5, 7, 0.9), "MeanStdThreshold(k=2.5, warmup=7, decay=0.9)"),
-        (StaticThreshold(3), "StaticThreshold(value=3.0)"),
-        (RobustThreshold(k=2), "RobustThreshold(k=2.0, warmup=20, decay=0.99, least=2.0)"),
-        (
-            RobustThreshold(warmup=5, decay=None, least=1.5),
-            "RobustThreshold(k=5.25, warmup=5, decay=None, least=1.5)",
-        ),
-        (CallableThreshold(max), "CallableThreshold(rule=<built-in function max>)"),
-        (Multiple(2.0, warmup=50), "Multiple(times=2.0)"),
-    ],
-)
-def test_a_rule_is_told_with_its_arguments(rule, told):
-    assert repr(rule) == told
 
 
 def test_a_small_spread_on_a_large_mean_is_not_lost():
