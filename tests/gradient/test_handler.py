@@ -26,7 +26,6 @@ from tests._trainers import (
     make_model,
     mean_of,
     mean_std,
-    norm_of,
     train,
     true_norm,
 )
@@ -59,6 +58,28 @@ def plain_step(model, optimizer, *, zero_at="start", seen=None, leave_out=False)
 
 
 # Flag, norm and statistics
+
+
+def check_against_own_truth(
+    forward, model, backward=lambda loss: loss.backward(), batches=None, loss=loss_of, norm_type=2.0
+):
+    """Train with a monitor, and compare with the norms of the gradients in float64; return what was recorded."""
+    optimizer, truth = sgd(model), []
+    batches = make_batches(3) if batches is None else batches
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        backward(loss(forward, batch))
+        truth.append(grad_norm(model, norm_type))
+        assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
+        optimizer.step()
+
+    monitor = GradMonitor(model, optimizer, norm_type=norm_type)
+    recorder = train(step, batches, monitor)
+    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(truth[:-1]), **CLOSE)
+    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == len(batches)
+    return recorder
 
 
 @pytest.mark.parametrize("zero_at", ["start", "end"])
@@ -147,17 +168,8 @@ def test_a_filter_leaves_no_value_in_the_iterations_between_and_counts_the_monit
 
 @pytest.mark.parametrize("norm_type", [1, 2.0, math.inf])
 def test_norm_types(norm_type):
-    model, truth = make_model(), []
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append(grad_norm(model, norm_type))
-        optimizer.step()
-
-    recorder = train(step, make_batches(3), GradMonitor(model, optimizer, norm_type=norm_type))
-    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    model = make_model()
+    check_against_own_truth(model, model, norm_type=norm_type)
 
 
 # When a norm enters the statistics
@@ -385,33 +397,26 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_scalar_empty_complex_sparse_and_unused_parameters(norm_type, micro_batches):
-    model, truth = Odd(), []
-    optimizer = sgd(model)
+    model = Odd()
 
-    def step(engine, indices):
-        optimizer.zero_grad()
-        for _ in range(micro_batches):
-            model(indices).backward()
-        truth.append(grad_norm(model, norm_type))
-        optimizer.step()
+    def backward(losses):
+        for loss in losses:
+            loss.backward()
 
-    indices = torch.tensor([1, 1, 3, 3, 3])
-    recorder = train(step, [indices] * 3, GradMonitor(model, optimizer, norm_type=norm_type))
-    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    check_against_own_truth(
+        model,
+        model,
+        backward,
+        batches=[torch.tensor([1, 1, 3, 3, 3])] * 3,
+        loss=lambda forward, indices: [forward(indices) for _ in range(micro_batches)],
+        norm_type=norm_type,
+    )
 
 
 def test_tied_weights_count_once():
-    model, truth = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     model[2].weight = model[0].weight
-    optimizer = sgd(model)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        truth.append(norm_of(p.grad for p in [model[0].weight, model[0].bias, model[2].bias, *model[3].parameters()]))
-        optimizer.step()
-
-    assert train(step, make_batches(3), GradMonitor(model, optimizer)).norms == pytest.approx(truth, **CLOSE)
+    check_against_own_truth(model, model)
 
 
 # Which parameters
@@ -453,23 +458,6 @@ def test_parameters_unfrozen_while_training(when):
 
 
 # Graphs of every kind
-
-
-def check_against_own_truth(forward, model, backward=lambda loss: loss.backward(), count=3):
-    optimizer, truth = sgd(model), []
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        backward(nn.functional.mse_loss(forward(batch[0]), batch[1]))
-        truth.append(grad_norm(model))
-        assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
-        optimizer.step()
-
-    monitor = GradMonitor(model, optimizer)
-    recorder = train(step, make_batches(count), monitor)
-    assert recorder.norms == pytest.approx(truth, **CLOSE)
-    assert recorder.of("grad/mean")[-1] == pytest.approx(mean_of(truth[:-1]), **CLOSE)
-    assert float(monitor.state_dict()["detector"]["rule"]["count"]) == count
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -536,18 +524,7 @@ def test_a_backward_that_fails_and_is_tried_again():
 def test_a_compiled_model():
     model = make_model()
     compiled = torch.compile(model, backend="aot_eager")
-    optimizer, truth = sgd(model), []
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(compiled, batch).backward()
-        truth.append(true_norm(model, [batch]))
-        assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
-        optimizer.step()
-
-    recorder = train(step, make_batches(30, spikes=[25]), GradMonitor(compiled, optimizer))
-    assert recorder.norms == pytest.approx(truth, **CLOSE)
-    assert recorder.flags[24]
+    assert check_against_own_truth(compiled, model, batches=make_batches(26, spikes=[26])).flags[25]
 
 
 # Training is untouched, and resumes
