@@ -638,7 +638,8 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
         optimizer.step()
 
     trainer = Engine(train_step)
-    GradMonitor(model, optimizer).attach(trainer)
+    monitor = GradMonitor(model, optimizer, per_parameter=True)
+    monitor.attach(trainer)
     trainer.add_event_handler(
         Events.ITERATION_STARTED(every=2),
         lambda engine: optimizer.param_groups[0].update(params=blocks[engine.state.iteration // 2 % 2]),
@@ -648,3 +649,4 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
     )
     trainer.run([torch.randn(4, 8) for _ in range(7)], max_epochs=1)
     assert found == pytest.approx(expected, rel=1e-5)
+    assert set(monitor.state_dict()["per_parameter"]["names"]) == dict(model.named_parameters()).keys()
