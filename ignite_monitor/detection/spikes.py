@@ -151,7 +151,7 @@ class SpikeDetector:
         parts = dict(state_dict) if isinstance(state_dict, Mapping) else {}
         rule = parts.pop("rule", None)
         values = loaded(self._state, parts)
-        self.rule.load_state_dict(rule)  # type: ignore[arg-type]
+        self.rule.load_state_dict(rule)
         self._state = values
 
     def to(self, reference: Tensor) -> None:

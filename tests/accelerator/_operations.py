@@ -31,7 +31,7 @@ CLIP = "clip_grad_norm_"
 MONITORS: dict[str, tuple[int, Make]] = {
     "GradMonitor": (40, GradMonitor),
     "GradMonitor, RobustThreshold": (50, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
-    "GradMonitor, per_parameter": (100, lambda m, o: GradMonitor(m, o, per_parameter=True)),
+    "GradMonitor, per_parameter": (98, lambda m, o: GradMonitor(m, o, per_parameter=True)),
     "WeightUpdateHandler": (130, WeightUpdateHandler),
     "OptimizerStateHandler": (200, lambda m, o: OptimizerStateHandler(m, o)),
     "ActivationHandler": (70, lambda m, o: ActivationHandler(m, activations=True)),
