@@ -1,28 +1,200 @@
-"""Alignment: closed forms, and NumPy in float64."""
+"""Measured alignment against a computation of its own in float64, and what is not measured."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
 
-from ignite_monitor.scaling.alignment import over_layers, row_alignment
+from ignite_monitor.scaling import AlignmentHandler, parametrize
+from ignite_monitor.scaling.alignment import row_alignment
+from tests._helpers import make_batches
+from tests.scaling._models import mlp
+
+TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
+
+
+def train(model, handlers, steps=3, lr=0.05, batches=None, optimizer=None):
+    """What the handlers publish in each iteration."""
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=lr)
+
+    def train_step(_, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    engine = Engine(train_step)
+    for handler in handlers:
+        handler.attach(engine)
+    seen = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(_):
+        seen.append([{name: float(value) for name, value in handler.metrics.items()} for handler in handlers])
+
+    engine.run(batches or make_batches(steps, size=16))
+    return seen
+
+
+def alignment(z, weight):
+    """One number per row, in NumPy's float64."""
+    z, weight = z.detach().double().numpy(), weight.detach().double().numpy()
+    sizes = np.sqrt((z**2).mean(1)) * np.sqrt((weight**2).mean())
+    return np.log(np.sqrt(((z @ weight.T) ** 2).mean(1)) / sizes) / np.log(weight.shape[1])
+
+
+def test_every_number_in_float64():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
+    start = copy.deepcopy(model)
+    handler = AlignmentHandler(model, sample_size=5)
+    batches = make_batches(4, size=17)
+    states = []
+
+    def before(module, args):
+        if module.training:
+            states.append(copy.deepcopy(module.state_dict()))
+
+    hook = model.register_forward_pre_hook(before)
+    seen = [each for (each,) in train(model, [handler], batches=batches)]
+    hook.remove()
+    assert seen[0] == {}
+    for published, state, (x, _) in list(zip(seen, states, batches, strict=True))[1:]:
+        now = copy.deepcopy(start).double()
+        now.load_state_dict(state)
+        z, z0 = x[0:15:3].double(), x[0:15:3].double()  # every third of 17 rows, five of them
+        expected = {}
+        for layer in range(0, 5, 2):
+            w0, w = start[layer].weight.double(), now[layer].weight
+            expected[f"alignment/z0_dW/{layer}"] = alignment(z0, w - w0).mean()
+            if layer:
+                expected[f"alignment/dZ_w0/{layer}"] = alignment(z - z0, w0).mean()
+                expected[f"alignment/dZ_dW/{layer}"] = alignment(z - z0, w - w0).mean()
+            z, z0 = now[layer](z).tanh(), copy.deepcopy(start[layer]).double()(z0).tanh()
+        for term in TERMS:
+            values = [value for name, value in expected.items() if f"/{term}/" in name]
+            expected |= {f"alignment/{term}_mean": sum(values) / len(values)}
+            expected |= {f"alignment/{term}_min": min(values), f"alignment/{term}_max": max(values)}
+        assert published.keys() == expected.keys()
+        for name, value in expected.items():
+            assert published[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_convolutions_and_tables():
+    """A row is a sample, n the kernel's size times the channels; a table adds nothing up."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.conv = nn.Embedding(7, 4), nn.Conv1d(4, 5, 3, stride=2)
+            self.up, self.head = nn.ConvTranspose1d(5, 4, 4, stride=2), nn.Linear(4, 3)
+
+        def forward(self, x):
+            x = self.table((x[:, :6].abs() * 3).long().clamp(max=6)).transpose(1, 2)
+            return self.head(self.up(self.conv(x).tanh()).mean(-1))
+
+    model = Net()
+    start = copy.deepcopy(model)
+    handler = AlignmentHandler(model, sample_size=1000)
+    inputs = {}
+    batches = make_batches(2, size=9)
+    model.conv.register_forward_pre_hook(lambda module, args: inputs.__setitem__("now", args[0].detach().double()))
+    weights = []
+    model.register_forward_pre_hook(lambda module, args: weights.append(module.conv.weight.detach().double().clone()))
+    published = train(model, [handler], batches=batches)[-1][0]
+    layers = {name.split("/")[2] for name in published if name.count("/") == 2}
+    assert layers == {"conv", "up", "head"}
+    z = inputs["now"]
+    with torch.no_grad():
+        z0 = start.table((batches[1][0].abs() * 3).long().clamp(max=6)).transpose(1, 2).double()
+    w0 = start.conv.weight.detach().double()
+
+    def expected(x, weight):
+        products = F.conv1d(x, weight, stride=2).square().mean((1, 2)).sqrt()
+        sizes = x.square().mean((1, 2)).sqrt() * weight.square().mean().sqrt()
+        return float((products / sizes).log().mean() / math.log(12))
+
+    change = weights[-1] - w0
+    for term, pair in zip(TERMS, ((z0, change), (z - z0, w0), (z - z0, change)), strict=True):
+        assert published[f"alignment/{term}/conv"] == pytest.approx(expected(*pair), rel=1e-4), term
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_no_training_is_no_alignment_for_any_batch(dropout, caplog):
+    """Steps of size 0, other batches, and dropout: nothing has changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3))
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert train(model, [AlignmentHandler(model)], steps=4, optimizer=still) == [[{}]] * 4
+    assert not caplog.records
+
+
+def test_parametrization_names_layers_and_leaves_embeddings_out():
+    torch.manual_seed(0)
+    parametrization = parametrize(mlp, (8, 16), sample_input=torch.zeros(2, 6))
+    seen = train(parametrization.model, [AlignmentHandler(parametrization)], steps=2)[-1][0]
+    layers = {name.split("/")[2] for name in seen if name.count("/") == 2}
+    assert layers == {"3", "6"}
+    assert set(TERMS) == {name.split("/")[1] for name in seen if name.count("/") == 2}
+
+
+def test_reference_keeps_the_multipliers(caplog):
+    parametrization = parametrize(mlp, (8, 64), sample_input=torch.zeros(2, 6))
+    handler = AlignmentHandler(parametrization)
+    x = torch.randn(4, 6)
+    model = parametrization.model.eval()
+    torch.testing.assert_close(handler.reference.eval()(x), model(x))
+    assert "ignite_monitor" not in {record.name.partition(".")[0] for record in caplog.records}
+
+
+def test_nothing_that_can_be_measured_is_said_once(caplog):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).eval()
+    handler = AlignmentHandler(model)
+    with caplog.at_level(logging.WARNING):
+        assert train(model, [handler], steps=3) == [[{}]] * 3
+        handler.detach()
+    assert [record.message for record in caplog.records] == [
+        "AlignmentHandler (alignment): none of 3 monitored iterations had a forward pass of the whole model in "
+        "training mode, so nothing is measured"
+    ]
+
+
+def test_bad_input():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    with pytest.raises(TypeError, match="model_or_parametrization"):
+        AlignmentHandler("x")
+    for name, value, error in (
+        ("sample_size", 1.5, TypeError),
+        ("sample_size", 0, ValueError),
+        ("reference", "start", ValueError),
+        ("reference", 3, TypeError),
+        ("reference", nn.Linear(6, 8), ValueError),
+    ):
+        with pytest.raises(error, match=name):
+            AlignmentHandler(model, **{name: value})
+    for nothing in (nn.Embedding(3, 4), nn.LayerNorm(3), nn.Linear(1, 3)):
+        with pytest.raises(ValueError, match="Linear layers or convolutions"):
+            AlignmentHandler(nothing)
+    with pytest.raises(ValueError, match="include and exclude"):
+        AlignmentHandler(model, include="x")
+    embedding = parametrize(lambda n: nn.Sequential(nn.Linear(3, n)), (2, 4), sample_input=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="none"):
+        AlignmentHandler(embedding)
+
 
 GENERATOR = torch.Generator().manual_seed(0)
 
 
 def normal(*shape):
     return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("n", [8, 256, 2048])
-def test_random_is_one_half(n):
-    """The mean square of outputs, 1 in expectation, has the variance 2 / outputs; its logarithm is halved."""
-    outputs, rows = 400, 50
-    found = row_alignment(F.linear, n, normal(rows, n), normal(outputs, n))
-    assert float(found.mean()) == pytest.approx(0.5, abs=4 / math.sqrt(outputs) / math.log(n))
 
 
 @pytest.mark.parametrize("n", [2, 8, 2048])
@@ -35,13 +207,7 @@ def test_rank_one_in_the_inputs_direction_is_one(n):
         assert float(found.max()) <= 1 + 1e-12  # Cauchy and Schwarz
 
 
-def test_scale_does_not_matter():
-    x, weight = normal(4, 32), normal(8, 32)
-    found = row_alignment(F.linear, 32, x, weight)
-    torch.testing.assert_close(row_alignment(F.linear, 32, 1e-30 * x, 1e20 * weight), found, rtol=1e-10, atol=0)
-
-
-def test_rows_without_a_definition_are_left_out():
+def test_undefined_rows_are_nan():
     x, weight = normal(5, 16), normal(3, 16)
     x[1] = 0.0
     x[3, 2] = math.inf
@@ -49,11 +215,3 @@ def test_rows_without_a_definition_are_left_out():
     assert found.isnan().tolist() == [False, True, False, True, False]
     assert row_alignment(F.linear, 16, x, torch.zeros_like(weight)).isnan().all()
     assert row_alignment(F.linear, 16, torch.zeros_like(x), weight).isnan().all()
-
-
-def test_over_layers():
-    table = torch.tensor([[0.5, math.nan, math.nan], [1.0, 0.7, math.nan], [0.6, math.nan, math.nan]])
-    found = over_layers(table)
-    torch.testing.assert_close(found[:, 0], torch.tensor([0.7, 0.5, 1.0]))
-    torch.testing.assert_close(found[:, 1], torch.tensor([0.7, 0.7, 0.7]))
-    assert found[:, 2].isnan().all()

@@ -183,9 +183,23 @@ def test_every_quantity_by_hand():
             assert got[key] == pytest.approx(float(values.square().mean().sqrt()), rel=1e-6, abs=1e-12), key
 
 
-def test_deterministic_and_leaves_random_numbers_alone():
+class OwnDropout(nn.Module):
+    """Dropout with a generator that the module holds."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x):
+        return x * (torch.rand(x.shape[-1], generator=self.generator) > 0.1)
+
+
+def test_runs_are_deterministic_and_preserve_rng_state():
+    generator = torch.Generator().manual_seed(5)
+
     def make_model(width):
-        model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 3))
+        layers = nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.3), OwnDropout(generator)
+        model = nn.Sequential(*layers, nn.Linear(width, 3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def make_batch(width):
@@ -198,6 +212,7 @@ def test_deterministic_and_leaves_random_numbers_alone():
     first = check()
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(5).get_state())
     torch.rand(3), random.random(), np.random.rand()
     assert check() == first
     assert {(r.width, r.seed, r.step) for r in first} == {(w, s, t) for w in (4, 8) for s in (0, 1) for t in (0, 1, 2)}
@@ -247,8 +262,7 @@ def test_a_training_that_diverges_is_named():
     assert "not finite at width 4" not in result.table()
 
 
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_plot(tmp_path, ending):
+def test_plot(tmp_path):
     records = [
         Record(width, seed, step, layer, quantity, width**0.5 * (seed + 1))
         for width in (2, 4)
@@ -257,10 +271,9 @@ def test_plot(tmp_path, ending):
         for layer in ("", "blocks.0.x$_y")
         for quantity in ("activation", "change")
     ]
-    path = tmp_path / f"check.{ending}"
+    path = tmp_path / "check.svg"
     CoordinateCheck(records).plot(path)
-    starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-    assert path.read_bytes().startswith(starts[ending])
+    assert path.read_bytes().startswith(b"<?xml")
     assert path.stat().st_size > 5000
     with pytest.raises(ValueError, match="records"):
         CoordinateCheck([]).plot(path)
@@ -274,24 +287,23 @@ def test_bad_input():
     def batch(width):
         return torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
 
-    for widths, error in (("ab", TypeError), ([4], ValueError), ([4, 4, 8], ValueError), ([4, 0], ValueError)):
-        with pytest.raises(error, match="widths"):
-            coordinate_check(make_model, batch, widths)
-    for name, value in (("steps", 0), ("seeds", 0)):
-        with pytest.raises(ValueError, match=name):
-            coordinate_check(make_model, batch, [4, 8], **{name: value})
-    with pytest.raises(TypeError, match="make_model"):
-        coordinate_check(make_model(3), batch, [4, 8])
-    with pytest.raises(TypeError, match="make_model"):
-        coordinate_check(lambda width: make_model(width)[0], batch, [4, 8])
-    with pytest.raises(TypeError, match="make_batch"):
-        coordinate_check(make_model, None, [4, 8])
-    with pytest.raises(TypeError, match=r"make_batch should be a function of the width, but .*can't be called so"):
-        coordinate_check(make_model, lambda: batch(1), [4, 8])
-    with pytest.raises(TypeError, match="train_step should be a function of model and optimizer and batch or None"):
-        coordinate_check(make_model, batch, [4, 8], train_step=lambda model, batch: None)
-    with pytest.raises(ValueError, match="train_step"):
-        coordinate_check(make_model, batch, [4, 8], train_step=lambda model, optimizer, batch: None)
+    wrong = [({"widths": value}, error, "widths") for value, error in (("ab", TypeError), ([4], ValueError))]
+    wrong += [({"widths": value}, ValueError, "widths") for value in ([4, 4, 8], [4, 0])]
+    wrong += [({name: 0}, ValueError, name) for name in ("steps", "seeds")]
+    wrong += [
+        ({"make_model": make_model(3)}, TypeError, "make_model"),
+        ({"make_model": lambda width: make_model(width)[0]}, TypeError, "make_model should return a model and an opt"),
+        ({"make_model": lambda width: make_model(3)}, ValueError, "makes models of 12 parameters at several widths"),
+        ({"make_batch": None}, TypeError, "make_batch"),
+        ({"make_batch": lambda: batch(1)}, TypeError, r"make_batch should be a function of the width, but .*be called"),
+        ({"train_step": lambda model, batch: None}, TypeError, "train_step should be a function of model and optimi"),
+        ({"train_step": lambda model, optimizer, batch: None}, ValueError, "train_step"),
+        ({"make_batch": lambda width: {"x": X, "y": Y}}, TypeError, "return <class 'dict'> and <class 'NoneType'>"),
+        ({"make_batch": lambda width: (X, Y, Y)}, TypeError, "return <class 'tuple'> and <class 'NoneType'>"),
+    ]
+    for arguments, error, match in wrong:
+        with pytest.raises(error, match=match):
+            coordinate_check(**{"make_model": make_model, "make_batch": batch, "widths": [4, 8]} | arguments)
 
 
 def test_slopes_through_two_points_are_not_steep_but_with_seeds():
@@ -300,32 +312,3 @@ def test_slopes_through_two_points_are_not_steep_but_with_seeds():
         result = CoordinateCheck([Record(width, seed, 1, "x", "change", value) for width, seed, value in values])
         assert steep_layers(result) == ({"x"} if seeds > 1 else set())
         assert ("± inf" in result.table()) is (seeds == 1)
-
-
-def test_models_of_one_size_are_refused():
-    def make_model(width):
-        return nn.Linear(32, 8), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-
-    with pytest.raises(ValueError, match=r"make_model makes models of 264 parameters at several widths"):
-        coordinate_check(make_model, lambda width: (X, Y), [4, 8], steps=1, seeds=1)
-
-
-@pytest.mark.parametrize(
-    ("batch", "reduce", "match"),
-    [
-        ({"x": X, "y": Y}, False, "return <class 'dict'> and <class 'NoneType'>"),
-        ((X, Y, Y), False, "return <class 'tuple'> and <class 'NoneType'>"),
-        ((X, Y), True, "return <class 'tuple'> and <class 'torch.Tensor'>"),
-    ],
-)
-def test_what_the_default_train_step_can_not_take(batch, reduce, match):
-    class Model(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).sum() if reduce else super().forward(x)
-
-    def make_model(width):
-        model = Model(32, width)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with pytest.raises(TypeError, match=match):
-        coordinate_check(make_model, lambda width: batch, [16, 32], steps=1, seeds=1)
