@@ -82,7 +82,10 @@ def coordinate_check(
             print(result.table())
             result.plot("coordinates.png")
     """
-    widths = _check_widths(widths)
+    if not isinstance(widths, Sequence) or isinstance(widths, str):
+        raise TypeError(f"Argument widths should be a list of widths, but given {type(widths)}")
+    if len({check_count("widths", width, least=1) for width in widths}) < max(len(widths), 2):
+        raise ValueError(f"Argument widths should have at least two different widths, each once, but given {widths}")
     steps = check_count("steps", steps, least=1)
     seeds = check_count("seeds", seeds, least=1)
     for name, function in (("make_model", make_model), ("make_batch", make_batch)):
@@ -106,12 +109,10 @@ def coordinate_check(
             # A generator that the model holds may be shared with other code.
             with preserved_rng_state([], generators_of(model).values()):
                 training = _train(model, optimizer, make_batch, train_step or _cross_entropy_step, width, seed)
-                records += [
-                    Record(width, seed, step, layer, quantity, value)
-                    for step, values in enumerate(itertools.islice(training, steps + 1))
-                    for layer, measured in values.items()
-                    for quantity, value in zip(QUANTITIES, measured, strict=True)
-                ]
+                for step, values in enumerate(itertools.islice(training, steps + 1)):
+                    for layer, measured in values.items():
+                        pairs = zip(QUANTITIES, measured, strict=True)
+                        records += [Record(width, seed, step, layer, quantity, value) for quantity, value in pairs]
     return CoordinateCheck(records, expected)
 
 
@@ -133,9 +134,7 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], f
     return slopes
 
 
-def _train(
-    model: nn.Module, optimizer: Any, make_batch: Callable[[int], Any], train_step: Any, width: int, seed: int
-) -> Iterator[dict[str, list[float]]]:
+def _train(model: nn.Module, optimizer: Any, make_batch: Any, train_step: Any, width: int, seed: int) -> Iterator[Any]:
     """Yield the quantities of all layers in each step."""
     reference = Reference(model, "init")
     layers = [name for name, module in reference.modules.items() if is_layer(name, module)]
@@ -175,15 +174,6 @@ def _seed(seed: int, step: int) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(number % 2**32)
-
-
-def _check_widths(widths: object) -> list[int]:
-    if not isinstance(widths, Sequence) or isinstance(widths, str):
-        raise TypeError(f"Argument widths should be a list of widths, but given {type(widths)}")
-    checked = [check_count("widths", width, least=1) for width in widths]
-    if len(set(checked)) < max(len(checked), 2):
-        raise ValueError(f"Argument widths should have at least two different widths, each once, but given {widths}")
-    return checked
 
 
 class _OutputChanges(Comparison):

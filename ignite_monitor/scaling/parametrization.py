@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +16,20 @@ from ignite_monitor.monitor.ranks import from_every_rank
 from ignite_monitor.scaling.solver import Alignment, LayerGraph, Solution, solve
 
 
-@dataclass(frozen=True)
-class ParametrizedLayer:
-    """One layer of a :class:`Parametrization`.
+class ParametrizedLayer(NamedTuple):
+    """One layer of a :class:`Parametrization`, of width n."""
 
-    Attributes:
-        name: its name in the model.
-        layer_type: "embedding", "hidden" or "readout".
-        fan_in: n, the width that exponents refer to: the fan-in, for an embedding the number of its outputs.
-        a: exponent of the multiplier.
-        b: exponent of the initial standard deviation.
-        c: exponent of the learning rate, as solved for when the parametrization was made.
-        weight: name of its parameter.
-        biases: names of its other parameters.
-        module: name of the module whose output is the layer's output; None if there is none.
-        multiplier: factor by which a forward hook multiplies the output; 1.0 without a hook.
-        std: standard deviation of the initial weights; None if they were kept.
-    """
-
-    name: str
-    layer_type: str
-    fan_in: int
-    a: float
-    b: float
-    c: float
-    weight: str
-    biases: tuple[str, ...]
-    module: str | None
-    multiplier: float
-    std: float | None
+    name: str  # its name in the model
+    layer_type: str  # "embedding", "hidden" or "readout"
+    fan_in: int  # n: the fan-in, for an embedding the number of its outputs
+    a: float  # exponent of the multiplier
+    b: float  # exponent of the initial standard deviation
+    c: float  # exponent of the learning rate, as solved for when the parametrization was made
+    weight: str  # name of its parameter
+    biases: tuple[str, ...]  # names of its other parameters
+    module: str | None  # name of the module whose output is the layer's output; None if there is none
+    multiplier: float  # factor by which a forward hook multiplies the output; 1.0 without a hook
+    std: float | None  # standard deviation of the initial weights; None if they were kept
 
 
 @dataclass(eq=False)

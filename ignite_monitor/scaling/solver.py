@@ -2,20 +2,21 @@ r"""Learning-rate exponents of a graph of layers, as the solution of a linear pr
 
 A layer of width n multiplies its output by :math:`n^{-a}`, starts from weights of standard deviation :math:`n^{-b}` and
 has the learning rate :math:`n^{-c}` (arXiv:2407.05872). Let the change of a node's output since initialization be of
-size :math:`n^{-r}`, that of its input :math:`n^{-r_\text{in}}`. With alignment :math:`(\alpha, \omega, u)`, r is the
-smallest of
+size :math:`n^{-r}`, that of its input :math:`n^{-r_\text{in}}`, and the loss's gradient with respect to the output
+:math:`n^{-\gamma}`. With alignment :math:`(\alpha, \omega, u)`, r is the smallest of
 
-==================  ================================================================================
-embedding           a + c + g, and r_in where it has an input
-hidden, readout     a + c + g - alpha, a + c + g + r_in - u, a + b + r_in - omega
-junction            r of every input, as a product changes like a sum
-fixed               0, and r of every input
-==================  ================================================================================
+===========  ========================================================================  =============================
+node         r                                                                         g with SGD (0 with Adam)
+===========  ========================================================================  =============================
+embedding    a + c + g, and r_in where it has an input                                 a + gamma
+hidden       a + c + g - alpha, a + c + g + r_in - u, a + b + r_in - omega             a + gamma
+readout      the same                                                                  a
+junction     r of every input, as a product changes like a sum                         -
+fixed        0, and r of every input                                                   -
+===========  ========================================================================  =============================
 
-g is the exponent of the weights' gradient: 0 with Adam; with SGD a for a readout, else a plus the smallest a + b of the
-readouts that take the output. The latter needs c >= b - a for readouts, which the program requires with SGD.
-
-The program minimizes the sum of c subject to r >= 0 everywhere. A measured alignment needs two bounds:
+gamma is the smallest over the nodes that take the output: a + b and 2a + c of a readout, gamma of any other. The
+program minimizes the sum of c subject to r >= 0 everywhere. A measured alignment needs two bounds:
 
 - **omega is at most a + b of its layer**, and alpha and u are in [1/2, 1]. The layer's own c does not pay for omega:
   all layers before it would pay for 0.51, once per block, although :math:`n^{0.01}` is a constant.
@@ -181,21 +182,21 @@ def solve(
     if not graph.layers:
         raise ValueError("Argument graph should have at least one layer with weights")
     sgd = optimizer_type == "sgd"
-    gradients = _gradients(graph) if sgd else {node.name: 0.0 for node in graph.nodes}
+    gradients = _gradients(graph) if sgd else {}
     full, minima = (
-        {node.name: _changes(node, clipped_alignment(node, given), gradients[node.name]) for node in graph.nodes}
+        gradients | {("r", node.name): _changes(node, clipped_alignment(node, given), sgd) for node in graph.nodes}
         for given in ("full", alignment)
     )
-    least = {node.name: node.b - node.a if sgd and node.kind == "readout" else -math.inf for node in graph.layers}
-    slowest = _minimize(full, {name: (value, math.inf) for name, value in least.items()})
+    slowest = _minimize(full, {node.name: (-math.inf, math.inf) for node in graph.layers})
     given = {node.name: node.c for node in graph.layers if node.c is not None}
-    bounds = {name: (given.get(name, least[name]), given.get(name, largest)) for name, largest in slowest.items()}
+    bounds = {name: (given.get(name, -math.inf), given.get(name, largest)) for name, largest in slowest.items()}
     c = _minimize(minima, bounds)
     values: dict[Variable, float] = {("c", name): value for name, value in c.items()}
-    for name, terms in minima.items():
-        values["r", name] = min(constant + sum(values[part] for part in parts) for constant, parts in terms)
-    r = {name: values["r", name] for name in minima}
-    bias_c = {node.name: r[node.name] - node.a - gradients[node.name] for node in graph.nodes if node.has_weights}
+    for variable, terms in minima.items():
+        values[variable] = min(constant + sum(values[part] for part in parts) for constant, parts in terms)
+    r = {node.name: values["r", node.name] for node in graph.nodes}
+    updates = {node.name: node.a + values.get(("g", node.name), 0.0) if sgd else 0.0 for node in graph.nodes}
+    bias_c = {node.name: r[node.name] - node.a - updates[node.name] for node in graph.nodes if node.has_weights}
     return Solution(c, r, bias_c)
 
 
@@ -226,66 +227,68 @@ def clipped_alignment(node: Node, alignment: Any) -> Alignment:
     return Alignment(min(max(alpha, 0.5), 1.0), min(max(omega, 0.5), node.a + node.b), min(max(u, 0.5), 1.0))
 
 
-Variable = tuple[str, str]  # ("c", layer) or ("r", node)
+Variable = tuple[str, str]  # ("c", layer), ("r", node), or ("g", node) for gamma
 Term = tuple[float, tuple[Variable, ...]]  # the sum of a constant and variables
+Minima = dict[Variable, list[Term]]  # each variable is the smallest of its terms, which have variables before it
 
 
-def _changes(node: Node, alignment: Alignment, gradient: float) -> list[Term]:
+def _changes(node: Node, alignment: Alignment, sgd: bool) -> list[Term]:
     """The terms of a node's r."""
     inputs: list[Variable] = [("r", name) for name in node.inputs]
     if not node.has_weights:
         return [*([(0.0, ())] if node.kind == "fixed" else []), *((0.0, (variable,)) for variable in inputs)]
-    own: Variable = ("c", node.layer)
-    terms: list[Term] = [(node.a + gradient - alignment.alpha, (own,))]
+    own: tuple[Variable, ...] = (("c", node.layer),)
+    if sgd and node.kind != "readout":
+        own = (*own, ("g", node.name))
+    rate = (2 if sgd else 1) * node.a
+    terms: list[Term] = [(rate - alignment.alpha, own)]
     if node.kind != "embedding":
-        terms += [(node.a + gradient - alignment.u, (own, variable)) for variable in inputs]
+        terms += [(rate - alignment.u, (*own, variable)) for variable in inputs]
     return terms + [(node.a + node.b - alignment.omega, (variable,)) for variable in inputs]
 
 
-def _gradients(graph: LayerGraph) -> dict[str, float]:
-    """The exponents g of the gradients with SGD."""
+def _gradients(graph: LayerGraph) -> Minima:
+    """The terms of each node's gamma, in backward order."""
     adam = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
-    outputs: dict[str, float] = {}  # exponents of gradients with respect to outputs
+    minima: Minima = {("g", node.name): [] for node in reversed(graph.nodes)}
     for node in reversed(graph.nodes):
-        gradient = outputs.get(node.name, math.inf)
+        gradient: list[Term] = [(0.0, (("g", node.name),))] if minima["g", node.name] else []
         if node.kind == "readout":
-            gradient = node.a + node.b if node.c is None else min(node.a + node.b, 2 * node.a + node.c)
-        elif node.has_weights and node.name not in outputs:
+            gradient = [(node.a + node.b, ()), (2 * node.a, (("c", node.layer),))]
+        elif node.has_weights and not gradient:
             raise ValueError(
                 f"Layer {node.name} reaches no trained readout, so its gradient with SGD is not known: {adam}"
             )
-        for name in node.inputs if math.isfinite(gradient) else ():
+        for name in node.inputs if gradient else ():
             if node.kind == "embedding" or graph[name].kind == "readout" or graph[name].few:
                 raise ValueError(
                     f"The number of outputs of {name} does not grow, so the gradient it gets from {node.name} with SGD "
                     f"follows no power of the width: {adam}"
                 )
-            outputs[name] = min(outputs.get(name, math.inf), gradient)
-    return {
-        node.name: node.a + (0.0 if node.kind == "readout" else outputs.get(node.name, 0.0)) for node in graph.nodes
-    }
+            minima["g", name] += gradient
+    return {variable: terms for variable, terms in minima.items() if terms}
 
 
-def _minimize(minima: Mapping[str, list[Term]], bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def _minimize(minima: Minima, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """The optimal c by layer. r is at most each of its terms, which is enough, as all terms grow with r and c."""
     try:
         optimize: Any = importlib.import_module("scipy.optimize")
         sparse: Any = importlib.import_module("scipy.sparse")
     except ImportError as error:
         raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
-    variables: list[Variable] = [*(("c", name) for name in bounds), *(("r", name) for name in minima)]
+    variables: list[Variable] = [*(("c", name) for name in bounds), *minima]
     columns = {variable: column for column, variable in enumerate(variables)}
-    rows = [(name, *term) for name, terms in minima.items() for term in terms]
+    rows = [(variable, term) for variable, terms in minima.items() for term in terms]
     matrix = sparse.lil_array((len(rows), len(columns)))
-    for row, (name, _, parts) in enumerate(rows):
-        matrix[row, columns["r", name]] = 1.0
+    for row, (variable, (_, parts)) in enumerate(rows):
+        matrix[row, columns[variable]] += 1.0
         for part in parts:
-            matrix[row, columns[part]] = -1.0
+            matrix[row, columns[part]] -= 1.0
     layers = len(bounds)
     # Of equal sums, the earlier layers have the smaller c.
     costs = [1 + 1e-3 * math.exp(-i / layers) for i in range(layers)] + [0.0] * len(minima)
-    limits = [*bounds.values(), *((0.0, math.inf) for _ in minima)]
-    constants = [constant for _, constant, _ in rows]
+    limits = [*bounds.values(), *((0.0 if kind == "r" else -math.inf, math.inf) for kind, _ in minima)]
+    constants = [constant for _, (constant, _) in rows]
     result = optimize.linprog(costs, A_ub=matrix.tocsr(), b_ub=constants, bounds=limits, method="highs")
     if result.x is None:
         given = ", ".join(f"{low:g} for {name}" for name, (low, high) in bounds.items() if low == high)

@@ -173,6 +173,9 @@ def test_several_readouts_with_sgd():
     nodes = [source(), hidden("trunk", "in"), readout("a", "trunk"), Node("b", "readout", ("trunk",), 0.0, 0.5)]
     found = solve(LayerGraph(nodes), "full", optimizer_type="sgd")
     assert found.c == pytest.approx({"in": 0.5, "trunk": 0.5, "a": 0.0, "b": 1.0})
+    # muP's readout may learn until its gradient is as large as the other one's.
+    found = solve(LayerGraph(nodes), "no", optimizer_type="sgd")
+    assert found.c == pytest.approx({"in": 0.5, "trunk": 0.0, "a": -0.5, "b": 0.5}, abs=1e-6)
 
 
 def test_biases_move_the_output_as_the_layer_does():
