@@ -105,6 +105,11 @@ def test_a_recurrent_layer_takes_what_is_before_it_and_its_own_output():
     assert [graph[name].inputs for name in names] == [(), *((name,) for name in names[:3])]
 
 
+def test_readout_of_a_fixed_size_in_a_recurrent_layer():
+    parametrization = found(lambda n: nn.LSTM(n, 4), lambda module, x: module(x)[0], out=lambda n: 4)
+    assert kinds(parametrization) == {"first": ("embedding", 32), "between.weight_ih_l0": ("readout", 32)}
+
+
 @pytest.mark.parametrize("dims", [{}, {"kdim": 7, "vdim": 7}])
 def test_multihead_attention(dims):
     def run(module, x):
