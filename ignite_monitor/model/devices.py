@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +30,6 @@ def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
     return move(tensor.to(reference.dtype), reference.device)
 
 
-@functools.cache
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The widest floating-point dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -112,6 +112,9 @@ def _check(root: nn.Module, calls: list[ModelCall]) -> None:
     reasons = {
         "a scripted module has no copy": any(isinstance(module, torch.jit.ScriptModule) for module in modules),
         "the model is sharded": any_sharded(root.parameters()),
+        "RNG state is kept for the CPU and CUDA only": any(
+            parameter.device.type not in ("cpu", "cuda") for parameter in root.parameters()
+        ),
         "a random number generator of the model has been replaced": any(
             {place: id(item) for place, (item, _) in call.own.items()} != generators for call in calls
         ),

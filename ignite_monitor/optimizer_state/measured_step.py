@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
 
     names: list[str]
     statistics: Tensor  # (3, parameters): RMS, epsilon-dominated fraction, momentum cosine; NaN if not known
-    update_norm: Tensor  # the l2 norm of the change of all parameters
+    update_norm: Tensor  # the l2 norm of the change of all parameters; NaN if one is not measured
 
 
 class MeasuredStep(SampledStep):
@@ -37,6 +37,7 @@ class MeasuredStep(SampledStep):
         """Prepare for a train step."""
         super().start()
         self._members: list[int] = []
+        self._is_complete = True  # every tensor with a gradient is measured
 
     @torch.no_grad()
     def keep_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -48,6 +49,7 @@ class MeasuredStep(SampledStep):
             for index, gradient in gradients.items()
             if gradient is not None and gradient.layout == torch.strided and not gradient.is_complex()
         ]
+        self._is_complete = len(self._members) == sum(gradient is not None for gradient in gradients.values())
         if self._members:
             self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
             if scale is not None:
@@ -78,7 +80,8 @@ class MeasuredStep(SampledStep):
         total = torch.where(moved, change_norms * samples.factors[at], 0.0).square().sum().sqrt()
         names = [samples.names[index] for index in members]
         # Without a step the norm is 0 / 0.
-        return StepResult(names, torch.where(moved, statistics, math.nan), total / moved.any())
+        update_norm = total / moved.any() if self._is_complete else torch.full_like(total, math.nan)
+        return StepResult(names, torch.where(moved, statistics, math.nan), update_norm)
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
         """The sampled elements of moments, one parameter after the other; zeros without a moment."""

@@ -200,6 +200,14 @@ def test_a_loss_that_is_never_seen_is_said_once_and_not_reported(unseen, caplog)
     assert len([text for text in caplog.messages if "no loss was seen" in text]) == unseen
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_a_compiled_criterion_is_seen_without_a_warning_of_the_compiler():
+    training = Training("module")
+    training.criterion = torch.compile(training.criterion, backend="eager")
+    recorder = train(training.step, batches_of(25), training.monitor)  # warnings are errors in tests
+    assert recorder.of("grad/loss_spike") == [0.0] * 25
+
+
 @pytest.mark.parametrize("part", ["detector", "loss", "per_parameter"])
 def test_a_state_that_fails_to_load_changes_nothing(part):
     one, other = (Training("module", per_parameter=True) for _ in range(2))

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
 from ignite_monitor.monitor import transfer
+from ignite_monitor.nonfinite.locator import NonFiniteLocator
 from tests._helpers import same
 from tests.nonfinite._models import GPT, IN_BACKWARD, MODELS, loss_of, nan_in_output, plant
 
@@ -407,6 +408,15 @@ def test_what_cannot_be_run_again_is_said_to_be_so(caplog):
         found, _ = trained(make(InPlace, 4, 3), vectors(3), planting=fill("bias"))
     assert found == [None]
     assert "could not be located: the model's inputs have been changed in place" in caplog.text
+
+
+def test_a_device_whose_rng_state_is_not_kept_is_named():
+    model = nn.Linear(4, 1, device="meta")
+    locator = NonFiniteLocator(model)
+    with locator.calls:
+        model(torch.zeros(2, 4, device="meta")).sum().backward()
+        text = locator.look(False, False, alone=True)
+    assert text.endswith("could not be located: RNG state is kept for the CPU and CUDA only")
 
 
 def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():

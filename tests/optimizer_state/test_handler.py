@@ -378,8 +378,8 @@ def test_complex_parameters_are_left_out():
 
     step = make_step(model, optimizer, loss_of=lambda m, _: m["z"].abs().sum() + m["w"].square().sum())
     (published,) = run_monitored(step, [None], OptimizerStateHandler(model, optimizer))
-    assert published["optimizer/update_norm"] == pytest.approx(0.1 * math.sqrt(3), rel=1e-4)
     assert published["optimizer/rms_max"] == pytest.approx(1.0, rel=1e-4)
+    assert "optimizer/update_norm" not in published  # the complex tensor moved too
 
 
 def test_momentum_of_sparse_gradients_is_left_out():
@@ -393,3 +393,4 @@ def test_momentum_of_sparse_gradients_is_left_out():
     moments = [(optimizer.state[each]["momentum_buffer"], each.grad) for each in model[1].parameters()]
     cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0).item() for a, b in moments]
     assert published["optimizer/momentum_cosine_min"] == pytest.approx(min(cosines), rel=1e-5)
+    assert "optimizer/update_norm" not in published  # the embedding moved too
