@@ -260,3 +260,31 @@ def test_arguments():
             HistogramHandler(model, **wrong)
     with pytest.raises(TypeError, match="model"):
         HistogramHandler("model")
+
+
+def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(tmp_path, monkeypatch):
+    fast, calls = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(6, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+
+    def step(engine, x):
+        optimizer.zero_grad()
+        model[0].eval()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    trainer, handler = Engine(step), HistogramHandler(model, activations=True)
+    handler.attach(trainer)
+    model.train()
+    model[0].eval()
+    with TensorboardLogger(log_dir=tmp_path) as logger:
+        handler.log_to(logger, trainer)
+        trainer.run([torch.randn(2, 4, 6) for _ in range(2)])
+    assert len(calls) == 4  # two layers in two iterations
+    names = {tag for tag in read(tmp_path) if "activation" in tag}
+    assert names
+    assert not [tag for tag in names if "layers" in tag]
