@@ -174,7 +174,7 @@ def plot(iterations, runs, path):
         run, y = runs["with handlers"], low - 0.11 * height
         axes.plot(run.spikes, [y] * len(run.spikes), "|", color="#c0362c", markersize=9, markeredgewidth=1)
         if run.spikes:
-            axes.text(run.spikes[-1] + 8, y, "spikes: steps left out", va="center", fontsize=9, color="#c0362c")
+            axes.text(run.spikes[-1] + 8, y, "spikes: steps skipped", va="center", fontsize=9, color="#c0362c")
         for at, back_to in run.rollbacks:
             arrow = {"arrowstyle": "-|>", "color": colours["with handlers"], "connectionstyle": "arc3,rad=0.35"}
             text = axes.annotate(f"back to {back_to} ", (at, y), (back_to, y), ha="right", va="center", fontsize=9)

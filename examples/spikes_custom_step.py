@@ -4,7 +4,7 @@ A small convolutional network learns handwritten digits (scikit-learn's, nothing
 damaged, as from a broken sensor. GradMonitor sets ``engine.state.unhealthy_spike`` as soon as ``loss.backward()``
 returns, and the train step leaves that batch out.
 
-    python examples/spikes_custom_step.py                    the damaged batch is left out
+    python examples/spikes_custom_step.py                    the damaged batch is skipped
     python examples/spikes_custom_step.py --ignore-spikes    what it does otherwise
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
         loss = criterion(model(images), targets)
         loss.backward()
         if engine.state.unhealthy_spike and not args.ignore_spikes:
-            return {"loss": loss.item()}  # optimizer.step() is left out
+            return {"loss": loss.item()}  # optimizer.step() is skipped
         optimizer.step()
         return {"loss": loss.item()}
 
@@ -87,7 +87,7 @@ def main() -> None:
             engine.state.grad_norm,
             engine.state.metrics["grad/threshold"],
         )
-        what = "the step is made all the same" if args.ignore_spikes else "the step is left out"
+        what = "the step is made all the same" if args.ignore_spikes else "the step is skipped"
         progress.log_message(f"iteration {iteration}: spike, gradient norm {norm:.3g} exceeds {threshold:.3g}: {what}")
 
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})

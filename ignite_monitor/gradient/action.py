@@ -111,7 +111,9 @@ class SpikeAction:
     def load(self, counts: dict[str, Tensor]) -> None:
         """Continue from other :attr:`counts`."""
         self.counts = counts
-        self._logged = self._at_start = {name: float(count) for name, count in counts.items()}
+        before, self._logged = self._logged, {name: float(count) for name, count in counts.items()}
+        # A rollback loads a state in mid-run: the number of log lines in this run stays.
+        self._at_start = {name: self._at_start[name] + self._logged[name] - before[name] for name in before}
 
     def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[Tensor], bool]) -> None:
         self._skipper.skip(optimizer, flag, read)
