@@ -288,6 +288,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action == Action.ROLL_BACK:
             rates = f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
             self.logger.warning("%s, %d batches skipped%s", text, iteration - restored, rates)
+            if not self._training.optimizers:
+                self._warn_once("to_save holds no optimizer, so moments and learning rates are not restored")
         elif action == Action.ACCEPT:
             self.logger.warning("%s a last time; assuming a regime change, all thresholds are reset", text)
         elif action == Action.END:

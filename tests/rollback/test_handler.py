@@ -597,6 +597,13 @@ def test_it_says_so_where_the_optimizer_makes_no_step(caplog):
     assert "(other): no snapshot for" in warning
 
 
+def test_it_warns_once_if_to_save_holds_no_optimizer(caplog):
+    training = Training(names=["model"])
+    training.run(make_batches(60), request=[37, 52])
+    texts = [text for text in messages(caplog) if "to_save holds no optimizer" in text]
+    assert len(texts) == 1
+
+
 def test_a_reset_of_any_monitor_triggers():
     """THRESHOLD_RESET of any monitor on the engine, whatever it detects."""
     training = Training()
