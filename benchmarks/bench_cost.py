@@ -95,6 +95,11 @@ def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RollbackH
     return im.RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: 1.0)
 
 
+def setup_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.SetupCheck:
+    """A check that never ends; in a run it takes three iterations."""
+    return im.SetupCheck(model, optimizer, iterations=NEVER)
+
+
 Make = Callable[[nn.Module, torch.optim.Optimizer], Any]
 # The second entry is the comparison that the cost is a multiple of.
 MONITORS: dict[str, tuple[Make, str]] = {
@@ -110,6 +115,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "HistogramHandler": (lambda m, _: im.HistogramHandler(m), CLONE),
     "ReplicaCheckHandler": (replica_check, CLONE),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
+    "SetupCheck": (setup_check, CLIP),
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
     "RollbackHandler between snapshots": (rollback, CLONE),
     NOISE: (lambda m, o: im.GradientNoiseScaleHandler(m, o, micro_batches=2), CLIP),

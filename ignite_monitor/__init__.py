@@ -24,6 +24,7 @@ _MODULE_OF = {
     "RobustThreshold": "detection.robust",
     "RollbackHandler": "rollback.handler",
     "Schema": "schema",
+    "SetupCheck": "setup_check.handler",
     "SpectralNormHandler": "spectral.handler",
     "SpikeMonitor": "spike.handler",
     "SpikeRecord": "spike_recorder.record",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two
     from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
     from ignite_monitor.schema import Key as Key
     from ignite_monitor.schema import Schema as Schema
+    from ignite_monitor.setup_check.handler import SetupCheck as SetupCheck
     from ignite_monitor.spectral.handler import SpectralNormHandler as SpectralNormHandler
     from ignite_monitor.spike.handler import SpikeMonitor as SpikeMonitor
     from ignite_monitor.spike_recorder.handler import SpikeRecorder as SpikeRecorder

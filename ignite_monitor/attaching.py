@@ -28,6 +28,7 @@ from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
 from ignite_monitor.rollback.handler import RollbackHandler
+from ignite_monitor.setup_check.handler import SetupCheck
 from ignite_monitor.spectral.handler import SpectralNormHandler
 from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
@@ -51,6 +52,7 @@ def attach_monitors(
     loss: LossSource | None = None,
     rollback: Mapping[str, Any] | None = None,
     record_spikes: str | os.PathLike[str] | None = None,
+    setup_check: bool = True,
     prefix: str = "",
     flag: str | None = None,
 ) -> AttachedMonitors:
@@ -67,6 +69,7 @@ def attach_monitors(
     ``optimizer``     ``OptimizerStateHandler(model, optimizer)``,         one in ``every``
                       if the optimizer has ``betas`` or momentum
     ``rollback``      ``RollbackHandler(rollback)``, if given              all
+    ``setup``         ``SetupCheck(model, optimizer)``                     the first three
     ``spike_record``  ``SpikeRecorder(grad, record_spikes)``, if given     all
     in ``extra``      ``HistogramHandler``, ``ReplicaCheckHandler``,       one in ``every``
                       ``SpectralNormHandler``, ``RCCHandler``
@@ -91,6 +94,7 @@ def attach_monitors(
         loss: second spike signal of ``GradMonitor``: the criterion, or a function of the engine.
         rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
         record_spikes: directory for the batches and RNG states of spikes.
+        setup_check: False to attach no ``SetupCheck``.
         prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm``.
         flag: ``flag`` of ``GradMonitor``; None for ``"unhealthy_spike"`` or ``"{prefix}_unhealthy_spike"``.
 
@@ -115,6 +119,7 @@ def attach_monitors(
     check_type("loggers", loggers, Iterable, "ignite.handlers.base_logger.BaseLogger or a list of such")
     if isinstance(extra, str) or not isinstance(extra, Iterable):
         raise TypeError(f"Argument extra should be a list of names, but given {extra!r}")
+    check_type("setup_check", setup_check, bool, "bool")
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
@@ -124,6 +129,8 @@ def attach_monitors(
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
+    if setup_check:
+        monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
     if rollback is not None:
         monitors["rollback"] = RollbackHandler(rollback, prefix=f"{start}rollback"), always
     if record_spikes is not None:
@@ -190,7 +197,7 @@ class AttachedMonitors(MonitorHandle):
     def _attach(self, engine: Engine) -> None:
         for name, (monitor, event) in self._attachments.items():
             monitor.attach(engine, event)
-            for logger, shown in self._loggers:
+            for logger, shown in self._loggers if monitor.schema.keys else ():
                 monitor.log_to(logger, engine, include=shown.get(name))
         vars(engine).setdefault(_ATTACHED, {})[self._prefix] = self
 

@@ -215,6 +215,7 @@ def test_what_fails_half_way_leaves_nothing(parts):
         ({"every": 2.0}, TypeError, "Argument every"),
         ({"threshold": "3"}, TypeError, "threshold"),
         ({"on_spike": 1}, TypeError, "Argument on_spike"),
+        ({"setup_check": 1}, TypeError, "Argument setup_check"),
         ({"prefix": None}, TypeError, "Argument prefix"),
         ({"flag": "no flag"}, ValueError, "Argument flag"),
     ],
@@ -231,7 +232,8 @@ def test_bad_arguments_are_named(parts, bad, error, message):
 def test_what_is_cheap_is_there_and_the_rest_by_name():
     model, optimizer, trainer = make_trainer()
     handle = attach_monitors(trainer, model, optimizer, every=1)
-    assert set(handle.monitors) == {"grad", "update", "activation", "step", "optimizer"}
+    assert set(handle.monitors) == {"grad", "setup", "update", "activation", "step", "optimizer"}
+    assert "setup" not in attach_monitors(trainer, model, optimizer, setup_check=False).monitors
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "optimizer" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
     attach_monitors(trainer, model, optimizer, every=1, extra=["histograms", "replicas", "spectral", "rcc"])
@@ -349,5 +351,5 @@ def test_a_forgotten_scaler_is_noticed(caplog, kind):
     trainer.run(make_batches(5))
     warned = [message for message in caplog.messages if "GradScaler" in message]
     assert [message.split(":")[0] for message in warned] == (
-        ["GradMonitor (grad)", "WeightUpdateHandler (monitor)"] if kind == "forgotten" else []
+        ["GradMonitor (grad)", "WeightUpdateHandler (monitor)", "SetupCheck (setup)"] if kind == "forgotten" else []
     )

@@ -68,7 +68,7 @@ LAYERS = (
         *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
         *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback", "histograms"),
     },
-    {"scaling", "spike_recorder", "healthy_checkpoint"},
+    {"scaling", "spike_recorder", "healthy_checkpoint", "setup_check"},
 )
 HEIGHTS = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 

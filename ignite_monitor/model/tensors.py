@@ -1,4 +1,4 @@
-"""The tensors in a module's output, and in a batch."""
+"""The tensors in a module's output and in a batch, comparison of batches, and the loss in a train step's output."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import tags
 
 
@@ -49,3 +51,38 @@ def tensors_in(value: Any, path: str = "", around: frozenset[int] = frozenset())
 def count_items(batch: Any) -> int | None:
     """The length of the first tensor in a batch that has a dimension; None if there is none."""
     return next((len(tensor) for _, tensor in tensors_in(batch) if tensor.ndim), None)
+
+
+def loss_in(output: Any) -> Tensor | float | None:
+    """Return the output of a train step, or its item ``"loss"``, if that is one floating-point number."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor) and is_plain(loss) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.detach().clone().reshape(())
+    return loss if isinstance(loss, float) else None
+
+
+def leaves_of(value: Any, depth: int = 8) -> list[Any]:
+    """Return the parts of a batch; of a tensor its shape, dtype and device, and a copy of its bytes by element."""
+    if isinstance(value, Tensor) and is_plain(value) and not value.is_quantized:
+        elements = value.detach().resolve_conj().resolve_neg().reshape(value.numel(), 1)
+        return [value.shape, value.dtype, value.device, elements.view(torch.uint8).clone()]
+    if isinstance(value, (str, bytes, int, float, type(None))):
+        return [value]
+    members = [*value.items()] if isinstance(value, Mapping) else value
+    if depth and isinstance(members, (list, tuple)):
+        return [leaf for member in members for leaf in leaves_of(member, depth - 1)]
+    return [object()]  # equal to no other
+
+
+def is_same(first: list[Any], batch: list[Any]) -> Tensor | bool:
+    """Return True if two batches are certainly equal, and hold more than constants, which may be placeholders."""
+    equal, varies = [], []
+    for one, other in zip(first, batch, strict=False):
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            equal.append((one == other).all())
+            varies.append((one != one[:1]).any())
+        elif one != other:
+            return False
+    if len(first) != len(batch) or len({flag.device for flag in equal}) != 1:
+        return False
+    return torch.stack([*equal, torch.stack(varies).any()]).all()

@@ -55,6 +55,7 @@ class Monitor(Serializable):
     """
 
     schema: ClassVar[Schema] = Schema("other", "", ())
+    is_finished = False  # True in a monitor that needs no more iterations of this run
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,6 +80,7 @@ class Monitor(Serializable):
         self._log_handlers: list[Any] = []
         self._warned_texts: set[str] = set()
         self._monitored = self._has_seen_step = False
+        self.lacks_scaler = False  # True if a GradScaler scales gradients, and the monitor was not given it
         self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
         self._is_complete = True  # False until deferred values have been resolved
 
@@ -261,7 +263,8 @@ class Monitor(Serializable):
     def _check_scaler(self, engine: Engine, step: Any) -> None:
         if not self._has_seen_step and step.tracker.shares(step.optimizer):
             self._has_seen_step = True
-            if arguments.steps_through_scaler():
+            self.lacks_scaler = arguments.steps_through_scaler()
+            if self.lacks_scaler:
                 self._warn_once("gradients are scaled by a GradScaler, and measured so: give the argument scaler")
 
     def _attached_to(self) -> Engine | None:
@@ -274,7 +277,7 @@ class Monitor(Serializable):
         self.clear(engine)
         # Every filter is called, as by Ignite: it may have a state.
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
-        self._monitored = any(accepted)
+        self._monitored = any(accepted) and not self.is_finished
         if self._monitored:
             self.start_iteration(engine)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.nn import functional as F
 
-from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler
+from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler, SetupCheck
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, assert_alike, batches, without_machine
 
@@ -41,6 +41,17 @@ def test_the_noise_scale_of_micro_batches(device):
         rows.append(training.run([monitor], batches(8, each.name)))
     assert rows[0][-1]
     assert_alike(*rows, tolerance_of("noise scale", device))
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulated"])
+def test_the_check_of_the_setup_waits_once(device, kind):
+    training = Training(device, kind)
+    check = SetupCheck(training.model, training.optimizer)
+    check.attach(training.trainer)
+    with device.counted_waits() as waits:
+        training.trainer.run(batches(6, device.name), max_epochs=1)
+    assert check.findings == []
+    assert len(waits) == 1, waits
 
 
 def token_loss(model, batch):

@@ -21,6 +21,7 @@ from ignite_monitor import (
     RCCHandler,
     ReplicaCheckHandler,
     RollbackHandler,
+    SetupCheck,
     SpectralNormHandler,
     SpikeMonitor,
     SpikeRecorder,
@@ -107,7 +108,9 @@ class Monitored(Training):
             lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
         )
         curvature = CurvatureHandler(of, optimizer, loss=lambda model, batch: case.loss(call(model, batch[0])))
+        self.setup_check = SetupCheck(of, optimizer)
         for monitor in (
+            self.setup_check,
             GradMonitor(of, optimizer),
             losses,
             SpikeRecorder(losses, directory),

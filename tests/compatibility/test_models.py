@@ -41,6 +41,7 @@ def test_every_monitor(name, record_property, tmp_path):
     monitored, recorded = Monitored(case, tmp_path), Recorded(case)
     ours, theirs = monitored.run(), recorded.run()
     assert_same(ours, theirs)
+    assert monitored.setup_check.findings == []
     row = {"name": name, "parameters": sum(p.numel() for p in recorded.model.parameters())}
     row |= {"published": sum(map(len, monitored.published)), "compared": 0, "heads": 0}
     for values, truth in zip(monitored.published, expected(recorded, theirs["losses"]), strict=True):

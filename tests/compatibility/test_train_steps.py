@@ -261,6 +261,7 @@ def test_train_step(name, record_property):
     )
     recorded.record()
     assert_same(trained(monitored), trained(recorded))
+    assert all(handle.monitors["setup"].findings == [] for handle in handles)
     checked = 0
     for prefix in recorded.watched:
         start = f"{prefix}/" if prefix else ""

@@ -19,6 +19,7 @@ from ignite_monitor import (
     RCCHandler,
     ReplicaCheckHandler,
     RollbackHandler,
+    SetupCheck,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -77,6 +78,7 @@ HANDLERS = {
     "GradientNoiseScaleHandler": lambda model, optimizer: GradientNoiseScaleHandler(model, optimizer, micro_batches=2),
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),
     "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=4),
+    "SetupCheck": lambda model, optimizer: SetupCheck(model, optimizer),
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(
         model, optimizer, peak_flops=1e12, flops_per_item=1e3
     ),
