@@ -72,11 +72,13 @@ class AccumulationProbe(ExitStack):
     reaches one of the parameters counts.
 
     Attributes:
-        accumulates: whether any gradient on this rank was not zero, a 0-dim bool tensor; None before a backward.
+        norm: the maximum norm of the gradients on this rank before the backward, 0-dim; None before a backward.
+        accumulates: whether it was not zero, a 0-dim bool tensor; None before a backward.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], observers: list[Any]) -> None:
         super().__init__()
+        self.norm: Tensor | None = None
         self.accumulates: Tensor | None = None
         self._model, self._parameters, self._observers = model, list(parameters), observers
         self._measured: dict[int, Tensor] = {}  # by number of the backward, in order
@@ -99,15 +101,16 @@ class AccumulationProbe(ExitStack):
         if self.accumulates is None and not reached.isdisjoint(map(id, self._parameters)):
             inside = [backward for backward in self._measured if backward == number or backward in running]
             if inside:
-                self.accumulates = self._measured[inside[0]]
+                self.norm = self._measured[inside[0]]
+                self.accumulates = self.norm != 0
                 self.close()
 
     def _measure(self, _: Tensor) -> None:
         number = backward_number()
         if number not in self._measured:
             gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
-            norm = total_norm(gradients, math.inf) if gradients else torch.zeros((), device=self._parameters[0].device)
-            self._measured[number] = norm != 0
+            zero = torch.zeros((), device=self._parameters[0].device)
+            self._measured[number] = total_norm(gradients, math.inf) if gradients else zero
 
     def _hook_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in floating_tensors(output):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from operator import itemgetter
 from typing import Any
@@ -56,6 +56,11 @@ def tags(names: Iterable[str]) -> list[str]:
         numbered = (f"{plain}_{number}" for number in count(2))
         unique[plain if plain not in unique else next(tag for tag in numbered if tag not in unique)] = None
     return list(unique)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names, at most so many, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 Pattern = str | re.Pattern[str] | None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model.names import held_by, named_parameters, parameters_of, unwrapped
+from ignite_monitor.model.names import held_by, listed, named_parameters, parameters_of, unwrapped
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.samples import is_measurable, local
 from ignite_monitor.model.tensors import is_same, leaves_of
@@ -19,8 +18,7 @@ TEXTS = {
     "not_optimized": "in no optimizer, but with requires_grad=True: {}. Add them to one, or set requires_grad=False",
     "no_gradient": "in the optimizer, but without a gradient in the first {} iterations: {}",
     "gradients_not_zeroed": "every backward adds to the gradients of the previous step: call optimizer.zero_grad()",
-    "stale_optimizer": "{} parameters of the optimizer are not the model's, and in no optimizer are {}. Create the "
-    "optimizer after the parameters are replaced: by a wrapper, by sharding, by moving the model",
+    "stale_optimizer": "{} parameters of the optimizer are not the model's, {} are in none: create the optimizer last",
     "zero_learning_rate": "the learning rate of all parameter groups was 0 in {} optimizer steps",
     "eval_mode": "the model is trained in evaluation mode: call model.train()",
     "wrapper_bypassed": "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper",
@@ -69,11 +67,16 @@ class Evidence:
         is_known = all(type(item).__module__.startswith("torch.optim.") for item in values["optimizer"])
         is_lost = len(values["lost"]) > 1 and min(values["lost"]) > 0.5 and is_known  # others may round stochastically
         is_warm_up = any(rate != rates[i % groups] for i, rate in enumerate(rates))
-        is_kept = values["backward"] == [1] * count and all(values["accumulates"][1:])
-        is_constant = losses[0] and all(item == group[0] for group in (losses, values["norm"]) for item in group)
+        is_kept = all(values["before"][1:]) and values["before"][1:] == values["norm"][:-1]
+        is_constant = (
+            values["norm"]
+            and losses[0]
+            and all(item == group[0] for group in (losses, values["norm"]) for item in group)
+        )
         is_inner = values["call"] and not any(values["call"])
         conditions: dict[str, tuple[Any, list[Any]]] = {
-            "gradients_not_zeroed": (always and is_kept, []),
+            **self._of_parameters(),
+            "gradients_not_zeroed": (always and is_kept and values["backward"] == values["step"] == [1] * count, []),
             "zero_learning_rate": (len(rates) > groups and not any(rates), [len(rates) // groups]),
             "eval_mode": (self.seen and not any(values["mode"]), []),
             "wrapper_bypassed": (any(values["step"]) and is_inner, []),
@@ -82,29 +85,24 @@ class Evidence:
             "constant_loss": (always and is_constant, [losses[0], count]),
             "low_precision_updates": (is_lost and not is_warm_up, values["lost"] and [min(values["lost"])]),
         }
-        found = self._of_parameters() | {kind: words for kind, (is_true, words) in conditions.items() if is_true}
+        found = {kind: words for kind, (is_true, words) in conditions.items() if is_true}
         return [Finding(kind, TEXTS[kind].format(*found[kind])) for kind in TEXTS if kind in found]
 
-    def _of_parameters(self) -> dict[str, list[Any]]:
+    def _of_parameters(self) -> dict[str, tuple[Any, list[Any]]]:
         names = {id(parameter): name for name, parameter, _ in named_parameters(self.model)}
-        found: dict[str, list[Any]] = {}
         idle = [item for item in self.held if item.requires_grad and id(item) not in self.seen]
-        if idle and not self.seen.isdisjoint(map(id, self.held)):
-            found["no_gradient"] = [len(self.values["step"]), _listed(idle, names)]
-        left = [item for item in self.others if id(item) in self.seen and all(self.values["unchanged"])]
-        if left and any(self.values["step"]):
-            # An optimizer that has not made a step yet may hold them.
+        is_left = any(self.values["step"]) and all(self.values["unchanged"])
+        left = [item for item in self.others if id(item) in self.seen and is_left]
+        if left:  # an optimizer that has not made a step yet may hold them
             alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
             held = set().union(*(held_by(item) for item in alive if hasattr(item, "param_groups")))
-            gone = [item for item in parameters_of(self.optimizer) if id(item) not in names and item.grad is None]
-            left, shapes = [item for item in left if id(item) not in held], {item.shape for item in gone}
-            if stale := [item for item in left if item.shape in shapes]:
-                found["stale_optimizer"] = [len(gone), _listed(stale, names)]
-            if rest := [item for item in left if item.shape not in shapes]:
-                found["not_optimized"] = [_listed(rest, names)]
-        return found
-
-
-def _listed(parameters: Sequence[nn.Parameter], names: Mapping[int, str]) -> str:
-    known = [names.get(id(parameter), "?") for parameter in parameters]
-    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
+            left = [item for item in left if id(item) not in held]
+        gone = [item for item in parameters_of(self.optimizer) if id(item) not in names and item.grad is None]
+        stale = [item for item in left if any(item.shape == other.shape for other in gone)]
+        rest = [item for item in left if all(item.shape != other.shape for other in gone)]
+        words = [listed([names.get(id(item), "?") for item in items], 5) for items in (idle, stale, rest)]
+        return {
+            "no_gradient": (idle and self.seen & {*map(id, self.held)}, [len(self.values["step"]), words[0]]),
+            "stale_optimizer": (stale, [len(gone), words[1]]),
+            "not_optimized": (rest, [words[2]]),
+        }

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weakly
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
@@ -69,7 +70,8 @@ class SetupCheck(Monitor):
 
     def reset_run_state(self) -> None:
         self._evidence: Evidence | None = None
-        self._probe = self._measured = None
+        self._probe: AccumulationProbe | None = None
+        self._measured: MeasuredStep | None = None  # of weights in bfloat16 or float16
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
@@ -91,10 +93,9 @@ class SetupCheck(Monitor):
         self._probe, hooks = tracker.accumulation_probe(self.optimizer), ExitStack()
         if evidence.others:  # then no event may tell of the optimizer's steps
             hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self._on_step))).remove)
-        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
-            inside = [wrapper.module for wrapper in wrappers]
-            hooks.enter_context(before_forward([*wrappers, *inside], self._on_forward))
+            pairs = [(module, module.module) for module in modules if isinstance(module, DistributedDataParallel)]
+            hooks.enter_context(before_forward(chain.from_iterable(pairs), self._on_forward))
         return [hooks, self._probe]
 
     def _on_forward(self, module: nn.Module, *_: Any) -> None:
@@ -104,8 +105,7 @@ class SetupCheck(Monitor):
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._evidence is not None:
             self._evidence.values["backward"][-1] += 1
-            # DistributedDataParallel reaches all parameters, and others not without a gradient.
-            self._evidence.seen.update(backward.reached.intersection(map(id, self._evidence.held)))
+            self._evidence.seen |= backward.reached & {id(item) for item in self._evidence.held}
             self._evidence.note()
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
@@ -118,7 +118,8 @@ class SetupCheck(Monitor):
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         evidence.values["rate"] += [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
         gradients = [item.grad for item in evidence.held if item.grad is not None]
-        evidence.values["norm"].append(total_norm(gradients) if gradients and not any_sharded(gradients) else math.nan)
+        norm = total_norm(gradients, math.inf) if gradients and not any_sharded(gradients) else math.nan
+        evidence.values["norm"].append(norm)
         # After the other monitors, which may hide gradients.
         return None if measured is None else lambda: functools.partial(measured.measured_step_started, step)
 
@@ -134,7 +135,7 @@ class SetupCheck(Monitor):
         reshard(self.model)
         evidence.note()
         evidence.values["loss"].append(loss_in(engine.state.output))
-        evidence.values["accumulates"].append(self._probe.accumulates)
+        evidence.values["before"].append(self._probe.norm)
         result = None if self._measured is None else self._measured.completed()
         evidence.values["lost"] += [] if result is None or result.lost is None else [result.lost]
         if len(evidence.values["step"]) == self.iterations:
@@ -149,8 +150,8 @@ class SetupCheck(Monitor):
         engine, source, evidence, numbers = self._attached_to(), self._source, self._evidence, iter(extra)
         if engine is None or source is None or evidence is None:
             return {}
-        lacking = (item for item in source.monitors if item.model is self.model and item.lacks_scaler)
-        evidence.values["unscaled"] += sorted(item._title for item in lacking)
+        monitors = [monitor for monitor in source.monitors if monitor.model is self.model]
+        evidence.values["unscaled"] += sorted(item._title for item in monitors if item.lacks_scaler)
         for members in evidence.values.values():
             members[:] = [next(numbers)[0] if isinstance(value, Tensor) else value for value in members]
         self.findings, self.is_finished = evidence.findings(engine.state.epoch_length), True

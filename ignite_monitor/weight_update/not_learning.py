@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move
-from ignite_monitor.model.names import held_by
+from ignite_monitor.model.names import held_by, listed
 
 _NAMED = 10
 
@@ -96,7 +96,6 @@ class UntrainedParameters:
         texts = []
         for title, keys in parts.items():
             names = [name for key, name in trainable.items() if key in keys]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             if names:
-                texts.append(f"{title}: {', '.join(names[:_NAMED])}{more}")
+                texts.append(f"{title}: {listed(names, _NAMED)}")
         return "; ".join(texts)

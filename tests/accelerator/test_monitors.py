@@ -48,8 +48,9 @@ def test_the_check_of_the_setup_waits_once(device, kind):
     training = Training(device, kind)
     check = SetupCheck(training.model, training.optimizer)
     check.attach(training.trainer)
+    data = batches(6, device.name)
     with device.counted_waits() as waits:
-        training.trainer.run(batches(6, device.name), max_epochs=1)
+        training.trainer.run(data, max_epochs=1)
     assert check.findings == []
     assert len(waits) == 1, waits
 
