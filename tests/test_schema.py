@@ -38,6 +38,7 @@ from ignite_monitor import (
     scaling,
 )
 from ignite_monitor.keys import SCHEMAS
+from ignite_monitor.report.limits import PERSISTENT
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
@@ -248,18 +249,17 @@ def test_every_chart_is_of_keys_that_are_published(published):
 
 
 def test_reports_ask_for_keys_that_there_are():
-    """A key that is renamed must not just be missing from a report."""
-    asked = set()
+    """Every key that a finding reads exists: a renamed one would silently disable the finding."""
+    asked = {limit.key for limit in PERSISTENT}
     for path in (Path(__file__).parent.parent / "ignite_monitor" / "report").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("get", "each")
-                and getattr(node.func.value, "id", "") == "monitor"
-                and isinstance(node.args[0], ast.Constant)
-            ):
-                asked.add(node.args[0].value)
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            function, (*_, argument) = ast.unparse(node.func), node.args
+            if function in ("monitor.get", "monitor.each") and isinstance(argument, ast.Constant):
+                asked.add(argument.value)
+            elif function == "map" and ast.unparse(node.args[0]) == "monitor.get":
+                asked.update(ast.literal_eval(argument))
     assert len(asked) > 20
     for key in asked:
         names = [key.replace("{}", item) for item in ("a", "a/head_0", "group_0", "group_0/a")]
