@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
 from ignite_monitor.curvature.handler import start_vector
 from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
-from tests._helpers import assert_same, same
+from tests._helpers import assert_same, make_step, mse_loss, run_monitored, same
 
 
 class Net(nn.Module):
@@ -55,30 +55,11 @@ def exact(model, batch):
     return grad(loss)(flat).detach(), jacrev(grad(loss))(flat).detach()
 
 
-def mse(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def run(model, optimizer, batches, make=None, *, event=None, seen=None):
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss = mse(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    trainer = Engine(step)
-    monitor = None if make is None else make(model, optimizer)
-    if monitor is not None:
-        monitor.attach(trainer, event or Events.ITERATION_STARTED)
-        if seen is not None:
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(monitor.metrics)))
-    trainer.run(batches, max_epochs=1)
-    return monitor
-
-
-def make(**kwargs):
-    return lambda model, optimizer: CurvatureHandler(model, optimizer, **({"lanczos_steps": 40, "loss": mse} | kwargs))
+def measured(model, optimizer, batch):
+    """What is published in an iteration."""
+    monitor = CurvatureHandler(model, optimizer, lanczos_steps=40, loss=mse_loss)
+    (values,) = run_monitored(make_step(model, optimizer), [batch], monitor)
+    return values
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -89,8 +70,7 @@ def test_as_the_exact_hessian(dtype):
     batch = tuple(each.to(dtype) for each in data())
     for _ in range(2):
         gradient, matrix = exact(model, batch)
-        monitor = run(model, optimizer, [batch], make())
-        found = monitor.metrics
+        found = measured(model, optimizer, batch)
         along = gradient @ matrix @ gradient / (gradient @ gradient)
         assert found["curvature/along_gradient"] == pytest.approx(float(along), rel=1e-4)
         assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
@@ -112,7 +92,7 @@ def test_of_adam_the_preconditioned_one_counts():
         gradient, matrix = exact(model, batch)
         second = 0.95 * second + 0.05 * gradient**2
         root = ((second / (1 - 0.95**count)).sqrt() + 1e-3).sqrt()
-        found = run(model, optimizer, [batch], make()).metrics
+        found = measured(model, optimizer, batch)
         expected = torch.linalg.eigvalsh(matrix / root / root[:, None])[-1]
         assert found["curvature/hessian_max_eigenvalue_preconditioned"] == pytest.approx(float(expected), rel=1e-4)
         assert found["curvature/stability_threshold"] == pytest.approx(2 * 1.8 / 0.2 / 0.01)
@@ -152,7 +132,7 @@ def test_dropout_has_the_same_masks():
 
     _, matrix = exact(Thinned(), batch)
     torch.manual_seed(3)
-    found = run(model, optimizer, [batch], make()).metrics
+    found = measured(model, optimizer, batch)
     assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
         float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-4
     )
@@ -173,7 +153,7 @@ def test_attention_has_a_second_derivative():
     model, batch = Attention().double(), (torch.randn(4, 5, 8).double(), torch.randn(4, 1).double())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, matrix = exact(model, batch)
-    found = run(model, torch.optim.SGD(model.parameters(), 0.1), [batch], make()).metrics
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1), batch)
     assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
         float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-3
     )
@@ -183,15 +163,11 @@ def test_what_has_no_curvature():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        model(batch[0]).mean().backward()
-        optimizer.step()
+    def loss_of(model, batch):
+        return model(batch[0]).mean()
 
-    trainer = Engine(step)
-    monitor = CurvatureHandler(model, optimizer, loss=lambda model, batch: model(batch[0]).mean())
-    monitor.attach(trainer, Events.ITERATION_STARTED)
-    trainer.run([data()])
+    monitor = CurvatureHandler(model, optimizer, loss=loss_of)
+    run_monitored(make_step(model, optimizer, loss_of=loss_of), [data()], monitor)
     assert monitor.metrics["curvature/along_gradient"] == monitor.metrics["curvature/hessian_max_eigenvalue"] == 0.0
 
 
@@ -199,7 +175,7 @@ def test_default_is_one_iteration_in_two_thousand():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     trainer = Engine(lambda engine, batch: None)
-    monitor = CurvatureHandler(model, optimizer, loss=mse)
+    monitor = CurvatureHandler(model, optimizer, loss=mse_loss)
     monitor.attach(trainer)
     assert [accepts(trainer, i) for accepts in monitor._filters for i in (1, 1000, 2000)] == [False, False, True]
 
@@ -215,27 +191,14 @@ def test_default_is_one_iteration_in_two_thousand():
 def test_bad_input(kwargs, error):
     model = nn.Linear(4, 1)
     with pytest.raises(error, match=next(iter(kwargs))):
-        CurvatureHandler(model, torch.optim.SGD(model.parameters(), 0.1), **({"loss": mse} | kwargs))
+        CurvatureHandler(model, torch.optim.SGD(model.parameters(), 0.1), **({"loss": mse_loss} | kwargs))
 
 
-def step_of(model, optimizer, loss_of=F.mse_loss):
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    return step
-
-
-def watch(step, model, optimizer, **kwargs):
+def three_iterations(model, optimizer, *, monitored=True, **kwargs):
     """What is published in each of three iterations, and the weights."""
-    trainer = Engine(step)
-    monitor = CurvatureHandler(model, optimizer, **({"loss": mse} | kwargs))
-    monitor.attach(trainer, Events.ITERATION_STARTED)
-    seen = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(dict(monitor.metrics)))
-    trainer.run([data(seed) for seed in range(3)])
-    return seen, [each.detach() for each in model.parameters()]
+    monitors = [CurvatureHandler(model, optimizer, **({"loss": mse_loss} | kwargs))] * monitored
+    seen = run_monitored(make_step(model, optimizer), [data(seed) for seed in range(3)], *monitors)
+    return seen, [parameter.detach() for parameter in model.parameters()]
 
 
 class Checkpointed(nn.Module):
@@ -254,9 +217,8 @@ def test_checkpoints_are_looked_through_or_refused(caplog):
     for reentrant in (None, False, True):
         torch.manual_seed(0)
         model = Checkpointed(reentrant)
-        step = step_of(model, optimizer := torch.optim.SGD(model.parameters(), 0.1))
         with caplog.at_level(logging.WARNING):
-            found[reentrant] = watch(step, model, optimizer)
+            found[reentrant] = three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))
     for ours, theirs in zip(found[False][0], found[None][0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert_same([*found[False][1]], [*found[None][1]])
@@ -271,9 +233,7 @@ def test_compiled_models():
     for how in ("plain", "compiled"):
         model = copy.deepcopy(plain)
         model = torch.compile(model, backend="aot_eager") if how == "compiled" else model
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = step_of(model, optimizer)
-        found.append(watch(step, model, optimizer)[0])
+        found.append(three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))[0])
     for other in found[1:]:
         assert [pytest.approx(each, rel=1e-3) for each in found[0]] == other
 
@@ -294,8 +254,8 @@ class Closing(nn.Sequential):
 
 
 NOT_MEASURED = {
-    "complex": (Complex, mse, "a parameter is complex"),
-    "sparse": (lambda: nn.Sequential(Rows(), nn.Linear(16, 1)), mse, "parse"),
+    "complex": (Complex, mse_loss, "a parameter is complex"),
+    "sparse": (lambda: nn.Sequential(Rows(), nn.Linear(16, 1)), mse_loss, "parse"),
     "unreached": (
         lambda: nn.Linear(4, 1),
         lambda model, batch: batch[1].mean().requires_grad_(),
@@ -303,7 +263,7 @@ NOT_MEASURED = {
     ),
     "no graph": (lambda: nn.Linear(4, 1), lambda model, batch: batch[1].mean(), "does not require grad"),
     "error": (lambda: nn.Linear(4, 1), lambda model, batch: model(batch), "must be Tensor"),
-    "no copy": (lambda: Closing(nn.Linear(4, 1)), mse, "a function over a module of the model"),
+    "no copy": (lambda: Closing(nn.Linear(4, 1)), mse_loss, "a function over a module of the model"),
 }
 
 
@@ -324,12 +284,8 @@ def test_what_cannot_be_measured_is_warned_of_once(case, caplog):
         torch.manual_seed(0)
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if watched:
-            seen, weights = watch(step_of(model, optimizer), model, optimizer, loss=loss)
-            assert seen == [{}] * 3
-        else:
-            Engine(step_of(model, optimizer)).run([data(seed) for seed in range(3)])
-            weights = [each.detach() for each in model.parameters()]
+        seen, weights = three_iterations(model, optimizer, monitored=watched, loss=loss)
+        assert seen == [{}] * 3
         found.append(weights)
     assert same(*found)
     assert caplog.text.count("nothing is reported") == 1
@@ -339,8 +295,7 @@ def test_what_cannot_be_measured_is_warned_of_once(case, caplog):
 def test_a_limit_only_of_optimizers_that_have_one():
     for kind in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD, torch.optim.Adam):
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-        optimizer = kind(model.parameters(), 0.01)
-        seen, _ = watch(step_of(model, optimizer), model, optimizer)
+        seen, _ = three_iterations(model, kind(model.parameters(), 0.01))
         assert [("curvature/stability_threshold" in each) for each in seen] == [kind.__name__ in ("SGD", "Adam")] * 3
         assert [("curvature/hessian_max_eigenvalue_preconditioned" in each) for each in seen] == [
             kind.__name__ == "Adam"
@@ -365,7 +320,7 @@ def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
 
         trainer = Engine(step)
         others = [ActivationHandler(model, activations=True, gradients=True), GradMonitor(model, optimizer)]
-        for monitor in [*others, CurvatureHandler(model, optimizer, loss=mse)][: 2 + watched]:
+        for monitor in [*others, CurvatureHandler(model, optimizer, loss=mse_loss)][: 2 + watched]:
             monitor.attach(trainer, Events.ITERATION_STARTED)
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED, lambda _, o=others, s=seen: s.extend(dict(each.metrics) for each in o)
@@ -384,7 +339,7 @@ def test_along_the_step_of_adam():
     gradient, matrix = exact(model, batch)
     scale = gradient.abs() + 1e-3
     expected = (gradient / scale) @ matrix @ (gradient / scale) / (gradient @ (gradient / scale))
-    found = run(model, optimizer, [batch], make()).metrics["curvature/along_gradient_preconditioned"]
+    found = measured(model, optimizer, batch)["curvature/along_gradient_preconditioned"]
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -392,11 +347,5 @@ def test_forward_hooks_that_the_copy_lacks_are_warned_of_once(caplog):
     model = Net()
     model.first.register_forward_hook(lambda module, args, output: 2 * output)
     with caplog.at_level(logging.WARNING):
-        run(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            [data(), data(1)],
-            lambda m, o: CurvatureHandler(m, o, loss=mse),
-            event=Events.ITERATION_STARTED,
-        )
+        three_iterations(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert caplog.text.count("without its forward hooks") == 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from ignite.engine import Engine, Events
+
+from tests._helpers import run_monitored
 
 
 def perturb(model, size=0.1, seed=1):
@@ -19,17 +20,12 @@ def call(model, batch):
 
 def measure(handler, batches, around=None):
     """What is published of one iteration with a forward pass for each batch."""
-    found = {}
 
     def train_step(engine, _):
         with around or torch.enable_grad():
             for batch in batches:
                 call(handler.model, batch)
 
-    engine = Engine(train_step)
-    with handler.attach(engine):
-        engine.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda e: found.update({k: float(v) for k, v in e.state.metrics.items()})
-        )
-        engine.run([0])
-    return found
+    (values,) = run_monitored(train_step, [0], handler)
+    handler.detach()
+    return values

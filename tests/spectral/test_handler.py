@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
-from tests._helpers import assert_same
+from tests._helpers import assert_same, make_step, run_monitored
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
 UPDATE_KEYS = {"update_norm_max", "update_error_max"} | {
@@ -63,14 +63,8 @@ def make(batches, optimizer_of=None, model=None, **arguments):
     model = Net() if model is None else model
     optimizer = (optimizer_of or (lambda p: torch.optim.Adam(p, lr=1e-3)))(model.parameters())
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return model, optimizer, Engine(train_step), SpectralNormHandler(model, **arguments)
+    step = make_step(model, optimizer, loss_of=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    return model, optimizer, Engine(step), SpectralNormHandler(model, **arguments)
 
 
 def numbers(handler):
@@ -174,11 +168,11 @@ def test_which_parameters_are_measured(caplog):
             self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
 
     model = Odd()
-    handler = SpectralNormHandler(torch.compile(model), per_parameter=True)
-    engine = Engine(lambda *_: None)
-    handler.attach(engine)
-    engine.run([0])
-    got = {name: value for name, value in numbers(handler).items() if name.startswith(("norm/", "embedding/"))}
+    got = {
+        name: value
+        for name, value in measured(torch.compile(model)).items()
+        if name.startswith(("norm/", "embedding/"))
+    }
     weights = {name: dict(model.named_parameters())[name] for name in ("conv.weight", "frozen", "column", "narrow")}
     expected = {f"norm/{name}": sigma(weight) for name, weight in weights.items()}
     expected |= {
@@ -207,11 +201,7 @@ def test_weights_stored_by_input():
     }
     expected = {name: sigma(matrix) for name, matrix in matrices.items()}
     conditions = sorted(expected[name] / (len(matrix) / matrix[0].numel()) ** 0.5 for name, matrix in matrices.items())
-    handler = SpectralNormHandler(model, updates=True, per_parameter=True)
-    engine = Engine(lambda *_: None)
-    handler.attach(engine)
-    engine.run([0])
-    got = numbers(handler)
+    got = measured(model)
     assert {name: got[f"norm/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert got["weight_condition_max"] == pytest.approx(conditions[-1], rel=1e-4)
     assert got["weight_condition_median"] == pytest.approx(conditions[1], rel=1e-4)
@@ -220,9 +210,7 @@ def test_weights_stored_by_input():
 def measured(model, **arguments):
     """The values of a run of two iterations that do nothing."""
     handler = SpectralNormHandler(model, per_parameter=True, updates=True, **arguments)
-    engine = Engine(lambda *_: None)
-    handler.attach(engine)
-    engine.run([0, 0])
+    run_monitored(lambda *_: None, [0, 0], handler)
     return numbers(handler)
 
 
@@ -331,12 +319,10 @@ def test_looking_at_parametrized_weights_changes_nothing():
 
 @pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
 def test_weight_that_is_not_finite_is_left_out_with_one_warning(batches, method, caplog):
-    model, _, trainer, handler = make(batches, method=method, per_parameter=True, top_k=1)
+    model, *_, handler = make(batches, method=method, per_parameter=True, top_k=1)
     model.hidden.weight.requires_grad_(False)[3, 4] = math.nan
-    trainer = Engine(lambda *_: None)
-    handler.attach(trainer)
     with caplog.at_level(logging.WARNING):
-        trainer.run(range(4))
+        run_monitored(lambda *_: None, range(4), handler)
     assert len(caplog.records) == 1
     got = numbers(handler)
     assert "norm/hidden.weight" not in got
@@ -349,9 +335,7 @@ def test_nothing_finite_publishes_no_norm(batches, caplog):
     model = nn.Linear(3, 3)
     nn.init.constant_(model.weight, math.inf)
     handler = SpectralNormHandler(model)
-    engine = Engine(lambda *_: None)
-    handler.attach(engine)
-    engine.run([0])
+    run_monitored(lambda *_: None, [0], handler)
     assert not any("norm" in name or "rank" in name for name in handler.on_host())
 
 
@@ -363,10 +347,8 @@ def test_quick_method_that_fails_gives_way_to_power(caplog):
         model.weight[17, 19] = 1.0
     handler = SpectralNormHandler(model, method="ns5-fast", per_parameter=True)
     handler._weights._failed.set(torch.tensor(True))  # what the method says when it fails
-    engine = Engine(lambda *_: None)
-    handler.attach(engine)
     with caplog.at_level(logging.WARNING):
-        engine.run(range(3))
+        run_monitored(lambda *_: None, range(3), handler)
     assert len([record for record in caplog.records if '"power" replaces it' in record.message]) == 1
     assert numbers(handler)["norm_max"] == pytest.approx(1.0, rel=1e-6)
     assert "error_max" in numbers(handler)

@@ -42,6 +42,7 @@ GROWING = Setting("", ("sgd",), watched=0, zeroing=None)
 SECOND = Setting("", ("sgd", "adamw"), watched=1, zeroing=True)
 LBFGS = Setting("", ("lbfgs",), watched=0, zeroing=True)
 BOTH = Setting("", ("sgd", "adamw"), watched=None, zeroing=None)
+EVERY_SECOND = Setting("", ("sgd",), watched=0, zeroing=None, every=2)
 GAN = Setting("", ("sgd",), watched=0, zeroing=None, other=True)
 SPIKE = Backward("ab", factor=30.0)
 
@@ -166,6 +167,7 @@ def truth_of(training: Training, rule: Rule, said: list[Said]) -> tuple[list[Win
 @example(GROWING, [[ByHand("ab", "data.copy_"), Step(0)]] * 4, RULE)
 @example(GROWING, [[Estimated(0)], [SPIKE, Replace(0, 0.01, "="), Step(0)]] * 2, RULE)
 @example(GROWING, [[Backward("ab", create_graph=True, factor=30.0)]] * 2 + [[Backward("ab"), Step(0)]], RULE)
+@example(EVERY_SECOND, [[Backward("ab")], [SPIKE], [Backward("ab")], [SPIKE], [Step(0)]], RULE)
 @example(SECOND, [[SPIKE, Step(0, 0.01), Step(1, 0.01)]] * 3, RULE)
 @example(SECOND, [[Sam(1, "ab")], [Sam(0, "b"), Step(1)]], RULE)
 @example(

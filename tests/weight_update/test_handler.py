@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
-from tests._helpers import ListLogger, unset_default_device
+from tests._helpers import ListLogger, make_step, mse_loss, run_monitored, unset_default_device
 
 KEYS = {
     "grad_median", "grad_p95", "grad_min", "grad_max", "vanishing_count", "exploding_count",
@@ -31,19 +31,6 @@ def make_model(seed: int = 0) -> nn.Sequential:
 def make_batches(count: int, factor: float = 1.0):
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(8, 5, generator=generator), factor * torch.randn(8, 3, generator=generator))] * count
-
-
-def loss_of(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def plain_step(model, optimizer):
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-    return train_step
 
 
 def norm(tensor: Tensor) -> float:
@@ -133,7 +120,7 @@ def test_ratio_is_of_what_the_train_step_did(name, given):
     model = make_model()
     optimizer = OPTIMIZERS[name](model.parameters())
     handler = WeightUpdateHandler(model, optimizer if given else None, sample_size=None)
-    run = Watched(model, plain_step(model, optimizer), handler).run(make_batches(4))
+    run = Watched(model, make_step(model, optimizer), handler).run(make_batches(4))
     assert all(values.keys() == KEYS for values in run.published)
     run.check()
 
@@ -152,13 +139,11 @@ def test_sampled_ratio_and_norm_are_unbiased_and_within_the_stated_error(sample_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = {name: normal((96, 128), 100 + i, uneven) for i, name in enumerate(model)}
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        sum((model[name] * gradient).sum() for name, gradient in gradients.items()).backward()
-        optimizer.step()
+    def loss_of(model, _):
+        return sum((model[name] * gradient).sum() for name, gradient in gradients.items())
 
     handler = WeightUpdateHandler(model, sample_size=sample_size)
-    run = Watched(model, train_step, handler).run(make_batches(1))
+    run = Watched(model, make_step(model, optimizer, loss_of=loss_of), handler).run(make_batches(1))
     x = gradients["w0"].double()
     kurtosis = float(x.pow(4).mean() / x.square().mean() ** 2)
     stated = math.sqrt((kurtosis - 1) / (4 * sample_size)), math.sqrt((3 + kurtosis - 2) / (4 * sample_size))
@@ -178,9 +163,7 @@ def test_the_sample_is_that_of_an_independent_generator():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handler = WeightUpdateHandler(model, optimizer, sample_size=100)
     before = model.weight.detach().double().flatten()
-    engine = Engine(lambda *_: (model(torch.ones(2, 30)).square().sum().backward(), optimizer.step()))
-    handler.attach(engine)
-    engine.run([0])
+    run_monitored(lambda *_: (model(torch.ones(2, 30)).square().sum().backward(), optimizer.step()), [0], handler)
     seed = 0xCBF29CE484222325
     for byte in b"weight":
         seed = (seed ^ byte) * 0x100000001B3 % 2**64
@@ -203,14 +186,11 @@ def frozen_counts(run):
 def still_step(model, optimizer, still, name="3.weight"):
     """A train step in whose iterations ``still`` one parameter gets a gradient of 0."""
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
+    def zero_one(engine):
         if engine.state.iteration in still:
-            dict(model.named_parameters())[name].grad.zero_()
-        optimizer.step()
+            model.get_parameter(name).grad.zero_()
 
-    return train_step
+    return make_step(model, optimizer, before_step=zero_one)
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
@@ -279,14 +259,9 @@ def test_not_frozen_because_it_was_not_to_move(why):
     if why == "requires_grad":
         model[3].requires_grad_(False)
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
     for given in (optimizer, None):
         handler = WeightUpdateHandler(model, given)
-        run = Watched(model, train_step, handler).run(make_batches(5))
+        run = Watched(model, make_step(model, optimizer), handler).run(make_batches(5))
         assert frozen_counts(run) == [0.0] * 5
         assert all(values["update_ratio_min"] > 0 for values in run.published)
         assert math.isnan(handler.diagnostics["3.weight"].update_ratio)
@@ -301,7 +276,7 @@ def test_amp_overflow_is_no_step(fused):
 
     def train_step(engine, batch):
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        loss = mse_loss(model, batch)
         if engine.state.iteration in (2, 3, 4, 5):
             loss = loss * math.inf
         scaler.scale(loss).backward()
@@ -327,7 +302,7 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
     def train_step(engine, batch):
         def closure():
             optimizer.zero_grad()
-            loss = loss_of(model, batch) * (1e6 if engine.state.iteration in (3, 4, 5) else 1)
+            loss = mse_loss(model, batch) * (1e6 if engine.state.iteration in (3, 4, 5) else 1)
             loss.backward()
             return loss
 
@@ -387,15 +362,7 @@ def test_state_is_kept_by_name_through_wrapping_and_new_parameters():
     other.load_state_dict(handler.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        model[3].weight.grad.zero_()
-        optimizer.step()
-
-    engine = Engine(train_step)
-    other.attach(engine)
-    engine.run(make_batches(1))
+    run_monitored(still_step(model, optimizer, {1}), make_batches(1), other)
     assert list(other.diagnostics) == [*handler.diagnostics, "4.weight", "4.bias"]
     assert other.diagnostics["3.weight"].is_frozen
     with pytest.raises(ValueError, match="names"):
@@ -407,37 +374,22 @@ def test_state_is_kept_by_name_through_wrapping_and_new_parameters():
 # Gradients
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_gradients_that_no_backward_leaves_are_measured_when_the_step_starts(in_backward):
-    """Set by hand, or used up by optimizers that step within the backward."""
+def test_gradients_of_optimizers_that_step_within_backward_are_measured_when_the_step_starts():
     model, norms = make_model(), {}
-    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
     def step(parameter):
         norms[parameter] = norm(parameter.grad)
         optimizers[parameter].step()
         optimizers[parameter].zero_grad(set_to_none=False)
 
-    if in_backward:
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-
-    def train_step(_, batch):
-        if in_backward:
-            loss_of(model, batch).backward()
-            return
-        gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-            step(parameter)
-
-    run = Watched(model, train_step, WeightUpdateHandler(model))
-    run.engine.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda _: run.norms.append({name: norms[each] for name, each in model.named_parameters()}),
-    )
-    run.engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: run.norms.pop(-2))
-    run.run(make_batches(3)).check()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    run = Watched(model, lambda _, batch: mse_loss(model, batch).backward(), WeightUpdateHandler(model))
+    for _ in range(3):
+        run.run(make_batches(1), max_epochs=len(run.published) + 1)
+        run.norms[-1] = {name: norms[parameter] for name, parameter in model.named_parameters()}
+    run.check()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -445,9 +397,7 @@ def test_non_finite_gradient_is_exploding(value):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     handler = WeightUpdateHandler(model, optimizer)
-    engine = Engine(plain_step(model, optimizer))
-    handler.attach(engine)
-    engine.run([(torch.full((8, 5), value), torch.zeros(8, 3))])
+    run_monitored(make_step(model, optimizer), [(torch.full((8, 5), value), torch.zeros(8, 3))], handler)
     assert float(handler.metrics["monitor/exploding_count"]) == 6
 
 
@@ -458,15 +408,8 @@ def test_gradients_are_unscaled_under_a_scaler(fused, unscale):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, batch)).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    Watched(model, train_step, WeightUpdateHandler(model, scaler=scaler)).run(make_batches(6)).check()
+    step = make_step(model, optimizer, scaler=scaler, clip=math.inf if unscale else None)
+    Watched(model, step, WeightUpdateHandler(model, scaler=scaler)).run(make_batches(6)).check()
 
 
 def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishing():
@@ -487,14 +430,11 @@ def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishi
     model.unused, model.zero, model.large = unused, zero, large
     optimizer.add_param_group({"params": [unused, zero, large]})
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch) + Scale.apply(zero, 0.0).sum() + Scale.apply(large, 1e3).sum()
-        loss.backward()
-        optimizer.step()
+    def loss_of(model, batch):
+        return mse_loss(model, batch) + Scale.apply(zero, 0.0).sum() + Scale.apply(large, 1e3).sum()
 
     handler = WeightUpdateHandler(model, optimizer)
-    run = Watched(model, train_step, handler).run(make_batches(2))
+    run = Watched(model, make_step(model, optimizer, loss_of=loss_of), handler).run(make_batches(2))
     assert [(v["vanishing_count"], v["exploding_count"]) for v in run.published] == [(1, 1)] * 2
     diagnostics = handler.diagnostics
     assert math.isnan(diagnostics["unused"].grad_norm)
@@ -539,7 +479,7 @@ def test_bfloat16_with_a_master_copy_has_its_ratio(given, caplog):
         before = [optimizer.state[p]["master_param"].clone() if p in optimizer.state else p.detach().float()
                   for p in model.parameters()]  # fmt: skip
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        mse_loss(model, batch).backward()
         optimizer.step()
         after = [optimizer.state[p]["master_param"] for p in model.parameters()]
         expected.append(summary([norm(b.double() - a.double()) / (norm(a) + 1e-12)
@@ -565,7 +505,7 @@ def test_master_copy_that_is_older_than_the_run(caplog):
         before = [
             optimizer.state.get(p, {}).get("master_param", p.detach().float()).clone() for p in model.parameters()
         ]
-        plain_step(model, optimizer)(_, batch)
+        make_step(model, optimizer)(_, batch)
         after = [optimizer.state[p]["master_param"] for p in model.parameters()]
         ratios = [norm(b.double() - a.double()) / (norm(a) + 1e-12) for a, b in zip(before, after, strict=True)]
         expected.append(summary(ratios)["max"])
@@ -592,7 +532,7 @@ def test_parameters_of_dtypes_that_torch_does_not_compute_with_are_left_alone(dt
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     forward = nn.Sequential(*list(model)[:4])
     handler = WeightUpdateHandler(model, sample_size=4)
-    run = Watched(forward, plain_step(forward, optimizer), handler).run(make_batches(2))
+    run = Watched(forward, make_step(forward, optimizer), handler).run(make_batches(2))
     assert run.published[-1]["update_ratio_min"] > 0
     assert math.isnan(handler.diagnostics["scaled"].update_ratio)
 
@@ -605,14 +545,9 @@ def test_embedding_of_which_a_step_touches_few_rows(mode, sample_size):
     model = nn.Sequential(kind(500, 8, sparse=mode != "dense"), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        out = model(torch.tensor([[3, 3, 7, 200]]))
-        out.square().sum().backward()
-        optimizer.step()
-
+    step = make_step(model, optimizer, loss_of=lambda model, _: model(torch.tensor([[3, 3, 7, 200]])).square().sum())
     handler = WeightUpdateHandler(model, optimizer, sample_size=sample_size, frozen_patience_steps=1)
-    run = Watched(model, train_step, handler).run(make_batches(4))
+    run = Watched(model, step, handler).run(make_batches(4))
     assert frozen_counts(run) == [0] * 4
     got = handler.diagnostics["0.weight"]
     # One element of each of the 3 rows of 500 that have moved is sampled.
@@ -638,7 +573,7 @@ def test_parameters_that_are_added_or_replaced(when, change, caplog):
     def train_step(engine, batch):
         if when == "in a train step" and engine.state.iteration == 3:
             grow()
-        plain_step(model, optimizer)(engine, batch)
+        make_step(model, optimizer)(engine, batch)
 
     run = Watched(model, train_step, WeightUpdateHandler(model))
     run.engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda _: when != "in a train step" and grow())
@@ -661,18 +596,13 @@ def test_named_keys(top_k):
     groups = [list(model[0].parameters()), list(model[1:].parameters())]
     optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if engine.state.iteration > 2:
-            model[3].bias.grad.zero_()
-        model[3].weight.grad.zero_()
-        model[0].weight.grad.zero_()
-        optimizer.step()
+    def zero_some(engine):
+        for parameter in (model[0].weight, model[3].weight, *[model[3].bias] * (engine.state.iteration > 2)):
+            parameter.grad.zero_()
 
     handler = WeightUpdateHandler(model, optimizer, top_k=top_k, frozen_patience_steps=2)
     logger = ListLogger()
-    run = Watched(model, train_step, handler)
+    run = Watched(model, make_step(model, optimizer, before_step=zero_some), handler)
     handler.log_to(logger, run.engine)
     run.run(make_batches(6))
     logged = [values for _, values in logger.written]
@@ -709,7 +639,7 @@ def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
         assert not (each.is_vanishing)
         assert not (each.is_exploding)
         assert not (each.is_frozen)
-    run = Watched(model, plain_step(model, optimizer), handler).run(make_batches(3))
+    run = Watched(model, make_step(model, optimizer), handler).run(make_batches(3))
     after = handler.diagnostics
     for name, each in after.items():
         assert [type(value) for value in each] == [float, float, bool, bool, bool]
@@ -721,10 +651,8 @@ def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
 
 def test_run_without_an_optimizer_step_says_so_once(caplog):
     model = make_model()
-    engine = Engine(lambda _, batch: loss_of(model, batch).backward())
-    WeightUpdateHandler(model).attach(engine)
     with caplog.at_level(logging.WARNING, LOGGER):
-        engine.run(make_batches(3))
+        run_monitored(lambda _, batch: mse_loss(model, batch).backward(), make_batches(3), WeightUpdateHandler(model))
     (record,) = caplog.records
     assert "optimizer step" in record.getMessage()
 
@@ -733,7 +661,7 @@ def test_learning_rate_of_0_throughout_is_no_reason_for_a_warning(caplog):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with caplog.at_level(logging.WARNING, LOGGER):
-        run = Watched(model, plain_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(3))
+        run = Watched(model, make_step(model, optimizer), WeightUpdateHandler(model)).run(make_batches(3))
     assert frozen_counts(run) == [None] * 3
     assert not caplog.records
 
@@ -798,7 +726,7 @@ def test_default_device_is_of_no_concern():
     try:
         handler = WeightUpdateHandler(model, optimizer, sample_size=8)
         other = WeightUpdateHandler(model)
-        engine = Engine(plain_step(model, optimizer))
+        engine = Engine(make_step(model, optimizer))
         handler.attach(engine)
         logger = ListLogger()
         handler.log_to(logger, engine)
