@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from ignite_monitor import GradientNoiseScaleHandler
 from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
+from tests._helpers import mse_loss, split
 
 ITEMS = 4096
 
@@ -46,16 +47,14 @@ def batches(x, y, size, count, seed=0):
 
 
 def step_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set_to_none=True):
+    every, micro = (parts, 1) if over_iterations else (1, parts)
+
     def step(engine, batch):
-        x, y = batch
-        starts = not over_iterations or (engine.state.iteration - 1) % parts == 0
-        ends = not over_iterations or engine.state.iteration % parts == 0
-        if starts:
+        if (engine.state.iteration - 1) % every == 0:
             optimizer.zero_grad(set_to_none=set_to_none)
-        pieces = [(x, y)] if over_iterations else zip(x.chunk(parts), y.chunk(parts), strict=True)
-        for own_x, own_y in pieces:
-            ((model(own_x) - own_y).square().mean() * scale).backward()
-        if ends:
+        for part in split(batch, micro):
+            (mse_loss(model, part) * scale).backward()
+        if engine.state.iteration % every == 0:
             optimizer.step()
 
     return step
@@ -250,8 +249,8 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
 
     def step(engine, batch):
         optimizer.zero_grad()
-        for index, (part_x, part_y) in enumerate(zip(*(part.chunk(2) for part in batch), strict=True)):
-            (model(part_x) - part_y).square().mean().backward()
+        for index, (part_x, part_y) in enumerate(split(batch, 2)):
+            mse_loss(model, (part_x, part_y)).backward()
             if index == 0 and engine.state.iteration % 2 == 0:
                 if what == "clipped":
                     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -291,8 +290,8 @@ def test_of_a_gan_only_its_own_backward_passes_count(first):
 
         def own(batch):
             optimizer.zero_grad()
-            for part_x, part_y in zip(*(part.chunk(2) for part in batch), strict=True):
-                (model(part_x) - part_y).square().mean().backward()
+            for part_x, part_y in split(batch, 2):
+                mse_loss(model, (part_x, part_y)).backward()
             optimizer.step()
 
         def other(batch):
@@ -325,7 +324,7 @@ def test_backward_in_a_compiled_function():
 
         def step(engine, batch, made=made, optimizer=optimizer):
             optimizer.zero_grad()
-            for pieces in zip(*(each.chunk(2) for each in batch), strict=True):
+            for pieces in split(batch, 2):
                 made(*pieces)
             optimizer.step()
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.reference.reference import Reference
-from tests._helpers import assert_same
+from tests._helpers import assert_same, same
 
 
 class Awkward(nn.Module):
@@ -40,23 +40,17 @@ class Awkward(nn.Module):
         return x + torch.rand(4, generator=self.generator)
 
 
-def picture(module):
+def snapshot(module):
     return [
         copy.deepcopy(dict(module.state_dict())),
-        [each.training for each in module.modules()],
-        [each._version for each in module.parameters()],
-        [each.requires_grad for each in module.parameters()],
-        [(name, id(each)) for name, each in module.named_buffers()],
+        [part.training for part in module.modules()],
+        [(parameter._version, parameter.requires_grad) for parameter in module.parameters()],
+        [(name, id(buffer)) for name, buffer in module.named_buffers()],
     ]
 
 
-def same(one, other):
-    states = zip(one[0].values(), other[0].values(), strict=True)
-    return all(torch.equal(a, b) for a, b in states) and one[1:] == other[1:]
-
-
 def draws():
-    return torch.rand(2), random.random(), np.random.rand()
+    return torch.rand(2), random.random(), float(np.random.rand())
 
 
 def seed():
@@ -70,7 +64,7 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     seed()
     model = Awkward()
     reference = Reference(model, "init" if given == "init" else copy.deepcopy(model).eval())
-    before, of_reference = picture(model), picture(reference.module)
+    before, of_reference = snapshot(model), snapshot(reference.module)
     model.generator.set_state(torch.Generator().manual_seed(5).get_state())  # has drawn meanwhile
     x = torch.randn(8, 4)
     cache = {"seen": []}
@@ -78,12 +72,10 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     expected = draws()
     seed()
     ours = reference.run("", (x,), {"cache": cache})
-    now = draws()
-    assert_same(now[0], expected[0])
-    assert now[1:] == expected[1:]
+    assert_same(draws(), expected)
     assert cache == {"seen": []}
-    assert same(picture(model), before)
-    assert same(picture(reference.module), of_reference)
+    assert same(snapshot(model), before)
+    assert same(snapshot(reference.module), of_reference)
     untouched = x.clone()
     seed()
     theirs = model(x, cache=cache)
