@@ -43,7 +43,7 @@ def make_batches(
 
 def split(batch: Batch, parts: int) -> Iterable[Batch]:
     """A batch in micro-batches."""
-    return zip(*(each.chunk(parts) for each in batch), strict=True)
+    return zip(*(item.chunk(parts) for item in batch), strict=True)
 
 
 def mse_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -147,9 +147,9 @@ def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[st
     }
 
 
-def hooks_only(picture: dict[str, Any]) -> dict[str, Any]:
+def hooks_only(snapshot: dict[str, Any]) -> dict[str, Any]:
     """What has to be put back when a run ends, with the monitor still attached."""
-    return {key: value for key, value in picture.items() if key not in {"handlers", "state", "metrics"}}
+    return {key: value for key, value in snapshot.items() if key not in {"handlers", "state", "metrics"}}
 
 
 def same(one: Any, other: Any) -> bool:

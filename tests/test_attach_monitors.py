@@ -120,9 +120,9 @@ def test_attached_again_replaces_what_was_there(parts):
     attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
     trainer.run(make_batches(3))
     first = len(logger.written)
-    handlers = [len(each) for each in trainer._event_handlers.values()]
+    handlers = [len(item) for item in trainer._event_handlers.values()]
     handle = attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
-    assert [len(each) for each in trainer._event_handlers.values()] == handlers
+    assert [len(item) for item in trainer._event_handlers.values()] == handlers
     trainer.run(make_batches(3))
     assert len(logger.written) == 2 * first
     handle.remove()
@@ -289,7 +289,7 @@ def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():
         trainer.run(make_batches(3))
         if kind == "removed":
             handle.remove()
-        return [weakref.ref(each) for each in (model, optimizer, trainer)]
+        return [weakref.ref(item) for item in (model, optimizer, trainer)]
 
     run("plain")
     gc.collect()

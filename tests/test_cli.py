@@ -183,7 +183,7 @@ def test_compare_for_machines(files, capsys):
     assert main(["compare", str(files / "healthy.h5"), str(files / "hurt.h5"), "--json"]) == 0
     comparison = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert set(comparison) == {"version", "compared_until", "runs", "metrics"}
-    assert [each["last_iteration"] for each in comparison["runs"]] == [60, 60]
+    assert [item["last_iteration"] for item in comparison["runs"]] == [60, 60]
     assert comparison["runs"][1]["only_here"] == ["[bold]not markup[/] :smile:"]
     assert comparison["metrics"]["train/loss"]["b"] is None
     assert comparison["metrics"]["train/loss"]["matters"] is True
@@ -204,7 +204,7 @@ def test_plot(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reported"),
     [
         (["summary", "missing.h5"], "missing.h5"),
         (["summary", "."], "directory"),
@@ -227,7 +227,7 @@ def test_plot(files, tmp_path, capsys):
         (["demo", "--iterations", "3"], "--iterations"),
     ],
 )
-def test_bad_input_is_told_in_one_line(files, monkeypatch, capsys, arguments, said):
+def test_bad_input_is_told_in_one_line(files, monkeypatch, capsys, arguments, reported):
     monkeypatch.chdir(files)
     before = sorted(files.iterdir())
     assert main(arguments) == 2
@@ -235,7 +235,7 @@ def test_bad_input_is_told_in_one_line(files, monkeypatch, capsys, arguments, sa
     assert output == ""
     assert error.count("\n") == 1
     assert error.startswith("ignite-monitor: error: ")
-    assert said in error
+    assert reported in error
     assert sorted(files.iterdir()) == before
 
 
@@ -334,8 +334,8 @@ def test_demo(tmp_path):
     assert "iteration  101: SPIKE" in done.stdout
     assert re.search(r"^iteration  14\d: rolled back to iteration \d+$", done.stdout, re.MULTILINE)
     assert re.search(r"Rolled back to iteration \d+ at iteration 14\d", done.stdout)
-    said, commands = done.stdout.split("Everything is in")
-    assert all(len(line) <= 80 for line in said.splitlines())
+    reported, commands = done.stdout.split("Everything is in")
+    assert all(len(line) <= 80 for line in reported.splitlines())
     assert done.stderr == ""
     recording = read_hdf5(tmp_path / "run_2.h5")
     assert recording["grad/skipped_count"].values[-1] >= 20

@@ -39,10 +39,10 @@ PAGES = {
 }
 FENCE = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```([\w{}-]*)[^\n]*\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 SNIPPETS = [
-    pytest.param(source, needs, id=f"{page}:{text[: found.start()].count(chr(10)) + 1}")
+    pytest.param(source, needs, id=f"{page}:{text[: result.start()].count(chr(10)) + 1}")
     for page, text in PAGES.items()
-    for found in FENCE.finditer(text)
-    for needs, language, source in [found.groups()]
+    for result in FENCE.finditer(text)
+    for needs, language, source in [result.groups()]
     if language == "python"
 ]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -96,9 +96,9 @@ def test_snippets(source, needs, folder):
 
 
 def test_doctests(folder):
-    found = [each for text in PAGES.values() for each in re.findall(r"^```{doctest}\n(.*?)^```", text, re.S | re.M)]
-    assert found
-    for source in found:
+    result = [item for text in PAGES.values() for item in re.findall(r"^```{doctest}\n(.*?)^```", text, re.S | re.M)]
+    assert result
+    for source in result:
         test = doctest.DocTestParser().get_doctest(source, {}, "doctest", None, None)
         assert doctest.DocTestRunner().run(test).failed == 0
 
@@ -118,9 +118,9 @@ def docstrings():
 
 
 EXAMPLES = {
-    textwrap.dedent(found[1]): name
+    textwrap.dedent(result[1]): name
     for name, text in docstrings()
-    for found in re.finditer(r"\.\. code-block:: python\n\n(.*?)(?=\n\S|\Z)", text or "", flags=re.DOTALL)
+    for result in re.finditer(r"\.\. code-block:: python\n\n(.*?)(?=\n\S|\Z)", text or "", flags=re.DOTALL)
 }
 
 
@@ -157,12 +157,12 @@ def test_links_lead_somewhere():
 
 
 def test_files_that_are_named_are_there():
-    named = {each for text in PAGES.values() for each in re.findall(r"`((?:[a-z_0-9]+/)+[\w.]*)`", text)}
+    named = {item for text in PAGES.values() for item in re.findall(r"`((?:[a-z_0-9]+/)+[\w.]*)`", text)}
     places = (ROOT, ROOT / "ignite_monitor")
     roots = {path.name for place in places for path in place.iterdir() if path.is_dir()}
-    files = {each for each in named if each.partition("/")[0] in roots and (each.endswith("/") or ".py" in each)}
+    files = {item for item in named if item.partition("/")[0] in roots and (item.endswith("/") or ".py" in item)}
     assert files
-    assert [each for each in sorted(files) if not any((place / each).exists() for place in places)] == []
+    assert [item for item in sorted(files) if not any((place / item).exists() for place in places)] == []
 
 
 def test_every_public_name_is_documented():

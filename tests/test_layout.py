@@ -37,14 +37,14 @@ def within(name: str, *packages: str) -> bool:
 
 def imports_of(*places: str) -> list[tuple[str, str]]:
     """(file, imported name) for every Python file at the places, each of which is a folder or a file, or not there."""
-    found = []
+    result = []
     for place in places:
         for path in [*(ROOT / place).rglob("*.py"), (ROOT / place).with_suffix(".py")]:
             if path.is_file():
                 file = path.relative_to(ROOT)
                 package = ".".join(file.parent.parts)
-                found += [(str(file), name) for name in sorted(imported(path.read_text(encoding="utf-8"), package))]
-    return found
+                result += [(str(file), name) for name in sorted(imported(path.read_text(encoding="utf-8"), package))]
+    return result
 
 
 def goes_through_root(name: str) -> bool:
@@ -88,9 +88,9 @@ def test_direction_of_imports():
         (file, name)
         for file, name in imports_of("ignite_monitor")
         if within(name, "ignite_monitor")
-        and (here := HEIGHTS.get(part_of(file))) is not None
+        and (current := HEIGHTS.get(part_of(file))) is not None
         and (part_of(file) != part_of(name))
-        and HEIGHTS.get(part_of(name), len(LAYERS)) >= here
+        and HEIGHTS.get(part_of(name), len(LAYERS)) >= current
     ]
     assert wrong == []
 
@@ -124,9 +124,9 @@ def test_who_imports_ignite():
 
 def test_only_scaling_imports_scaling():
     """It needs SciPy, so a user who never scales a model never imports it."""
-    found = [(file, name) for file, name in imports_of("ignite_monitor") if within(name, "ignite_monitor.scaling")]
-    assert found
-    outside = [(file, name) for file, name in found if not file.startswith("ignite_monitor/scaling/")]
+    result = [(file, name) for file, name in imports_of("ignite_monitor") if within(name, "ignite_monitor.scaling")]
+    assert result
+    outside = [(file, name) for file, name in result if not file.startswith("ignite_monitor/scaling/")]
     assert not outside
 
 
@@ -136,15 +136,15 @@ def test_modules_import_each_other_and_not_through_the_root():
 
 
 def test_nothing_imports_the_tests():
-    found = imports_of("ignite_monitor", "examples", "benchmarks")
-    assert [(file, name) for file, name in found if within(name, "tests")] == []
+    result = imports_of("ignite_monitor", "examples", "benchmarks")
+    assert [(file, name) for file, name in result if within(name, "tests")] == []
 
 
 def test_no_test_module_imports_another():
     """What several of them need is in a module whose name starts with an underscore."""
-    found = imports_of("tests")
-    assert found
-    assert [(file, name) for file, name in found if re.match(r"tests\.(\w+\.)*test_\w+", name)] == []
+    result = imports_of("tests")
+    assert result
+    assert [(file, name) for file, name in result if re.match(r"tests\.(\w+\.)*test_\w+", name)] == []
 
 
 def in_order(names):

@@ -73,7 +73,7 @@ except SystemExit as end:
 assert not code, code
 assert not {"torch", "ignite"} & set(sys.modules)
 """
-    assert python(command, *(path if each == "RUN" else each for each in arguments))
+    assert python(command, *(path if item == "RUN" else item for item in arguments))
 
 
 def test_reading_needs_neither_torch_nor_ignite(path):

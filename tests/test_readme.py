@@ -38,7 +38,7 @@ def run_example(name, directory, *arguments):
 
 
 def accuracies(output):
-    return [float(each) for each in re.findall(r"test accuracy ([\d.]+)", output)]
+    return [float(item) for item in re.findall(r"test accuracy ([\d.]+)", output)]
 
 
 @pytest.mark.parametrize(("arguments", "harmless"), [((), True), pytest.param(("--ignore-spikes",), False, marks=LONG)])
@@ -64,7 +64,7 @@ def test_muon_example(tmp_path, arguments, norm, update):
     output = run_example("spectral_muon.py", tmp_path, *arguments).stdout
     norms, updates = zip(*re.findall(r"muon +largest norm +([\d.]+), of an update ([\d.]+)", output), strict=True)
     assert float(norms[-1]) == pytest.approx(norm, rel=0.1)
-    assert all(float(each) == pytest.approx(update, rel=0.05) for each in updates)
+    assert all(float(item) == pytest.approx(update, rel=0.05) for item in updates)
     assert (accuracies(output)[-1] > 0.93) is (not arguments)
 
 
@@ -86,10 +86,10 @@ def test_activations_example(tmp_path):
 
 def told_by_comes_back(output):
     """Of each training: the loss before the trouble, the worst and the last one, spikes and rollbacks."""
-    found = re.findall(
+    result = re.findall(
         r"^(undisturbed|with(?:out)? handlers) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", output, re.M
     )
-    return {name: tuple(map(float, numbers)) for name, *numbers in found}
+    return {name: tuple(map(float, numbers)) for name, *numbers in result}
 
 
 def test_comes_back_example_in_small(tmp_path, monkeypatch):
@@ -112,20 +112,20 @@ def test_comes_back_example_in_small(tmp_path, monkeypatch):
 @LONG
 @pytest.mark.parametrize("seed", range(3))
 def test_comes_back_example(tmp_path, seed):
-    told = told_by_comes_back(run_example("comes_back.py", tmp_path, "--seed", str(seed)).stdout)
-    before, _, undisturbed, _, _ = told["undisturbed"]
-    assert told["without handlers"][2] > before
-    assert told["with handlers"][2] < before - 0.5 * (before - undisturbed)
-    assert told["with handlers"][4] >= 2
-    assert told["without handlers"][3:] == told["undisturbed"][3:] == (0, 0)
+    reported = told_by_comes_back(run_example("comes_back.py", tmp_path, "--seed", str(seed)).stdout)
+    before, _, undisturbed, _, _ = reported["undisturbed"]
+    assert reported["without handlers"][2] > before
+    assert reported["with handlers"][2] < before - 0.5 * (before - undisturbed)
+    assert reported["with handlers"][4] >= 2
+    assert reported["without handlers"][3:] == reported["undisturbed"][3:] == (0, 0)
 
 
 @LONG
 def test_learning_rate_example(tmp_path):
     """Shorter than it is meant to be: the narrow model's best rate is too large for the wide one, but under muP."""
     output = run_example("learning_rate_transfer.py", tmp_path, "--steps", "30", "--seeds", "1").stdout
-    found = re.findall(r"(muP|standard) +width +(64|512) +best learning rate 2\^(-\d+)", output)
-    best = {(kind, width): int(power) for kind, width, power in found}
+    result = re.findall(r"(muP|standard) +width +(64|512) +best learning rate 2\^(-\d+)", output)
+    best = {(kind, width): int(power) for kind, width, power in result}
     assert len(best) == 4
     assert best["standard", "512"] < best["standard", "64"]
     assert abs(best["muP", "512"] - best["muP", "64"]) <= 2
@@ -136,7 +136,7 @@ def test_learning_rate_example(tmp_path):
 def test_width_sweep_example(tmp_path):
     arguments = ("--widths", "64", "128", "256", "512", "--steps", "6", "--output", "sweep.png")
     output = run_example("rcc_width_sweep.py", tmp_path, *arguments).stdout
-    slopes = [float(each) for each in re.findall(r"width\^([+-][\d.]+) after one step", output)]
+    slopes = [float(item) for item in re.findall(r"width\^([+-][\d.]+) after one step", output)]
     assert len(slopes) == 8
     hidden, last = slopes[5:7], slopes[7]
     assert max(map(abs, hidden)) < 0.2

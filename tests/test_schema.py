@@ -86,7 +86,7 @@ def make_all():
     """A monitor of each kind, all options on, with the optimizer and model that they watch."""
     torch.manual_seed(0)
     model = Model()
-    held = [each for name, each in model.named_parameters() if not name.startswith("left_out")]
+    held = [element for name, element in model.named_parameters() if not name.startswith("left_out")]
     optimizer = torch.optim.Adam(held, lr=0.1)
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
@@ -116,7 +116,7 @@ def make_all():
 @pytest.fixture(scope="module")
 def published():
     """Kind of monitor -> (prefix, all names that it has published in a run)."""
-    found = {}
+    result = {}
 
     def run(model, optimizer, monitors, clip):
         def train_step(engine, batch):
@@ -128,12 +128,12 @@ def published():
         trainer = Engine(train_step)
         for monitor in monitors:
             monitor.attach(trainer)
-            names = found.setdefault(type(monitor), (monitor.prefix, set()))[1]
+            names = result.setdefault(type(monitor), (monitor.prefix, set()))[1]
             trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, m=monitor, n=names: n.update(m.on_host()))
         trainer.run(make_batches(6))
 
     def run_in_parts():
-        nonlocal found
+        nonlocal result
         torch.manual_seed(0)
         model = nn.Linear(6, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
@@ -150,7 +150,7 @@ def published():
         for monitor in (noise, curvature):
             monitor.attach(trainer, Events.ITERATION_STARTED)
         trainer.run(range(40))
-        found |= {type(monitor): (monitor.prefix, set(monitor.on_host())) for monitor in (noise, curvature)}
+        result |= {type(monitor): (monitor.prefix, set(monitor.on_host())) for monitor in (noise, curvature)}
 
     run_in_parts()
     run(*make_all(), clip=0.01)
@@ -161,9 +161,9 @@ def published():
     run(model, optimizer, [MaxPScheduler(parametrization, optimizer)], clip=1.0)
     for make in HANDLERS.values():
         model, optimizer, _ = make_trainer()
-        if type(monitor := make(model, optimizer)) in set(KINDS) - found.keys():
+        if type(monitor := make(model, optimizer)) in set(KINDS) - result.keys():
             run(model, optimizer, [monitor], clip=1.0)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,14 +219,14 @@ def test_subclasses_keep_their_own_docstring_and_the_schema():
 
 
 @pytest.mark.parametrize(
-    ("nonfinite", "there"),
+    ("nonfinite", "present"),
     [("", [1.0]), ("inf", [1.0, math.inf, -math.inf]), ("any", [1.0, math.inf, -math.inf, math.nan])],
 )
-def test_which_numbers_stand_for_what_is_absent(nonfinite, there):
+def test_which_numbers_stand_for_what_is_absent(nonfinite, present):
     schema = Schema("own", "own", (Key("a/{name}", "", nonfinite=nonfinite), Key("b", "")))
     for number in [1.0, math.inf, -math.inf, math.nan]:
         absent = schema.not_reported({"a/x.y": number, "b": number, "unknown": number})
-        assert ("a/x.y" in absent) is (repr(number) not in map(repr, there))
+        assert ("a/x.y" in absent) is (repr(number) not in map(repr, present))
         assert ("b" in absent) is ("unknown" in absent) is (number != 1)
 
 

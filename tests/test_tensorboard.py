@@ -60,8 +60,8 @@ def server(tmp_path_factory):
 
 def address(process, output):
     assert process.poll() is None, output.read_text()
-    found = re.search(r"http://127\.0\.0\.1:\d+", output.read_text())
-    return found[0] if found else None
+    result = re.search(r"http://127\.0\.0\.1:\d+", output.read_text())
+    return result[0] if result else None
 
 
 def wait_for(question):
@@ -83,9 +83,9 @@ def tags(server):
     """run -> its tags, once all have been read."""
 
     def read():
-        found = ask(server, "scalars/tags")
-        full = {"plain", "tagged"} <= set(found) and all("train/loss" in found[run] for run in found)
-        return full and {run: set(found[run]) for run in found}
+        result = ask(server, "scalars/tags")
+        full = {"plain", "tagged"} <= set(result) and all("train/loss" in result[run] for run in result)
+        return full and {run: set(result[run]) for run in result}
 
     return wait_for(read)
 

@@ -51,11 +51,11 @@ class Device:
             with simulated.waits() as waits:
                 yield waits
             return
-        found: list[str] = []
+        result: list[str] = []
         with warnings.catch_warnings(record=True) as caught, _debug_mode("warn"):
             warnings.simplefilter("always")
-            yield found
-        found += [str(each.message) for each in caught if "synchroniz" in str(each.message)]
+            yield result
+        result += [str(item.message) for item in caught if "synchroniz" in str(item.message)]
 
     @contextlib.contextmanager
     def another_stream(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ def main() -> None:
     for name in (CLIP, *MONITORS):
         limit, make = MONITORS.get(name, ("", None))
         counts = [added(device, make, blocks=blocks, width=args.width) for blocks in args.blocks]
-        cells = [f"{each.seen} | {each.launched or '-'}" for each in counts]
+        cells = [f"{item.seen} | {item.launched or '-'}" for item in counts]
         print(f"| {name} | {' | '.join(cells)} | {limit} |", flush=True)
 
 

@@ -58,8 +58,8 @@ def run(folder: Path, name: str, command: list[str]) -> tuple[str, bool]:
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
         )
-    said = (folder / f"{name}.txt").read_text().strip().splitlines()[-1:] if name == "tests" else []
-    result = " ".join(said).strip("= ") or ("passed" if done.returncode == 0 else f"failed ({done.returncode})")
+    reported = (folder / f"{name}.txt").read_text().strip().splitlines()[-1:] if name == "tests" else []
+    result = " ".join(reported).strip("= ") or ("passed" if done.returncode == 0 else f"failed ({done.returncode})")
     return f"| {name} | {result} | {time.perf_counter() - start:.0f} s | | |", done.returncode == 0
 
 

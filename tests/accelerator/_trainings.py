@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (item.unflatten(-1, (4, -1)).transpose(1, 2) for item in self.qkv(self.norm1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.records:
             record("attended", y)
@@ -119,11 +119,11 @@ _OF_THE_MACHINE = (
 def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[Tensor, Tensor, float]]:
     """Tokens, targets and a factor of the loss, which is huge at the 0-based places ``spikes``."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    result = []
     for place in range(count):
         tokens, targets = torch.randint(0, 64, (2, 2, 8), generator=generator).unbind()
-        found.append((tokens.to(device), targets.to(device), 100.0 if place in spikes else 1.0))
-    return found
+        result.append((tokens.to(device), targets.to(device), 100.0 if place in spikes else 1.0))
+    return result
 
 
 class Training:
@@ -225,8 +225,8 @@ def all_monitors(training: Training) -> list[Any]:
     return [reacting, *(MONITORS[name](training.model, training.optimizer, training.scaler) for name in names)]
 
 
-def assert_alike(ours: Rows, theirs: Rows, tolerance: float, least: float = 1e-6) -> None:
-    assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
-    for iteration, (row, other) in enumerate(zip(ours, theirs, strict=True), 1):
+def assert_alike(actual: Rows, expected: Rows, tolerance: float, least: float = 1e-6) -> None:
+    assert [sorted(item) for item in actual] == [sorted(item) for item in expected]
+    for iteration, (row, other) in enumerate(zip(actual, expected, strict=True), 1):
         for name, value in row.items():
             assert value == pytest.approx(other[name], rel=tolerance, abs=least, nan_ok=True), (iteration, name)

@@ -147,7 +147,7 @@ def operations(device: str = NAME) -> Iterator[Counter[str]]:
             name = function._schema.name.partition("::")[2]
             if name not in VIEWS:
                 leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-                if any(isinstance(each, torch.Tensor) and each.device.type == device for each in leaves):
+                if any(isinstance(item, torch.Tensor) and item.device.type == device for item in leaves):
                     counts[name] += 1
             return result
 
@@ -163,6 +163,6 @@ def launched() -> int:
 def _tell(kind: str) -> None:
     if _waits is not None:
         elsewhere = (f"{os.sep}torch{os.sep}", str(Path(__file__)))
-        frames = [each for each in traceback.extract_stack() if not any(name in each.filename for name in elsewhere)]
-        where = [f"{Path(each.filename).name}:{each.lineno} {each.line}" for each in frames[-4:]]
+        frames = [item for item in traceback.extract_stack() if not any(name in item.filename for name in elsewhere)]
+        where = [f"{Path(item.filename).name}:{item.lineno} {item.line}" for item in frames[-4:]]
         _waits.append(f"{kind}: {' < '.join(reversed(where))}")

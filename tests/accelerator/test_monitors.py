@@ -24,21 +24,21 @@ def tolerance_of(name: str, device: Device) -> float:
 @pytest.mark.parametrize("name", MONITORS)
 def test_the_numbers_of_the_cpu_and_no_wait(name, kind, device):
     rows = []
-    for each in (Device("cpu"), device):
-        training = Training(each, kind)
+    for item in (Device("cpu"), device):
+        training = Training(item, kind)
         monitor = MONITORS[name](training.model, training.optimizer, training.scaler)
-        rows.append(training.run([monitor], batches(7, each.name, spikes=[5])))
-    ours, theirs = map(without_machine, rows)
-    assert any(ours)
-    assert_alike(theirs, ours, tolerance_of(name, device))
+        rows.append(training.run([monitor], batches(7, item.name, spikes=[5])))
+    actual, expected = map(without_machine, rows)
+    assert any(actual)
+    assert_alike(expected, actual, tolerance_of(name, device))
 
 
 def test_the_noise_scale_of_micro_batches(device):
     rows = []
-    for each in (Device("cpu"), device):
-        training = Training(each, "accumulated")
+    for item in (Device("cpu"), device):
+        training = Training(item, "accumulated")
         monitor = GradientNoiseScaleHandler(training.model, training.optimizer, micro_batches=2)
-        rows.append(training.run([monitor], batches(8, each.name)))
+        rows.append(training.run([monitor], batches(8, item.name)))
     assert rows[0][-1]
     assert_alike(*rows, tolerance_of("noise scale", device))
 
@@ -62,9 +62,9 @@ def token_loss(model, batch):
 
 def test_curvature(device):
     rows = []
-    for each in (Device("cpu"), device):
-        training = Training(each)
+    for item in (Device("cpu"), device):
+        training = Training(item)
         monitor = CurvatureHandler(training.model, training.optimizer, loss=token_loss, lanczos_steps=4)
-        rows.append(training.run([monitor], batches(2, each.name)))
+        rows.append(training.run([monitor], batches(2, item.name)))
     assert "curvature/along_gradient" in rows[0][-1]
     assert_alike(*rows, tolerance_of("curvature", device))

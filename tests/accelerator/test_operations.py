@@ -23,9 +23,9 @@ LAUNCHED = {
 @pytest.mark.parametrize("name", MONITORS)
 def test_operations_of_a_monitored_iteration(name, device):
     limit, make = MONITORS[name]
-    found = added(device, make)
-    assert found.seen <= limit
-    assert found.launched <= max(LAUNCHED.get(name, 0), limit + 10)
+    result = added(device, make)
+    assert result.seen <= limit
+    assert result.launched <= max(LAUNCHED.get(name, 0), limit + 10)
 
 
 def test_those_of_grad_monitor_do_not_grow_with_the_model(device):
@@ -37,7 +37,7 @@ def tensors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 4), (5,), (), (2, 3, 4, 5), (7, 1), (1, 4), (3, 4), (6, 2, 4), (0, 4)]
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-    found = [
+    result = [
         (torch.randn(2, *shape, generator=generator) + offset).to(dtype)
         for shape in shapes
         for dtype in dtypes
@@ -45,8 +45,8 @@ def tensors() -> list[torch.Tensor]:
         if 0 not in shape
     ]
     for place, value in ((1, torch.nan), (5, torch.inf), (9, -torch.inf)):
-        found[place].view(-1)[0] = value
-    return found
+        result[place].view(-1)[0] = value
+    return result
 
 
 @pytest.mark.parametrize("piece", [statistics.PIECE, 20])
@@ -55,5 +55,5 @@ def test_moments_are_those_of_the_cpu(piece, device, monkeypatch):
         monkeypatch.setattr(statistics, name, piece)
     for tensor in tensors():
         for unit in (None, 1, tensor.ndim - 1) if tensor.ndim > 1 else (None,):
-            expected, found = statistics.moments(tensor, unit), statistics.moments(tensor.to(device.name), unit)
-            torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+            expected, result = statistics.moments(tensor, unit), statistics.moments(tensor.to(device.name), unit)
+            torch.testing.assert_close(result.cpu(), expected, rtol=1e-6, atol=1e-9, equal_nan=True)

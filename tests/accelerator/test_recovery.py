@@ -29,7 +29,7 @@ def state_of(training):
 
 def on_host(value):
     """A copy."""
-    return tree_map(lambda each: each.detach().cpu().clone() if isinstance(each, torch.Tensor) else each, value)
+    return tree_map(lambda item: item.detach().cpu().clone() if isinstance(item, torch.Tensor) else item, value)
 
 
 @pytest.mark.parametrize("monitored", [False, True])
@@ -63,7 +63,7 @@ def test_it_goes_back_to_the_last_bit(kind, where, device):
     training.trainer.run(batches(9, device.name), max_epochs=1)
     assert same(after, [before[4]])
     leaves = tree_leaves(rollback._snapshots.all[-1].state["model"])
-    kept = {each.device.type for each in leaves if isinstance(each, torch.Tensor)}
+    kept = {item.device.type for item in leaves if isinstance(item, torch.Tensor)}
     assert kept == {"cpu" if where == "host" else torch.device(device.name).type}
 
 

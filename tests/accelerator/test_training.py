@@ -77,7 +77,7 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
     assert rows[-1]["grad/skipped_count"] == 1
     moved = [not same(*pair) for pair in itertools.pairwise(weights)]
     overflow = [] if kind == "plain" else [2]  # the scaler's own, of the fourth iteration
-    assert [place for place, each in enumerate(moved) if not each] == [*overflow, SPIKE - 1]
+    assert [place for place, item in enumerate(moved) if not item] == [*overflow, SPIKE - 1]
 
 
 def test_other_optimizers_read_the_flag_once(device):
@@ -113,7 +113,7 @@ def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
             monitor.log_to(writer, training.trainer)
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: waiting.pop().__exit__(None, None, None))
     training.trainer.run(batches(4, device.name), max_epochs=1)
-    assert [len(each) for each in counts] == [1] * 4, counts
+    assert [len(item) for item in counts] == [1] * 4, counts
     for writer in writers:
         assert all(isinstance(value, float) for row in writer.rows for value in row.values())
         assert sum(map(len, writer.rows)) > 400
@@ -121,7 +121,7 @@ def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
 
 def at(place: str, value: Any) -> Any:
     """A copy whose tensors are there."""
-    return tree_map(lambda each: each.detach().clone().to(place) if isinstance(each, torch.Tensor) else each, value)
+    return tree_map(lambda item: item.detach().clone().to(place) if isinstance(item, torch.Tensor) else item, value)
 
 
 @pytest.mark.parametrize("name", ["GradMonitor, RobustThreshold", "GradMonitor, loss", "WeightUpdateHandler"])
@@ -133,40 +133,40 @@ def test_a_resumed_run_publishes_what_the_whole_one_does(name, device):
     monitor = MONITORS[name](first.model, first.optimizer, None)
     first.run([monitor], data[:4])
     file = io.BytesIO()
-    torch.save(at("cpu", [each.state_dict() for each in (first.model, first.optimizer, monitor)]), file)
+    torch.save(at("cpu", [item.state_dict() for item in (first.model, first.optimizer, monitor)]), file)
     for place in ("cpu", device.name):  # where the state is loaded to
         file.seek(0)
         second = Training(device)
         resumed = MONITORS[name](second.model, second.optimizer, None)
-        for each, state in zip(
+        for item, state in zip(
             (second.model, second.optimizer, resumed),
             at(place, torch.load(file, weights_only=True)),
             strict=True,
         ):
-            each.load_state_dict(state)
+            item.load_state_dict(state)
         assert_alike(second.run([resumed], data[4:]), rows[4:], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype, device):
     rows = []
-    for each in (None, dtype):
-        training = Training(device, "scaled" if dtype == torch.float16 else "plain", dtype=each)
+    for item in (None, dtype):
+        training = Training(device, "scaled" if dtype == torch.float16 else "plain", dtype=item)
         rows.append(without_machine(training.run(all_monitors(training), batches(4, device.name))))
-    for ours, theirs in zip(*rows, strict=True):
-        names = {name for name in (*ours, *theirs) if "topk" not in name}
-        assert all((name in ours) == (name in theirs) for name in names)
-        if "grad/norm" in ours:
-            assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=0.05, nan_ok=True)
+    for actual, expected in zip(*rows, strict=True):
+        names = {name for name in (*actual, *expected) if "topk" not in name}
+        assert all((name in actual) == (name in expected) for name in names)
+        if "grad/norm" in actual:
+            assert actual["grad/norm"] == pytest.approx(expected["grad/norm"], rel=0.05, nan_ok=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_low_precision(dtype, device):
     """Where weights do not move, all differ by rounding alone."""
     rows = []
-    for each in (Device("cpu"), device):
+    for item in (Device("cpu"), device):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(each.name, dtype)
+        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(item.name, dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
         def step(engine: Engine, x: torch.Tensor, model=model) -> None:
@@ -179,18 +179,18 @@ def test_weights_of_low_precision(dtype, device):
             RCCHandler(model),
             WeightUpdateHandler(model, optimizer, sample_size=None),
         ]
-        trainer, found = Engine(step), []
+        trainer, result = Engine(step), []
         for monitor in monitors:
             monitor.attach(trainer)
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED,
-            lambda engine, monitors=monitors, found=found: found.append(
+            lambda engine, monitors=monitors, result=result: result.append(
                 {name: float(value) for monitor in monitors for name, value in monitor.on_host().items()}
             ),
         )
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(each.name, dtype)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(item.name, dtype)
         trainer.run([x], max_epochs=2)
-        rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in found])
+        rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in result])
     assert_alike(rows[1], rows[0], 0.1, 1e-2)
 
 

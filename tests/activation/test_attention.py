@@ -39,13 +39,13 @@ def draw(*shape, seed=0, dtype=torch.float32, spread=2.0):
 
 
 def check(query, key, mask=None, rtol=1e-5, **kwargs):
-    found = attention_entropy(query, key, mask, **kwargs)
+    result = attention_entropy(query, key, mask, **kwargs)
     total, rows, largest = exact(query, key, mask, **kwargs)
-    assert found.total.dtype == found.rows.dtype == found.largest.dtype == torch.float64
-    torch.testing.assert_close(found.largest, largest, rtol=1e-6, atol=1e-5)
-    assert torch.equal(found.rows, rows)
-    torch.testing.assert_close(found.total, total, rtol=rtol, atol=1e-5)
-    return found
+    assert result.total.dtype == result.rows.dtype == result.largest.dtype == torch.float64
+    torch.testing.assert_close(result.largest, largest, rtol=1e-6, atol=1e-5)
+    assert torch.equal(result.rows, rows)
+    torch.testing.assert_close(result.total, total, rtol=rtol, atol=1e-5)
+    return result
 
 
 @pytest.fixture(params=[None, 300, 1], ids=["one block", "some blocks", "a row at a time"])
@@ -78,10 +78,10 @@ def test_masks(mask, L, S):
 @pytest.mark.parametrize("scale", [None, 0.1, 3.0])
 def test_causal_attention_starts_at_the_first_key(L, S, scale):
     query, key = draw(2, 3, L, 8), draw(2, 3, S, 8, seed=1)
-    found = check(query, key, is_causal=True, scale=scale)
+    result = check(query, key, is_causal=True, scale=scale)
     again = attention_entropy(query, key, torch.ones(L, S, dtype=torch.bool).tril(), scale=scale)
-    torch.testing.assert_close(found.total, again.total, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.rows, again.rows)
+    torch.testing.assert_close(result.total, again.total, rtol=1e-5, atol=1e-5)
+    assert torch.equal(result.rows, again.rows)
 
 
 @pytest.mark.usefixtures("block")
@@ -105,36 +105,36 @@ def test_any_number_of_batch_dimensions():
                 strict=True,
             )
         ]
-        found = attention_entropy(query, key, mask)
-        torch.testing.assert_close(found.total, sum(total for total, *_ in rows), rtol=1e-5, atol=0.0)
-        assert torch.equal(found.rows, sum(count for _, count, _ in rows))
+        result = attention_entropy(query, key, mask)
+        torch.testing.assert_close(result.total, sum(total for total, *_ in rows), rtol=1e-5, atol=0.0)
+        assert torch.equal(result.rows, sum(count for _, count, _ in rows))
 
 
 def test_keys_and_heads_that_broadcast():
     query, key = draw(1, 4, 5, 8), draw(3, 1, 9, 8, seed=1)
     check(query, key)
     check(key, query)
-    found = attention_entropy(query, key)
-    assert found.rows.tolist() == [15.0] * 4
+    result = attention_entropy(query, key)
+    assert result.rows.tolist() == [15.0] * 4
 
 
 def test_without_a_head_dimension_there_is_one_head():
     query, key = draw(6, 5, 8), draw(6, 9, 8, seed=1)
     for mask in (None, draw(5, 9), draw(6, 5, 9) > 0):
-        found = attention_entropy(query, key, mask)
+        result = attention_entropy(query, key, mask)
         total, rows = exact(
             query[:, None], key[:, None], mask[:, None] if mask is not None and mask.ndim > 2 else mask
         )[:2]
-        torch.testing.assert_close(found.total, total, rtol=1e-5, atol=0.0)
-        assert torch.equal(found.rows, rows)
+        torch.testing.assert_close(result.total, total, rtol=1e-5, atol=0.0)
+        assert torch.equal(result.rows, rows)
     single = attention_entropy(query[0], key[0], is_causal=True)
     torch.testing.assert_close(single.total, exact(query[None, :1], key[None, :1], is_causal=True)[0])
 
 
 def test_three_dimensions_with_grouped_queries_are_heads():
     query, key = draw(6, 5, 8), draw(2, 9, 8, seed=1)
-    found = attention_entropy(query, key, enable_gqa=True)
-    torch.testing.assert_close(found.total, exact(query[None], key[None], enable_gqa=True)[0])
+    result = attention_entropy(query, key, enable_gqa=True)
+    torch.testing.assert_close(result.total, exact(query[None], key[None], enable_gqa=True)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -174,9 +174,9 @@ def test_fully_masked_rows_are_left_out():
     query, key = draw(2, 3, 6, 8), draw(2, 3, 7, 8, seed=1)
     mask = torch.ones(2, 3, 6, 7, dtype=torch.bool)
     mask[0, 1, 2:4], mask[1, 2] = False, False
-    for each in (mask, torch.zeros(2, 3, 6, 7).masked_fill(~mask, -math.inf)):
-        found = check(query, key, each)
-        assert found.rows.tolist() == [12, 10, 6]
+    for item in (mask, torch.zeros(2, 3, 6, 7).masked_fill(~mask, -math.inf)):
+        result = check(query, key, item)
+        assert result.rows.tolist() == [12, 10, 6]
     nothing = attention_entropy(query, key, torch.zeros(7, dtype=torch.bool))
     assert nothing.total.tolist() == nothing.rows.tolist() == [0, 0, 0]
 
@@ -189,10 +189,10 @@ def test_rows_that_are_not_finite_are_left_out(bad):
     spoilt[0, 1, 4, 2] = bad
     rest = torch.ones(2, 3, 6, 1, dtype=torch.bool)
     rest[0, 1, 4] = False
-    found = attention_entropy(spoilt, key)
+    result = attention_entropy(spoilt, key)
     total, rows = exact(query, key, rest)[:2]
-    assert torch.equal(found.rows, rows)
-    torch.testing.assert_close(found.total, total, rtol=1e-5, atol=0.0)
+    assert torch.equal(result.rows, rows)
+    torch.testing.assert_close(result.total, total, rtol=1e-5, atol=0.0)
     key[1, 0, 5] = math.nan
     assert attention_entropy(query, key).rows.tolist() == [6, 12, 12]
     assert attention_entropy(query, key, is_causal=True).rows.tolist() == [11, 12, 12]
@@ -208,10 +208,10 @@ def test_nothing_to_attend(shape):
 
 def test_no_graph_no_change_no_random_number():
     query, key, mask = (draw(2, 3, 6, 6).requires_grad_() for _ in range(3))
-    before = [each.detach().clone() for each in (query, key, mask)]
+    before = [item.detach().clone() for item in (query, key, mask)]
     state = torch.get_rng_state()
-    found = attention_entropy(query, key, mask, is_causal=True)
-    assert not found.total.requires_grad
+    result = attention_entropy(query, key, mask, is_causal=True)
+    assert not result.total.requires_grad
     assert_same(torch.get_rng_state(), state)
     assert_same([query, key, mask], [*before])
 
@@ -223,12 +223,12 @@ def peak(folder, function):
         function()
     profiler.export_chrome_trace(str(folder / "trace.json"))
     events = [
-        each for each in json.loads((folder / "trace.json").read_text())["traceEvents"] if each["name"] == "[memory]"
+        item for item in json.loads((folder / "trace.json").read_text())["traceEvents"] if item["name"] == "[memory]"
     ]
-    events.sort(key=lambda each: each["ts"])
+    events.sort(key=lambda item: item["ts"])
     current = highest = 0
-    for each in events:
-        current += each["args"]["Bytes"]
+    for item in events:
+        current += item["args"]["Bytes"]
         highest = max(highest, current)
     return highest
 

@@ -45,12 +45,12 @@ class Seen:
     def on_call(self, name, call):
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
-        assert not any(each.requires_grad for each in call if torch.is_tensor(each))
+        assert not any(item.requires_grad for item in call if torch.is_tensor(item))
         self.calls.append(name)
         self.arguments.append(call)
-        found = attention_entropy(call)
-        self.total[name] = self.total.get(name, 0) + found.total
-        self.rows[name] = self.rows.get(name, 0) + found.rows
+        result = attention_entropy(call)
+        self.total[name] = self.total.get(name, 0) + result.total
+        self.rows[name] = self.rows.get(name, 0) + result.rows
 
     def mean(self, name):
         return self.total[name] / self.rows[name]
@@ -220,13 +220,13 @@ MASKED = {
 def probabilities_of(attention, args, arguments):
     """Those of a copy in float64 that returns them."""
     double = {
-        name: each.double() if torch.is_tensor(each) and each.is_floating_point() else each
-        for name, each in arguments.items()
+        name: item.double() if torch.is_tensor(item) and item.is_floating_point() else item
+        for name, item in arguments.items()
     }
     double |= {"need_weights": True, "average_attn_weights": False}
     exact = copy.deepcopy(attention).double()
     exact.dropout = 0.0
-    return exact(*(each.double() for each in args), **double)[1]
+    return exact(*(item.double() for item in args), **double)[1]
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -240,7 +240,7 @@ def test_multihead_attention(options, masked, need_weights, watch):
             parameter.copy_(torch.randn_like(parameter))
     args = [inputs(6, 3, 16), inputs(6, 3, attention.kdim, seed=2), inputs(6, 3, attention.vdim, seed=3)]
     if attention.batch_first:
-        args = [each.transpose(0, 1) for each in args]
+        args = [item.transpose(0, 1) for item in args]
     arguments = dict(MASKED[masked])
     model = Multi(attention, **arguments, need_weights=need_weights)
     seen = watch(model)
@@ -257,8 +257,8 @@ def test_multihead_attention(options, masked, need_weights, watch):
 @pytest.mark.parametrize("added", ["bias_k", "static_k", "add_zero_attn", "unbatched"])
 def test_what_is_not_supported_is_reported(added):
     attention = nn.MultiheadAttention(16, 4, add_bias_kv=added == "bias_k", add_zero_attn=added == "add_zero_attn")
-    found = []
-    with running(AttentionCalls(lambda: "here", lambda name, call: found.append((name, call)))):
+    result = []
+    with running(AttentionCalls(lambda: "here", lambda name, call: result.append((name, call)))):
         if added == "static_k":
             F.multi_head_attention_forward(
                 *[inputs(6, 3, 16)] * 3, 16, 4, attention.in_proj_weight, attention.in_proj_bias, None, None, False,
@@ -267,7 +267,7 @@ def test_what_is_not_supported_is_reported(added):
             )  # fmt: skip
         else:
             attention(*[inputs(6, 16) if added == "unbatched" else inputs(6, 3, 16)] * 3)
-    ((name, reason),) = found
+    ((name, reason),) = result
     assert name == "here"
     assert "is not measured" in reason
 
@@ -297,7 +297,7 @@ def train(watch, model, watched, context=None):
         optimizer.step()
         outputs.append(output.detach())
     left = [*outputs, *model.state_dict().values(), torch.get_rng_state()]
-    return left + [each.grad for each in model.parameters() if each.grad is not None], seen
+    return left + [item.grad for item in model.parameters() if item.grad is not None], seen
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -434,26 +434,26 @@ def test_a_default_device_set_and_unset_in_a_forward(inside):
 
 
 def test_a_default_device_does_not_reach_the_function():
-    found = []
-    calls = AttentionCalls(lambda: "here", lambda name, call: found.append((call.query, torch.ones(1))))
+    result = []
+    calls = AttentionCalls(lambda: "here", lambda name, call: result.append((call.query, torch.ones(1))))
     x = inputs(3, 1, 2, 4, 8)
     with torch.device("meta"), running(calls):
         F.scaled_dot_product_attention(*x)
-    assert not any(each.is_meta for each in found[0])
+    assert not any(item.is_meta for item in result[0])
 
 
 def test_other_threads_are_not_watched():
-    found = []
+    result = []
 
     def attend():
         assert clean()
         F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8))
 
-    with running(AttentionCalls(lambda: "here", lambda *_: found.append(1))) as calls:
+    with running(AttentionCalls(lambda: "here", lambda *_: result.append(1))) as calls:
         other = threading.Thread(target=attend)
         other.start()
         other.join()
-        assert found == []
+        assert result == []
         calls.leave()
         assert clean()
         calls.enter(True)
@@ -462,14 +462,14 @@ def test_other_threads_are_not_watched():
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_tensors_without_values_are_reported_as_such():
-    found = []
+    result = []
     x = inputs(5, 1, 2, 4, 8)
     nested = torch.nested.nested_tensor([inputs(3, 2, 8), inputs(4, 2, 8)], layout=torch.jagged).transpose(1, 2)
-    with running(AttentionCalls(lambda: "here", lambda name, call: found.append(call))):
-        torch.vmap(lambda each: F.scaled_dot_product_attention(each, each, each))(x)
+    with running(AttentionCalls(lambda: "here", lambda name, call: result.append(call))):
+        torch.vmap(lambda item: F.scaled_dot_product_attention(item, item, item))(x)
         F.scaled_dot_product_attention(nested, nested, nested)
         F.scaled_dot_product_attention(*x[:3].to("meta"))
-    assert found == [NOT_PLAIN] * 3
+    assert result == [NOT_PLAIN] * 3
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -140,7 +140,7 @@ def test_shared_weights_and_uneven_micro_batches_weigh_by_elements():
 
     (published,) = run(model, step, activations=True, include="^1$")
     x, double = data().double(), copy.deepcopy(model).double()
-    outputs = [each for p in (x[:1], x[1:4], x[4:]) for each in (double[:2](p), double(p).relu())]
+    outputs = [item for p in (x[:1], x[1:4], x[4:]) for item in (double[:2](p), double(p).relu())]
     assert part(published, "activation/1") == pytest.approx(expected(outputs), rel=1e-4)
 
 
@@ -257,7 +257,7 @@ def test_gradients_that_a_backward_does_not_reach_are_not_measured_for_having_be
     def step(handler, optimizer, x):
         model.zero_grad(set_to_none=False)
         last(torch.randn(4, last.in_features)).square().mean().backward()
-        truth.update((name, each.grad.clone()) for name, each in model.named_parameters() if name.startswith("2"))
+        truth.update((name, item.grad.clone()) for name, item in model.named_parameters() if name.startswith("2"))
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         if len(truth) == 2:
             first(torch.randn(4, first.in_features)).square().mean().backward(inputs=[first.weight])
@@ -305,7 +305,7 @@ def test_gradients_of_an_earlier_iteration_are_none():
             optimizer.step()
 
     published = run(model, step, batches=3, gradients={"n": torch.norm})
-    assert [len(each) for each in published] == [4, 0, 4]
+    assert [len(item) for item in published] == [4, 0, 4]
 
 
 def test_parameters_are_those_that_the_forward_pass_used():
@@ -318,7 +318,7 @@ def test_parameters_are_those_that_the_forward_pass_used():
     for name, parameter in initial.named_parameters():
         wanted = {"n": parameter.double().norm().item(), "mean": parameter.double().mean().item()}
         assert part(published[0], f"parameter/{name}") == pytest.approx(wanted if "weight" in name else {}, rel=1e-5)
-    differences = [part(each, "parameter_difference") for each in published]
+    differences = [part(item, "parameter_difference") for item in published]
     assert set(differences[0].values()) == {0.0}
     assert min(differences[1].values()) > 0
 
@@ -346,8 +346,8 @@ def test_differences_from_the_start_are_0_before_the_first_update():
     torch.manual_seed(3)
     run(plain, batches=2)
     assert_same(drawn, torch.get_rng_state())
-    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
-        assert_same(ours, theirs)
+    for actual, references in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert_same(actual, references)
     assert set(part(published[0], "activation_difference")) == {
         f"{name}/{kind}" for name in ("layer", "norm", "drop", "_root_")
         for kind in ("mean", "std", "l2_norm", "max_abs", "nonfinite_count")
@@ -367,7 +367,7 @@ def test_differences_from_the_start_are_0_before_the_first_update():
 
 
 def test_a_metric_of_differences_that_fails_is_raised():
-    def wrong(ours, theirs):
+    def wrong(actual, references):
         raise KeyError("mine")
 
     with pytest.raises(RuntimeError, match=r"Metric 'm' of activation_difference/0, .* \(8, 5\), failed: ") as error:
@@ -389,7 +389,7 @@ def test_one_warning_where_there_was_no_pass_to_compare(whole, caplog):
     with caplog.at_level(logging.WARNING):
         published = run(model, step, batches=3, activation_differences=True, reference="init")
     assert [bool(values) for values in published] == [i == whole for i in (1, 2, 3)]
-    messages = [each.getMessage() for each in caplog.records if "forward pass of the whole model" in each.getMessage()]
+    messages = [item.getMessage() for item in caplog.records if "forward pass of the whole model" in item.getMessage()]
     assert len(messages) == (whole is None)
 
 
@@ -479,7 +479,7 @@ def test_recording_leaves_training_as_it_is(around, value, caplog):
         def step(handler, optimizer, x):
             optimizer.zero_grad()
             model(x).square().mean().backward()
-            gradients.extend(each.grad.clone().view(torch.uint8) for each in model.parameters())
+            gradients.extend(item.grad.clone().view(torch.uint8) for item in model.parameters())
             optimizer.step()
 
         published = run(model, step, batches=2, event=None if monitored else Events.ITERATION_STARTED(once=9))
@@ -489,7 +489,7 @@ def test_recording_leaves_training_as_it_is(around, value, caplog):
     gradients, published, _ = train(True, True)
     assert_same([*gradients], [*plain])
     skipped = value in SKIPPED or (value == "tensor" and around == "vmap")
-    assert [bool(each) for each in published] == [not skipped and value != "empty"] * 2
+    assert [bool(item) for item in published] == [not skipped and value != "empty"] * 2
     assert sum("skipped _root_: " in message for message in caplog.messages) == skipped
     if value in WANTED:
         assert published == [{"recorded/_root_/value": WANTED[value]}] * 2
@@ -543,7 +543,7 @@ def test_attention_per_head(kwargs):
     torch.manual_seed(0)
     model = Attention(**kwargs)
     (published,) = run(model, activations=True, attention=True, include="_root_")
-    q, k, v = (each.detach().double() for each in model.seen)
+    q, k, v = (item.detach().double() for item in model.seen)
     scores = q @ k.mT * kwargs.get("scale", 0.5)
     if kwargs.get("is_causal"):
         scores = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
@@ -554,8 +554,8 @@ def test_attention_per_head(kwargs):
     )
     for i in range(3):
         for name, tensor in (("query", q), ("key", k), ("value", v)):
-            found = part(published, f"activation/_root_/head_{i}/{name}")
-            assert found == pytest.approx(expected([tensor[:, i]]), rel=1e-5)
+            result = part(published, f"activation/_root_/head_{i}/{name}")
+            assert result == pytest.approx(expected([tensor[:, i]]), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gating", "attention", "bias"])
@@ -572,7 +572,7 @@ def test_one_warning_where_no_attention_is_measured(kind, caplog):
             return x if kind == "gating" else self.attention(*[x[None]] * 3)[0]
 
     published = run(Gating(), batches=3, attention=True)
-    assert [bool(each) for each in published] == [kind == "attention"] * 3
+    assert [bool(item) for item in published] == [kind == "attention"] * 3
     wanted = {"gating": ["attention=True saw no attention call"], "bias": ["skipped attention: ", "bias_k"]}.get(
         kind, []
     )
@@ -601,8 +601,8 @@ def test_dead_units_of_convolutions_are_channels(kind, batch):
         model[0].bias[:4] = -1e3
         model[0].bias[4:] = 1e3
     (published,) = run(model, lambda handler, optimizer, _: model(x), activations={"dead_fraction": True})
-    found = [published[f"activation/{name}/dead_fraction"] for name in "012"]
-    assert found == [0.0, 0.5, 0.5]
+    result = [published[f"activation/{name}/dead_fraction"] for name in "012"]
+    assert result == [0.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "sum", "max", "min"])
@@ -616,7 +616,7 @@ def test_an_empty_micro_batch_has_weight_0(aggregate):
             return self.expert(x[x[:, 0] > 0])
 
     def step(micro_batches):
-        return lambda handler, optimizer, x: [model(each) for each in micro_batches(x.abs())] and None
+        return lambda handler, optimizer, x: [model(item) for item in micro_batches(x.abs())] and None
 
     model = Routed()
     metrics = {"mean": True, "large": lambda x: x.abs() > 0.5}
@@ -670,7 +670,7 @@ def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(trainable, chosen, ne
     monitored, same_count, published = train(**chosen)
     assert_same(plain, monitored)
     assert same_count == count > 0
-    assert not any(".layers." in name for each in published for name in each)
+    assert not any(".layers." in name for item in published for name in item)
     assert sum("fast path" in message for message in caplog.messages) == 1
 
 
@@ -760,7 +760,7 @@ def test_complex_parameters_have_no_built_in_statistics(size, caplog):
         assert "gradient/linear.weight/mean" in values
         assert not any(name.startswith("recorded/") for name in values)
     reason = "complex numbers have no built-in metrics and are not recorded"
-    assert [each.getMessage() for each in caplog.records if "ActivationHandler" in each.name] == [
+    assert [item.getMessage() for item in caplog.records if "ActivationHandler" in item.name] == [
         f"ActivationHandler: skipped stored, large: {reason}",
         f"ActivationHandler: skipped _root_: {reason}",
     ]
@@ -820,7 +820,7 @@ class Turning(nn.Module):
 
 def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
     model = Turning()
-    differences = {"norm": lambda ours, theirs: (ours - theirs).norm()}
+    differences = {"norm": lambda actual, references: (actual - references).norm()}
     handlers = [
         ActivationHandler(model, activation_differences=differences, reference="init", prefix=prefix)
         for prefix in ("a", "b")
@@ -831,10 +831,10 @@ def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
         handler.attach(engine)
     for epoch in range(3):
         engine.run([data()] * 2, max_epochs=epoch + 1)
-    told = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    reported = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
     reason = "is not compared: it is called other than in the reference"
     expected = [f"ActivationHandler ({prefix}): {name} {reason}" for prefix in "ab" for name in ("early", "late")]
-    assert sorted(told) == expected  # each handler for itself
+    assert sorted(reported) == expected  # each handler for itself
 
 
 @pytest.mark.parametrize("dtype", [True, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -28,13 +28,13 @@ def measured(parts, together=True, unit=True, how="mean", **options):
 
 
 def by_name(measurement):
-    found = {}
+    result = {}
     for names, values in values_of([measurement]):
         for name, value in zip(names, values.tolist(), strict=True):
             _, owner, kind = name.split("/")
             if math.isfinite(value):
-                found.setdefault(owner, {})[kind] = value
-    return found
+                result.setdefault(owner, {})[kind] = value
+    return result
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -70,10 +70,10 @@ CASES = {
 @pytest.mark.parametrize("together", [False, True])
 def test_statistics_are_those_of_float64(together, piece, monkeypatch):
     monkeypatch.setattr(statistics, "PIECE", piece)
-    found = measured(CASES, together)
+    result = measured(CASES, together)
     for name, parts in CASES.items():
         truth = _truth.statistics([part.double() for part in parts], True)
-        assert found[name] == pytest.approx(truth, rel=1e-6, abs=1e-300), name
+        assert result[name] == pytest.approx(truth, rel=1e-6, abs=1e-300), name
 
 
 @pytest.mark.parametrize("shape", [(64, 1000), (1000, 2000)])
@@ -81,10 +81,10 @@ def test_statistics_are_those_of_float64(together, piece, monkeypatch):
 def test_std_of_values_far_from_0(mean, shape):
     """Sums of squares in float64 would keep 3 digits of the first, and none of the others."""
     x = mean + randn(*shape, dtype=torch.float64) * 1e-2
-    found = measured({"x": [x], "near": [x - mean], "same": [torch.full(shape, mean)]})
-    assert found["x"]["std"] == pytest.approx(x.std().item(), rel=1e-6)
-    assert found["near"]["std"] == pytest.approx((x - mean).std().item(), rel=1e-6)
-    assert found["same"]["std"] == 0
+    result = measured({"x": [x], "near": [x - mean], "same": [torch.full(shape, mean)]})
+    assert result["x"]["std"] == pytest.approx(x.std().item(), rel=1e-6)
+    assert result["near"]["std"] == pytest.approx((x - mean).std().item(), rel=1e-6)
+    assert result["same"]["std"] == 0
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.1])
@@ -106,9 +106,9 @@ def test_a_unit_is_dead_over_all_micro_batches():
 def test_nonfinite_elements_are_counted_and_leave_no_other_value(shape, value):
     wrong = torch.ones(shape)
     wrong[1, 2] = wrong[2, 2] = value
-    found = measured({"wrong": [torch.ones(shape), wrong], "right": [torch.ones(shape)]})
-    assert found["wrong"] == {"nonfinite_count": 2}
-    assert found["right"]["mean"] == 1
+    result = measured({"wrong": [torch.ones(shape), wrong], "right": [torch.ones(shape)]})
+    assert result["wrong"] == {"nonfinite_count": 2}
+    assert result["right"]["mean"] == 1
 
 
 def test_a_copy_is_measured():
@@ -130,9 +130,9 @@ def test_names_in_another_order_each_time():
             parts[name].append(randn(4, 5 + i % 2, seed=i).relu())
             measurement.add(name, name, parts[name][-1], unit=1)
         measurement.flush()
-    found = by_name(measurement)
+    result = by_name(measurement)
     for name in "abcd":
-        assert found[name] == pytest.approx(_truth.statistics(parts[name], True), rel=1e-6), name
+        assert result[name] == pytest.approx(_truth.statistics(parts[name], True), rel=1e-6), name
 
 
 @pytest.mark.parametrize("count", [1, 3, 50])
@@ -142,9 +142,9 @@ def test_aggregates(count):
     for how in ("mean", "sum", "max", "min"):
         for value, weight in zip(values, weights, strict=True):
             measurement.aggregate(how, how, value, weight)
-    found = {names[0]: float(number) for names, number in values_of([measurement])}
+    result = {names[0]: float(number) for names, number in values_of([measurement])}
     numbers = values.tolist()
-    assert found == pytest.approx({
+    assert result == pytest.approx({
         "own/mean": sum(v * w for v, w in zip(numbers, weights, strict=True)) / sum(weights),
         "own/sum": sum(numbers), "own/max": max(numbers), "own/min": min(numbers),
     }, rel=1e-12)  # fmt: skip
@@ -166,7 +166,7 @@ def test_inference_mode_on_and_off():
 )
 def test_integers_are_the_numbers_they_are(dtype, low, high, size):
     numbers = torch.tensor([low, high, high], dtype=dtype).repeat(size)
-    found = measured({"x": [numbers]}, unit=False)["x"]
-    assert found["mean"] == pytest.approx((low + 2 * high) / 3)
-    assert found["std"] == pytest.approx(numbers.double().std().item())
-    assert (found["max_abs"], found["nonfinite_count"]) == (max(abs(low), abs(high)), 0)
+    result = measured({"x": [numbers]}, unit=False)["x"]
+    assert result["mean"] == pytest.approx((low + 2 * high) / 3)
+    assert result["std"] == pytest.approx(numbers.double().std().item())
+    assert (result["max_abs"], result["nonfinite_count"]) == (max(abs(low), abs(high)), 0)

@@ -35,11 +35,11 @@ def squares(output: Any) -> Tensor:
     if (
         isinstance(output, dict)
         and output
-        and all(isinstance(each, Tensor) and not each.ndim for each in output.values())
+        and all(isinstance(item, Tensor) and not item.ndim for item in output.values())
     ):
         return sum(output.values())  # those of detectors
     if isinstance(output, dict):
-        output = next(each for each in output.values() if isinstance(each, Tensor))
+        output = next(item for item in output.values() if isinstance(item, Tensor))
     if isinstance(output, (tuple, list)):
         output = output[0]
     return (output - torch.linspace(-1, 1, output.shape[-1])).square().mean()

@@ -70,7 +70,7 @@ class Training:
         return {
             "losses": losses,
             "model": dict(self.model.state_dict()),
-            "gradients": [each.grad for each in self.model.parameters()],
+            "gradients": [item.grad for item in self.model.parameters()],
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
         }
@@ -82,7 +82,7 @@ class Recorded(Training):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.initial = copy.deepcopy(self.model)
-        self.held = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self.held = {name for name, item in self.model.named_parameters() if item.requires_grad}
         self.iterations: list[Iteration] = []
 
     def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
@@ -90,7 +90,7 @@ class Recorded(Training):
         self.iterations.append(iteration)
         loss = super()._step(engine, batch)
         named = self.model.named_parameters()
-        iteration.gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+        iteration.gradients = {name: item.grad.clone() for name, item in named if item.grad is not None}
         iteration.after = copies(self.model)
         return loss
 
@@ -131,7 +131,7 @@ class Monitored(Training):
         self.published: list[dict[str, float]] = []
         self.engine.add_event_handler(
             Events.ITERATION_COMPLETED,
-            lambda engine: self.published.append({name: float(each) for name, each in engine.state.metrics.items()}),
+            lambda engine: self.published.append({name: float(item) for name, item in engine.state.metrics.items()}),
         )
 
 

@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
         return
     rows.sort(key=lambda row: list(CASES).index(row["name"]))
     table = [f"| model | {' | '.join(COLUMNS)} |", f"|---|{'---:|' * len(COLUMNS)}"]
-    table += [f"| {row['name']} | {' | '.join(f'{row[each]:,}' for each in COLUMNS)} |" for row in rows]
+    table += [f"| {row['name']} | {' | '.join(f'{row[item]:,}' for item in COLUMNS)} |" for row in rows]
     text = "\n".join(table)
     terminalreporter.write_line(text)
     skipped = len(terminalreporter.getreports("skipped"))
@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
         names = ("torch", "torchvision", "timm", "transformers", "monai", "accelerate", "pytorch-ignite")
         versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
         about = ABOUT.format(
-            models=len(rows), steps="\n".join(f"- {each}" for each in sorted(steps)), versions=versions
+            models=len(rows), steps="\n".join(f"- {item}" for item in sorted(steps)), versions=versions
         )
         PAGE.write_text(about + text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"{PAGE.name} is written.")

@@ -39,12 +39,12 @@ def test_every_monitor(name, record_property, tmp_path):
     if name == "torchvision FasterRCNN" and not importlib.import_module("torchvision.extension")._has_ops():
         pytest.skip("torchvision's own operators are of another torch")
     monitored, recorded = Monitored(case, tmp_path), Recorded(case)
-    ours, theirs = monitored.run(), recorded.run()
-    assert_same(ours, theirs)
+    actual, references = monitored.run(), recorded.run()
+    assert_same(actual, references)
     assert monitored.setup_check.findings == []
     row = {"name": name, "parameters": sum(p.numel() for p in recorded.model.parameters())}
     row |= {"published": sum(map(len, monitored.published)), "compared": 0, "heads": 0}
-    for values, truth in zip(monitored.published, expected(recorded, theirs["losses"]), strict=True):
+    for values, truth in zip(monitored.published, expected(recorded, references["losses"]), strict=True):
         assert {key: values.get(key) for key in truth} == pytest.approx(truth, rel=1e-5, abs=1e-7)
         row["compared"] += len(truth)
         row["heads"] += sum(key.startswith("attention_entropy/") for key in values)

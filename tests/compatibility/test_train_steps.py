@@ -50,10 +50,10 @@ class Problem:
         self.norms: dict[str, dict[int, list[float]]] = {prefix: {} for prefix in self.watched}
         self.moved: dict[str, dict[int, float]] = {prefix: {} for prefix in self.watched}
         for prefix, (model, optimizer) in self.watched.items():
-            held = [each for group in optimizer.param_groups for each in group["params"]]
+            held = [item for group in optimizer.param_groups for item in group["params"]]
 
             def before(*_: Any, prefix: str = prefix, held: list[Tensor] = held) -> None:
-                gradients = [each.grad for each in held if each.grad is not None]
+                gradients = [item.grad for item in held if item.grad is not None]
                 if gradients:
                     self.norms[prefix].setdefault(self.trainer.state.iteration, []).append(norm(gradients))
 
@@ -61,7 +61,7 @@ class Problem:
             kept: list[Tensor] = []
 
             def start(_: Engine, kept: list[Tensor] = kept, model: nn.Module = model) -> None:
-                kept[:] = [each.detach().clone() for each in model.parameters()]
+                kept[:] = [item.detach().clone() for item in model.parameters()]
 
             def end(engine: Engine, prefix: str = prefix, kept: Any = kept, model: nn.Module = model) -> None:
                 ratios = [
@@ -75,7 +75,7 @@ class Problem:
 
     def outcome(self) -> list[Any]:
         return [
-            [dict(model.state_dict()), optimizer.state_dict(), [each.grad for each in model.parameters()]]
+            [dict(model.state_dict()), optimizer.state_dict(), [item.grad for item in model.parameters()]]
             for model, optimizer in self.watched.values()
         ] + [torch.get_rng_state(), self.notes]
 
@@ -215,7 +215,7 @@ def dcgan(problem: Problem) -> None:
     def log(engine: Engine) -> None:
         metrics = engine.state.metrics
         csv.writer(table, delimiter="\t").writerow(
-            [engine.state.iteration, *(round(each, 5) for each in metrics.values())]
+            [engine.state.iteration, *(round(item, 5) for item in metrics.values())]
         )
         assert json.loads(json.dumps(metrics)) == metrics
         problem.notes.append({name: metrics[name] for name in ("real", "fake", "loss")})

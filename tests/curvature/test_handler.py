@@ -41,10 +41,10 @@ def data(seed=0, count=32):
 def exact(model, batch):
     """Gradient and Hessian in float64, flat, in train mode; nothing of the model is changed."""
     model = copy.deepcopy(model).double()
-    x, y = (each.double() for each in batch)
+    x, y = (item.double() for item in batch)
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    shapes = {name: each.shape for name, each in model.named_parameters()}
-    buffers = {name: each.clone() for name, each in model.named_buffers()}
+    shapes = {name: item.shape for name, item in model.named_parameters()}
+    buffers = {name: item.clone() for name, item in model.named_buffers()}
 
     def loss(vector):
         parts = vector.split([shape.numel() for shape in shapes.values()])
@@ -67,35 +67,35 @@ def test_as_the_exact_hessian(dtype):
     torch.manual_seed(0)
     model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    batch = tuple(each.to(dtype) for each in data())
+    batch = tuple(item.to(dtype) for item in data())
     for _ in range(2):
         gradient, matrix = exact(model, batch)
-        found = measured(model, optimizer, batch)
+        result = measured(model, optimizer, batch)
         along = gradient @ matrix @ gradient / (gradient @ gradient)
-        assert found["curvature/along_gradient"] == pytest.approx(float(along), rel=1e-4)
-        assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
+        assert result["curvature/along_gradient"] == pytest.approx(float(along), rel=1e-4)
+        assert result["curvature/hessian_max_eigenvalue"] == pytest.approx(
             float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-4
         )
-        assert found["curvature/hessian_max_eigenvalue_error"] < 1e-3
-        assert found["curvature/stability_threshold"] == pytest.approx(3.8 / 0.05)
-        assert "curvature/hessian_max_eigenvalue_preconditioned" not in found
-        assert all(type(value) is float for value in found.values())
+        assert result["curvature/hessian_max_eigenvalue_error"] < 1e-3
+        assert result["curvature/stability_threshold"] == pytest.approx(3.8 / 0.05)
+        assert "curvature/hessian_max_eigenvalue_preconditioned" not in result
+        assert all(type(value) is float for value in result.values())
 
 
 def test_of_adam_the_preconditioned_one_counts():
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, betas=(0.8, 0.95), eps=1e-3)
-    batch = tuple(each.double() for each in data())
-    second = torch.zeros(sum(each.numel() for each in model.parameters()), dtype=torch.float64)
+    batch = tuple(item.double() for item in data())
+    second = torch.zeros(sum(item.numel() for item in model.parameters()), dtype=torch.float64)
     for count in range(1, 4):
         gradient, matrix = exact(model, batch)
         second = 0.95 * second + 0.05 * gradient**2
         root = ((second / (1 - 0.95**count)).sqrt() + 1e-3).sqrt()
-        found = measured(model, optimizer, batch)
+        result = measured(model, optimizer, batch)
         expected = torch.linalg.eigvalsh(matrix / root / root[:, None])[-1]
-        assert found["curvature/hessian_max_eigenvalue_preconditioned"] == pytest.approx(float(expected), rel=1e-4)
-        assert found["curvature/stability_threshold"] == pytest.approx(2 * 1.8 / 0.2 / 0.01)
+        assert result["curvature/hessian_max_eigenvalue_preconditioned"] == pytest.approx(float(expected), rel=1e-4)
+        assert result["curvature/stability_threshold"] == pytest.approx(2 * 1.8 / 0.2 / 0.01)
 
 
 @pytest.mark.parametrize("along_second", [1, 30, 3000])
@@ -107,8 +107,8 @@ def test_the_second_eigenvalue_is_not_taken_for_the_largest(along_second):
     for seed in range(10):
         direction = torch.randn(len(eigenvalues), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         direction[:2] = torch.tensor([0.0, along_second])
-        found = lanczos(lambda vector: eigenvalues * vector, start_vector(direction, seed), steps)
-        value, error = largest_eigenvalue(*(each.tolist() for each in found))
+        result = lanczos(lambda vector: eigenvalues * vector, start_vector(direction, seed), steps)
+        value, error = largest_eigenvalue(*(item.tolist() for item in result))
         assert error < 0.1 * value
         assert value == pytest.approx(10, rel=0.01)
 
@@ -117,7 +117,7 @@ def test_dropout_has_the_same_masks():
     """Where the loss is of one mask, its Hessian is that of the thinned model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 1)).double()
-    batch = tuple(each.double() for each in data())
+    batch = tuple(item.double() for item in data())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(3)
     mask = F.dropout(torch.ones(32, 6, dtype=torch.float64), 0.5)
@@ -132,8 +132,8 @@ def test_dropout_has_the_same_masks():
 
     _, matrix = exact(Thinned(), batch)
     torch.manual_seed(3)
-    found = measured(model, optimizer, batch)
-    assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
+    result = measured(model, optimizer, batch)
+    assert result["curvature/hessian_max_eigenvalue"] == pytest.approx(
         float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-4
     )
 
@@ -153,8 +153,8 @@ def test_attention_has_a_second_derivative():
     model, batch = Attention().double(), (torch.randn(4, 5, 8).double(), torch.randn(4, 1).double())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, matrix = exact(model, batch)
-    found = measured(model, torch.optim.SGD(model.parameters(), 0.1), batch)
-    assert found["curvature/hessian_max_eigenvalue"] == pytest.approx(
+    result = measured(model, torch.optim.SGD(model.parameters(), 0.1), batch)
+    assert result["curvature/hessian_max_eigenvalue"] == pytest.approx(
         float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-3
     )
 
@@ -213,29 +213,29 @@ class Checkpointed(nn.Module):
 
 
 def test_checkpoints_are_looked_through_or_refused(caplog):
-    found = {}
+    result = {}
     for reentrant in (None, False, True):
         torch.manual_seed(0)
         model = Checkpointed(reentrant)
         with caplog.at_level(logging.WARNING):
-            found[reentrant] = three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))
-    for ours, theirs in zip(found[False][0], found[None][0], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert_same([*found[False][1]], [*found[None][1]])
-    assert found[True][0] == [{}] * 3
+            result[reentrant] = three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))
+    for actual, references in zip(result[False][0], result[None][0], strict=True):
+        assert actual == pytest.approx(references, rel=1e-5)
+    assert_same([*result[False][1]], [*result[None][1]])
+    assert result[True][0] == [{}] * 3
     assert caplog.text.count("use_reentrant=False") == 1
 
 
 def test_compiled_models():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-    found = []
+    result = []
     for how in ("plain", "compiled"):
         model = copy.deepcopy(plain)
         model = torch.compile(model, backend="aot_eager") if how == "compiled" else model
-        found.append(three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))[0])
-    for other in found[1:]:
-        assert [pytest.approx(each, rel=1e-3) for each in found[0]] == other
+        result.append(three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))[0])
+    for other in result[1:]:
+        assert [pytest.approx(item, rel=1e-3) for item in result[0]] == other
 
 
 class Complex(nn.Module):
@@ -279,15 +279,15 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("case", NOT_MEASURED)
 def test_what_cannot_be_measured_is_warned_of_once(case, caplog):
     make_model, loss, reason = NOT_MEASURED[case]
-    found = []
+    result = []
     for watched in (True, False):
         torch.manual_seed(0)
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         seen, weights = three_iterations(model, optimizer, monitored=watched, loss=loss)
         assert seen == [{}] * 3
-        found.append(weights)
-    assert same(*found)
+        result.append(weights)
+    assert same(*result)
     assert caplog.text.count("nothing is reported") == 1
     assert reason in caplog.text
 
@@ -296,14 +296,14 @@ def test_a_limit_only_of_optimizers_that_have_one():
     for kind in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD, torch.optim.Adam):
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
         seen, _ = three_iterations(model, kind(model.parameters(), 0.01))
-        assert [("curvature/stability_threshold" in each) for each in seen] == [kind.__name__ in ("SGD", "Adam")] * 3
-        assert [("curvature/hessian_max_eigenvalue_preconditioned" in each) for each in seen] == [
+        assert [("curvature/stability_threshold" in item) for item in seen] == [kind.__name__ in ("SGD", "Adam")] * 3
+        assert [("curvature/hessian_max_eigenvalue_preconditioned" in item) for item in seen] == [
             kind.__name__ == "Adam"
         ] * 3
 
 
 def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
-    found = []
+    result = []
     for watched in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -323,11 +323,11 @@ def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
         for monitor in [*others, CurvatureHandler(model, optimizer, loss=mse_loss)][: 2 + watched]:
             monitor.attach(trainer, Events.ITERATION_STARTED)
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda _, o=others, s=seen: s.extend(dict(each.metrics) for each in o)
+            Events.ITERATION_COMPLETED, lambda _, o=others, s=seen: s.extend(dict(item.metrics) for item in o)
         )
         trainer.run([data(seed) for seed in range(3)])
-        found.append(seen)
-    assert found[0] == found[1]
+        result.append(seen)
+    assert result[0] == result[1]
 
 
 def test_along_the_step_of_adam():
@@ -335,12 +335,12 @@ def test_along_the_step_of_adam():
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
-    batch = tuple(each.double() for each in data())
+    batch = tuple(item.double() for item in data())
     gradient, matrix = exact(model, batch)
     scale = gradient.abs() + 1e-3
     expected = (gradient / scale) @ matrix @ (gradient / scale) / (gradient @ (gradient / scale))
-    found = measured(model, optimizer, batch)["curvature/along_gradient_preconditioned"]
-    assert found == pytest.approx(float(expected), rel=1e-4)
+    result = measured(model, optimizer, batch)["curvature/along_gradient_preconditioned"]
+    assert result == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_forward_hooks_that_the_copy_lacks_are_warned_of_once(caplog):

@@ -244,8 +244,8 @@ def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any
 
     def train_step(engine, batch):
         optimizer.zero_grad()
-        own = [[part.split(2)[: micro // len(ranks)] for part in share(batch, each)] for each in ranks]
-        parts = [part for each in own for part in zip(*each, strict=True)]
+        own = [[part.split(2)[: micro // len(ranks)] for part in share(batch, item)] for item in ranks]
+        parts = [part for item in own for part in zip(*item, strict=True)]
         for index, (x, y) in enumerate(parts):
             syncs = rank is None or index == len(parts) - 1
             with contextlib.nullcontext() if syncs else model.no_sync():
@@ -254,7 +254,7 @@ def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any
 
     monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=micro, items=lambda batch: 2 * micro)
     run(train_step, batches(), monitor)
-    return {"moments": monitor.state_dict()["moments"], "weights": [each.detach() for each in model.parameters()]}
+    return {"moments": monitor.state_dict()["moments"], "weights": [item.detach() for item in model.parameters()]}
 
 
 def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str, Any]:
@@ -278,7 +278,7 @@ def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str
     with mock.patch.object(Hessian, "times", fails_in_time if failing == "product" else times):
         monitor, event = CurvatureHandler(model, optimizer, loss=loss), Events.ITERATION_STARTED(every=2)
         seen = run(step_of(model, optimizer, rank), batches()[:2], monitor, at=event)
-    return {"seen": seen, "weights": [each.detach() for each in model.parameters()]}
+    return {"seen": seen, "weights": [item.detach() for item in model.parameters()]}
 
 
 def fused(parameters):

@@ -84,8 +84,8 @@ def clipped(model: Any, rank: int) -> dict[str, Any]:
     truth: dict[str, float] = {}
 
     def look(family: str) -> None:
-        for name, each in model.named_parameters():
-            truth[f"{family}/{name.removeprefix('module.')}/norm"] = float(whole(each.grad).double().norm())
+        for name, item in model.named_parameters():
+            truth[f"{family}/{name.removeprefix('module.')}/norm"] = float(whole(item.grad).double().norm())
 
     def train_step(engine, x):
         optimizer.zero_grad()
@@ -112,9 +112,9 @@ def histograms(model: nn.Module, rank: int) -> dict[str, Any]:
         tensors["activations/_root_"] = output.detach().clone()
         output.square().mean().backward()
         optimizer.step()
-        for name, each in model.named_parameters():
+        for name, item in model.named_parameters():
             name = name.removeprefix("module.")
-            tensors.update({f"weights/{name}": whole(each), f"gradients/{name}": whole(each.grad)})
+            tensors.update({f"weights/{name}": whole(item), f"gradients/{name}": whole(item.grad)})
 
     handler = HistogramHandler(model)
     run(train_step, batches(), handler)
@@ -144,19 +144,19 @@ def test_both_ranks_publish_what_one_process_does(results, name, model):
     alone = train(model(), None)["published"]
     for result in results(name):
         for i in range(COUNT):
-            found, wanted = of_forward(result["published"][i]), of_forward(alone[i])
-            rows = found.pop("recorded/_root_/rows", None)
+            measured, wanted = of_forward(result["published"][i]), of_forward(alone[i])
+            rows = measured.pop("recorded/_root_/rows", None)
             wanted.pop("recorded/_root_/rows", None)
             assert rows in (None, 4.0)
             if i >= 3:  # the first rank's output is without the second expert's
-                found, wanted = ({k: v for k, v in each.items() if "_root_" not in k} for each in (found, wanted))
-            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), i
+                measured, wanted = ({k: v for k, v in item.items() if "_root_" not in k} for item in (measured, wanted))
+            assert measured == pytest.approx(wanted, rel=1e-4, abs=1e-6), i
 
 
 def test_a_module_that_one_rank_calls_is_published_from_the_next_iteration_on(results):
     for result in results("ddp"):
-        there = ["activation/experts.1/mean" in each for each in result["published"]]
-        assert there == [False, False, False, False, True, True]
+        present = ["activation/experts.1/mean" in item for item in result["published"]]
+        assert present == [False, False, False, False, True, True]
         # Its five rows are the second rank's.
         assert result["published"][4]["activation/experts.1/count"] == 5
         assert result["published"][4]["activation/experts.1/half/count"] == 2.5
@@ -166,11 +166,11 @@ def test_a_module_that_one_rank_calls_is_published_from_the_next_iteration_on(re
 def test_histograms_are_of_own_batches_and_of_whole_parameters(results, name):
     for rank in results(name):
         for key, own in rank["tensors"].items():
-            values, found = own.double().numpy().ravel(), rank["drawn"][f"histograms/{key}"]
-            assert found["num"] == len(values)
-            assert (found["min"], found["max"]) == (values.min(), values.max())
-            counts, _ = np.histogram(values, found["bucket_limits"])
-            assert found["bucket_counts"][1:] == counts.tolist()
+            values, measured = own.double().numpy().ravel(), rank["drawn"][f"histograms/{key}"]
+            assert measured["num"] == len(values)
+            assert (measured["min"], measured["max"]) == (values.min(), values.max())
+            counts, _ = np.histogram(values, measured["bucket_limits"])
+            assert measured["bucket_counts"][1:] == counts.tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "histograms" not in name])
@@ -183,8 +183,8 @@ def test_sharded_gradients_are_whole(results):
     for rank in (0, 1):
         (model(share(batch, rank, SPLIT)).square().mean() / 2).backward()
     published = results("fsdp")[0]["published"][0]
-    found = [value for name, value in published.items() if name.startswith("gradient/")]
-    assert found == pytest.approx([parameter.grad.norm().item() for parameter in model.parameters()], rel=1e-4)
+    measured = [value for name, value in published.items() if name.startswith("gradient/")]
+    assert measured == pytest.approx([parameter.grad.norm().item() for parameter in model.parameters()], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp clipped", "fsdp clipped"])

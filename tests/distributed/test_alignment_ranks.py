@@ -75,8 +75,8 @@ def test_both_ranks_publish_what_one_process_does(results, name):
 def test_ranks_that_have_run_out_of_data_are_not_waited_for(results):
     """Learning rates stay as they are, and what takes all ranks is absent."""
     both = results("join")
-    assert [len(each["published"]) for each in both] == [2, 4]
-    assert {name.split("/")[0] for each in both for names in each["published"] for name in names} == {"maxp"}
+    assert [len(item["published"]) for item in both] == [2, 4]
+    assert {name.split("/")[0] for item in both for names in item["published"] for name in names} == {"maxp"}
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ def test_a_clipped_step_is_that_of_one_process_with_its_gradient_scaled_to_the_t
                 parameter.grad *= threshold / norm
         optimizer.step()
     for result in (first, second):
-        for ours, theirs in zip(result["parameters"], model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
+        for actual, references in zip(result["parameters"], model.parameters(), strict=True):
+            torch.testing.assert_close(actual, references.detach(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["loss ddp", "loss fsdp"])
@@ -217,8 +217,8 @@ def test_a_rank_whose_curvature_fails_stops_nobody(results, name):
             # What was known before is right all the same.
             assert seen.keys() <= {"curvature/stability_threshold", "curvature/along_gradient"}
             assert seen == approx({key: expected[key] for key in seen})
-        for ours, theirs in zip(result["weights"], alone["weights"], strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for actual, references in zip(result["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(actual, references)
 
 
 @pytest.mark.parametrize("name", ["sum", "sum inf", "mean"])
@@ -280,8 +280,8 @@ def test_tensors_are_judged_the_same_on_all_ranks(results, name):
 def test_ranks_with_tensors_of_their_own_agree_on_what_is_a_spike(results, how):
     first, second = results(f"tensors {how}")
     plain = results(how)[0]
-    for ours, theirs, without in zip(first["seen"], second["seen"], plain["seen"], strict=True):
-        own, other = ({k: v for k, v in seen.items() if "culprit" not in k} for seen in (ours, theirs))
+    for actual, references, without in zip(first["seen"], second["seen"], plain["seen"], strict=True):
+        own, other = ({k: v for k, v in seen.items() if "culprit" not in k} for seen in (actual, references))
         assert own == other
         assert own["grad/norm"] == pytest.approx(without["grad/norm"], rel=1e-6)  # the sum of floats in another order
     assert [seen["flag"] for seen in first["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]

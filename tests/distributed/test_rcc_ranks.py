@@ -73,8 +73,8 @@ def branch(rank: int | None) -> dict[str, Any]:
     used = ddp(model, find_unused_parameters=True) if rank is not None else model
 
     def train_step(engine, batch):
-        for each in batch if rank is None else batch[rank : rank + 1]:
-            used(each)
+        for item in batch if rank is None else batch[rank : rank + 1]:
+            used(item)
 
     return {"published": run(train_step, [x, x.flip(0), -x.abs()], RCCHandler(model, reference=reference))}
 

@@ -67,15 +67,15 @@ def train(
                 change(model, optimizer, engine)
 
     check = ReplicaCheckHandler(model, optimizer, **arguments)
-    said: list[str] = []
+    reported: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda entry: reported.append(entry.getMessage())  # type: ignore[method-assign]
     check.logger.addHandler(handler)
     with counted_collectives() as calls:
         published = run(train_step, [None] * count, check)
     check.logger.removeHandler(handler)
     in_sync, differing = ([row.get(f"replicas/{name}") for row in published] for name in ("in_sync", "differing_count"))
-    return {"in_sync": in_sync, "differing": differing, "said": said, "all_reduces": len(calls)}
+    return {"in_sync": in_sync, "differing": differing, "said": reported, "all_reduces": len(calls)}
 
 
 def wait(rank: int) -> dict[str, Any]:
@@ -88,12 +88,12 @@ def wait(rank: int) -> dict[str, Any]:
 
     class Batches(list[None]):
         def __iter__(self):
-            for each in range(len(self)):
+            for item in range(len(self)):
                 now[0] += 0.05 if rank else 0.003
-                yield each
+                yield item
 
     rows = run(lambda *_: None, Batches([None, None]), stats)
-    return {name: [each[f"step/data_wait_{name}"] for each in rows] for name in ("ms", "max_ms", "rank")}
+    return {name: [item[f"step/data_wait_{name}"] for item in rows] for name in ("ms", "max_ms", "rank")}
 
 
 def flip(tensor: Any) -> None:
@@ -103,7 +103,7 @@ def flip(tensor: Any) -> None:
 
 
 def parameter(model: nn.Module, end: str) -> Tensor:
-    return next(each for name, each in model.named_parameters() if name.endswith(end))
+    return next(item for name, item in model.named_parameters() if name.endswith(end))
 
 
 def exchange(model, optimizer, engine):

@@ -55,8 +55,8 @@ def train(model, rank, part=slice(None), monitor=None):
 
     def train_step(engine, batch):
         step(engine, batch)
-        weights = {name.removeprefix("module."): whole(each) for name, each in model.named_parameters()}
-        norms.append({f"spectral/norm/{name}": exact(each) for name, each in weights.items() if each.ndim > 1})
+        weights = {name.removeprefix("module."): whole(item) for name, item in model.named_parameters()}
+        norms.append({f"spectral/norm/{name}": exact(item) for name, item in weights.items() if item.ndim > 1})
 
     rows = run(train_step, batches()[part], handler, StepStatsHandler(model, optimizer))
     kept = ("spectral/", "step/parameter_norm")
@@ -120,8 +120,8 @@ def test_both_ranks_publish_what_one_process_does(results, name):
 
 
 def test_resumed_run_publishes_what_the_uninterrupted_one_does(results):
-    for ours, theirs in zip(results("fsdp resumed"), results("fsdp"), strict=True):
-        assert ours["published"] == theirs["published"]
+    for actual, expected in zip(results("fsdp resumed"), results("fsdp"), strict=True):
+        assert actual["published"] == expected["published"]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float
     directory = Path(tempfile.mkdtemp(dir=sys.argv[1]))
     before: dict[str, Tensor] = {}
     losses: list[Tensor] = []
-    said: list[str] = []
+    reported: list[str] = []
 
     def step(engine: Engine, batch: tuple[Tensor, Tensor]) -> None:
         is_planted = engine.state.iteration == 3
@@ -64,10 +64,10 @@ def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float
         if is_planted and not isinstance(next(used.parameters()), torch.distributed.tensor.DTensor):
             before.update(copy.deepcopy(model.state_dict()))
         optimizer.zero_grad()
-        each = F.cross_entropy(used(batch[0]), batch[1], reduction="none")
-        record("losses", each)
-        losses.append(each.detach())
-        (each.mean() * (factor if is_planted else 1.0)).backward()
+        item = F.cross_entropy(used(batch[0]), batch[1], reduction="none")
+        record("losses", item)
+        losses.append(item.detach())
+        (item.mean() * (factor if is_planted else 1.0)).backward()
         if not is_planted:
             optimizer.step()
 
@@ -75,7 +75,7 @@ def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float
     engine = Engine(step)
     monitor = GradMonitor(used, optimizer, threshold=StaticThreshold(1e3))
     listener = logging.Handler()
-    listener.emit = lambda each: said.append(each.getMessage())  # type: ignore[method-assign]
+    listener.emit = lambda item: reported.append(item.getMessage())  # type: ignore[method-assign]
     monitor.logger.addHandler(listener)
     monitor.attach(engine)
     SpikeRecorder(monitor, directory).attach(engine)
@@ -84,10 +84,10 @@ def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float
     torch.distributed.barrier()
     spike = load_spike(directory / f"grad-00000003-rank{rank}.spike.pt")
     result = {
-        "files": sorted(each.name for each in directory.iterdir()),
+        "files": sorted(item.name for item in directory.iterdir()),
         "source": spike.source,
         "own": (spike.iteration, spike.rank) == (3, rank) and same(spike.batch, batches[2]),
-        "said": said,
+        "said": reported,
         "finite": bool(losses[-1].isfinite().all()),
     }
     if before and nan_rank is None:
@@ -117,11 +117,11 @@ def test_each_rank_has_a_file_of_its_own(results, name):
 
 
 def test_each_rank_can_make_its_step_again(results):
-    assert [(each["same"], each["losses"], each["source"]) for each in results("spike")] == [(True, True, None)] * 2
+    assert [(item["same"], item["losses"], item["source"]) for item in results("spike")] == [(True, True, None)] * 2
 
 
 def test_what_begins_on_both_ranks_is_named_on_both(results):
-    assert [(each["source"]["name"], each["source"]["kind"]) for each in results("nan on both")] == [
+    assert [(item["source"]["name"], item["source"]["kind"]) for item in results("nan on both")] == [
         ("norm", "forward")
     ] * 2
 

@@ -68,7 +68,7 @@ def train(model: nn.Module, rank: int | None, sample_size: int | None = 20, skip
         monitors.append(GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), on_spike="skip"))
     with counted_collectives() as calls:
         published = run(train_step, words(COUNT), *monitors)
-    diagnostics = {name: list(map(float, each)) for name, each in monitors[0].diagnostics.items()}
+    diagnostics = {name: list(map(float, item)) for name, item in monitors[0].diagnostics.items()}
     return {"published": published, "diagnostics": diagnostics, "all_reduces": len(calls)}
 
 

@@ -281,13 +281,13 @@ def test_a_cell_of_a_notebook_that_is_run_again():
     GradMonitor(model, optimizer).attach(trainer)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_nothing_chosen_is_said_once(told, caplog):
+@pytest.mark.parametrize("reported", [True, False])
+def test_nothing_chosen_is_said_once(reported, caplog):
     model, _, trainer = make_trainer()
-    ActivationHandler(model, activations=None if told else {"std": True}).attach(trainer)
+    ActivationHandler(model, activations=None if reported else {"std": True}).attach(trainer)
     with caplog.at_level(logging.WARNING):
         trainer.run([(torch.randn(8, 6), torch.randn(8, 3))] * 3)
-    assert sum("Give activations=True" in each.getMessage() for each in caplog.records) == told
+    assert sum("Give activations=True" in item.getMessage() for item in caplog.records) == reported
 
 
 def test_an_include_that_matches_nothing_is_refused():

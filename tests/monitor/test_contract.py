@@ -521,7 +521,7 @@ def test_copies_made_during_a_run_carry_no_hook(setup):
 
     trainer.run(make_batches(3))
     before = footprint(Engine(lambda *_: None), make_model(), optimizer)["hooks"]
-    assert [footprint(Engine(lambda *_: None), each, optimizer)["hooks"] for each in copies] == [before] * 2
+    assert [footprint(Engine(lambda *_: None), element, optimizer)["hooks"] for element in copies] == [before] * 2
 
 
 def test_memory_and_handlers_do_not_grow(setup):
@@ -538,7 +538,7 @@ def test_memory_and_handlers_do_not_grow(setup):
         if engine.state.iteration in (100, 120, 140, 160):
             cycles.append(gc.collect())
             handlers = sum(map(len, engine._event_handlers.values()))
-            tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+            tensors = sum(issubclass(type(element), Tensor) for element in gc.get_objects())
             counts = handlers, tensors, hooks_only(footprint(engine, model, optimizer))["hooks"]
             if engine.state.iteration > 100:  # until then snapshots are added
                 at_first[:] = at_first or [counts]
@@ -821,7 +821,7 @@ def test_a_logger_without_attach_is_said_once(factory, caplog):
     monitor = factory(model, optimizer)
     monitor.log_to(logger, trainer)
     trainer.run(make_batches(3))
-    assert [each for each in caplog.messages if "attach() was not" in each] == [
+    assert [element for element in caplog.messages if "attach() was not" in element] == [
         f"{monitor._title}: log_to() was called, but attach() was not, so nothing is measured"
     ]
     assert not logger.written
@@ -871,7 +871,7 @@ def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
     if isinstance(monitor, RollbackHandler) or not publishes(monitor):
         pytest.skip("decides on the host, and publishes numbers or nothing")
     monitor.attach(trainer)
-    looked = []
+    seen_iterations = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def look(engine):
@@ -886,10 +886,10 @@ def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
         expected = {name: float(value) for name, value in before.items()}
         assert {name: value for name, value in expected.items() if math.isfinite(value)}.items() <= host.items()
         assert not any(math.isfinite(expected[name]) for name in expected.keys() - host.keys())
-        looked.append(engine.state.iteration)
+        seen_iterations.append(engine.state.iteration)
 
     trainer.run(make_batches(6))
-    assert looked == [1, 2, 3, 4, 5, 6]
+    assert seen_iterations == [1, 2, 3, 4, 5, 6]
 
 
 def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
@@ -952,7 +952,9 @@ class WithLeftover(torch.nn.Sequential):
 def test_parameters_without_data_are_left_out(factory):
     published = []
     for model in (make_model(), WithLeftover()):
-        optimizer = torch.optim.SGD([each for each in model.parameters() if not each.is_meta], lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [element for element in model.parameters() if not element.is_meta], lr=0.05, momentum=0.9
+        )
         trainer = Engine(make_step(model, optimizer, factory.parts))
         # The other handler's reference has to be of the model's structure.
         monitor = AlignmentHandler(model) if factory is HANDLERS["AlignmentHandler"] else factory(model, optimizer)

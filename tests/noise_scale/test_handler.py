@@ -27,13 +27,13 @@ def problem(seed=0, noise=1.0):
 
 def exact(model, x, y):
     """tr of the covariance of single gradients over the squared mean, in float64."""
-    parameters = {name: each.detach().double() for name, each in model.named_parameters()}
+    parameters = {name: item.detach().double() for name, item in model.named_parameters()}
 
     def loss(parameters, x, y):
         return (functional_call(model, parameters, x[None]) - y[None]).square().mean()
 
     single = vmap(grad(loss), (None, 0, 0))(parameters, x.double(), y.double())
-    rows = torch.cat([each.flatten(1) for each in single.values()], 1)
+    rows = torch.cat([item.flatten(1) for item in single.values()], 1)
     mean = rows.mean(0)
     return float((rows - mean).square().sum(1).mean() / mean.square().sum())
 
@@ -78,8 +78,8 @@ def watched(step, model, optimizer, batches, event=Events.ITERATION_STARTED, **k
         lambda engine: seen.append((measured(monitor), float(monitor.state_dict()["moments"][-1]))),
     )
     trainer.run(list(batches), max_epochs=1)
-    found, counts = zip(*seen, strict=True)
-    return found, [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
+    result, counts = zip(*seen, strict=True)
+    return result, [later != earlier for earlier, later in zip([0.0, *counts], counts, strict=False)]
 
 
 @pytest.mark.parametrize("noise", [0.3, 3.0])
@@ -94,12 +94,12 @@ def test_near_the_exact_one_while_the_interval_is_narrow(kwargs, noise):
     expected = exact(model, x, y)
     over = kwargs.get("over_iterations", False)
     data = batches(x, y, 16 if over else 64, 1000 if over else 250)
-    found, _ = watched(step_of(model, optimizer, **kwargs), model, optimizer, data, decay=0.996)
-    found = [each for each in found if each]
-    narrow = [each for each in found if each["high"] < 1.35 * each["low"]]
+    result, _ = watched(step_of(model, optimizer, **kwargs), model, optimizer, data, decay=0.996)
+    result = [item for item in result if item]
+    narrow = [item for item in result if item["high"] < 1.35 * item["low"]]
     assert narrow
-    assert all(each["value"] == pytest.approx(expected, rel=0.15) for each in narrow)
-    assert all(each["low"] < each["value"] < each["high"] <= 10 * each["low"] for each in found)
+    assert all(item["value"] == pytest.approx(expected, rel=0.15) for item in narrow)
+    assert all(item["low"] < item["value"] < item["high"] <= 10 * item["low"] for item in result)
 
 
 def test_micro_batches_of_different_sizes():
@@ -178,8 +178,8 @@ def test_absent_where_the_gradients_do_not_tell():
         nn.init.zeros_(parameter)
     y -= y.mean()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    found, _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 64, 200))
-    assert sum(map(bool, found)) < 10
+    result, _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 64, 200))
+    assert sum(map(bool, result)) < 10
 
 
 @pytest.mark.parametrize("what", ["parts", "not zeroed", "filter", "penalty", "overflow"])
@@ -203,26 +203,26 @@ def test_what_is_left_out(what):
             optimizer.step()
 
     event = Events.ITERATION_STARTED(every=2) if what == "filter" else Events.ITERATION_STARTED
-    found, _ = watched(step, model, optimizer, batches(x, y, 48, 240), event)
+    result, _ = watched(step, model, optimizer, batches(x, y, 48, 240), event)
     expected = exact(model, x, y)
-    said = [each for each in found if each]
+    reported = [item for item in result if item]
     if what == "not zeroed":
-        assert not said
+        assert not reported
     else:
-        assert len(said) > 90
-        assert all(each["low"] * 0.8 < expected < each["high"] * 1.25 for each in said[-10:])
+        assert len(reported) > 90
+        assert all(item["low"] * 0.8 < expected < item["high"] * 1.25 for item in reported[-10:])
 
 
 def test_a_step_that_is_made_otherwise_is_said_once(caplog):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with caplog.at_level(logging.WARNING):
-        found, _ = watched(step_of(model, optimizer, parts=2), model, optimizer, batches(x, y, 16, 120))
+        result, _ = watched(step_of(model, optimizer, parts=2), model, optimizer, batches(x, y, 16, 120))
     assert [message for message in caplog.messages if "noise_scale" in message] == [
         "GradientNoiseScaleHandler (noise_scale): no value after 50 optimizer steps: the last was made from 2 backward "
         "passes in monitored iterations, and micro_batches is 4"
     ]
-    assert not any(found)
+    assert not any(result)
 
 
 @pytest.mark.parametrize(
@@ -259,24 +259,24 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which comes after
         optimizer.step()
 
-    found, entered = watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2)
+    result, entered = watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2)
     assert entered == [True, False] * 30
-    assert found[-2]
-    assert not any(found[1::2])
+    assert result[-2]
+    assert not any(result[1::2])
 
 
 def test_parts_of_unequal_sizes_are_counted_or_left_out(caplog):
     """The exact value is that of the parts of equal size: 62 items make parts of 16, 16, 16 and 14."""
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    found = {}
+    result = {}
     for name, items in (("unknown", None), ("known", lambda batch: [len(part) for part in batch[0].chunk(4)])):
         with caplog.at_level(logging.WARNING):
-            found[name], _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 50, 200), items=items)
-    assert not any(found["unknown"])
+            result[name], _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 50, 200), items=items)
+    assert not any(result["unknown"])
     assert "give the argument items" in caplog.text
-    assert found["known"][-1]["low"] < exact(model, x, y) < found["known"][-1]["high"]
-    assert found["known"][-1]["batch"] == 50
+    assert result["known"][-1]["low"] < exact(model, x, y) < result["known"][-1]["high"]
+    assert result["known"][-1]["batch"] == 50
 
 
 @pytest.mark.parametrize("first", ["generator", "discriminator"])
@@ -301,7 +301,7 @@ def test_of_a_gan_only_its_own_backward_passes_count(first):
         steps = (own, other) if first == "discriminator" else (other, own)
         count = 3 if with_generator and first == "discriminator" else 2
         items = lambda batch: [32, 32, 64][:count]  # noqa: E731
-        step = lambda engine, batch: [each(batch) for each in steps]  # noqa: E731
+        step = lambda engine, batch: [item(batch) for item in steps]  # noqa: E731
         items = items if count == 3 else None
         return watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2, items=items)
 
@@ -311,7 +311,7 @@ def test_of_a_gan_only_its_own_backward_passes_count(first):
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
 def test_backward_in_a_compiled_function():
-    found = []
+    result = []
     for compiled in (True, False):
         torch._dynamo.reset()
         model, x, y = problem()
@@ -328,9 +328,9 @@ def test_backward_in_a_compiled_function():
                 made(*pieces)
             optimizer.step()
 
-        found.append((watched(step, model, optimizer, batches(x, y, 64, 30), micro_batches=2), model.state_dict()))
-    assert found[0][0][0][-1]
-    (ours, _), (theirs, _) = (published for published, _ in found)
-    torch.testing.assert_close(ours[-1], theirs[-1])
-    torch.testing.assert_close(*(state for _, state in found))
+        result.append((watched(step, model, optimizer, batches(x, y, 64, 30), micro_batches=2), model.state_dict()))
+    assert result[0][0][0][-1]
+    (actual, _), (references, _) = (published for published, _ in result)
+    torch.testing.assert_close(actual[-1], references[-1])
+    torch.testing.assert_close(*(state for _, state in result))
     torch._dynamo.reset()

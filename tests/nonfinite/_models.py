@@ -21,7 +21,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            each.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1)
+            item.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for item in self.qkv(x).chunk(3, dim=-1)
         )
         scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -90,7 +90,7 @@ class ResNet(nn.Module):
 def gpt_batches(count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(11, (3, 7), generator=generator) for _ in range(count)]
-    return [(each[:, :-1], each[:, 1:]) for each in ids]
+    return [(item[:, :-1], item[:, 1:]) for item in ids]
 
 
 def resnet_batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -149,7 +149,7 @@ def gradient_hook(output: Tensor) -> Tensor:
     return output
 
 
-IN_BACKWARD = {each.__name__: each for each in (sqrt_at_zero, zero_times_inf, inf_in_backward, gradient_hook)}
+IN_BACKWARD = {item.__name__: item for item in (sqrt_at_zero, zero_times_inf, inf_in_backward, gradient_hook)}
 
 
 def plant(module: nn.Module, change: Callable[[Any], Any]) -> Callable[[], None]:

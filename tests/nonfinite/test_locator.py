@@ -41,7 +41,7 @@ def planted(kind, plants, make=None):
     torch.manual_seed(0)
     model = (make or make_model)()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    found = [[] for _ in plants]
+    result = [[] for _ in plants]
 
     def step(engine, batch):
         optimizer.zero_grad()
@@ -57,14 +57,14 @@ def planted(kind, plants, make=None):
 
     def note(engine):
         assert engine.state.iteration % 2 == 0
-        found[engine.state.iteration // 2 - 1].append(engine.state.spike.source)
+        result[engine.state.iteration // 2 - 1].append(engine.state.spike.source)
 
     engine = Engine(step)
     GradMonitor(model, optimizer, threshold=StaticThreshold(1e30)).attach(engine)
     engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, note)
     engine.run(batches(2 * len(plants)))
-    assert all(len(each) == 1 for each in found)
-    return [each[0] for each in found]
+    assert all(len(item) == 1 for item in result)
+    return [item[0] for item in result]
 
 
 def planted_in(name, change):
@@ -84,16 +84,16 @@ def fill(name):
 @pytest.mark.parametrize("kind", MODELS)
 def test_nan_in_each_activation(kind):
     names = called(kind)
-    found = planted(kind, [planted_in(name, nan_in_output) for name in names])
-    assert [(each.kind, each.name) for each in found] == [("forward", name or "_root_") for name in names]
+    result = planted(kind, [planted_in(name, nan_in_output) for name in names])
+    assert [(item.kind, item.name) for item in result] == [("forward", name or "_root_") for name in names]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_nan_in_each_weight(kind):
     names = [name for name, _ in MODELS[kind][0]().named_parameters()]
-    found = planted(kind, [fill(name) for name in names])
-    assert [(each.kind, each.name) for each in found] == [("forward", name.rpartition(".")[0]) for name in names]
-    assert all(each.text.endswith(f"its parameter {name}") for each, name in zip(found, names, strict=True))
+    result = planted(kind, [fill(name) for name in names])
+    assert [(item.kind, item.name) for item in result] == [("forward", name.rpartition(".")[0]) for name in names]
+    assert all(item.text.endswith(f"its parameter {name}") for item, name in zip(result, names, strict=True))
 
 
 @pytest.mark.parametrize("first", range(4) if os.environ.get("FULL_MATRIX") == "1" else [0])
@@ -102,42 +102,42 @@ def test_nan_in_each_backward(kind, first):
     """One way after the other; in the whole matrix, each way in each module."""
     names, ways = called(kind), list(IN_BACKWARD.values())
     ways = [ways[(first + i) % len(ways)] for i in range(len(names))]
-    found = planted(kind, [planted_in(name, way) for name, way in zip(names, ways, strict=True)])
-    assert {each.kind for each in found} == {"backward"}
-    for each, name, way in zip(found, names, ways, strict=True):
+    result = planted(kind, [planted_in(name, way) for name, way in zip(names, ways, strict=True)])
+    assert {item.kind for item in result} == {"backward"}
+    for item, name, way in zip(result, names, ways, strict=True):
         # A hook belongs to the operation of its tensor, which another module may have called.
-        assert way is IN_BACKWARD["gradient_hook"] or each.name == (name or "_root_")
+        assert way is IN_BACKWARD["gradient_hook"] or item.name == (name or "_root_")
 
 
 def trained(model, batches, loss_of=loss_of, *, monitored=True, planting=None, at=2, **options):
     """What is found, and all that training is made of, when something is planted before an iteration."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    found, losses, gradients = [], [], []
+    result, losses, gradients = [], [], []
 
     def step(engine, batch):
         optimizer.zero_grad()
         undo = planting(model) if planting is not None and engine.state.iteration == at else None
         loss = loss_of(model, batch)
         loss.backward()
-        gradients.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
+        gradients.append([None if item.grad is None else item.grad.clone() for item in model.parameters()])
         if undo is not None:
             undo()
-        if loss.isfinite() and all(each is None or each.isfinite().all() for each in gradients[-1]):
+        if loss.isfinite() and all(item is None or item.isfinite().all() for item in gradients[-1]):
             optimizer.step()
         losses.append(loss.detach())
 
     engine = Engine(step)
     if monitored:
         GradMonitor(model, optimizer, threshold=StaticThreshold(1e30), **options).attach(engine)
-        engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike.source))
+        engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: result.append(engine.state.spike.source))
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)
     engine.run(batches)
-    return found, {
+    return result, {
         "losses": losses,
         "gradients": gradients,
-        "model": {name: each.clone() for name, each in model.state_dict().items()},
+        "model": {name: item.clone() for name, item in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
         "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
     }
@@ -187,13 +187,13 @@ def test_training_is_the_same_after_the_second_look(planting, draws):
     outcomes = []
     for monitored in (False, True):
         model = make(Careless, draws)
-        found, outcome = trained(model, vectors(5), monitored=monitored, planting=planting)
+        result, outcome = trained(model, vectors(5), monitored=monitored, planting=planting)
         outcome["attributes"] = [model.history, model.mean, model.number, model.newest.detach()]
         outcome["random"] += (model.generator.get_state() if draws else None,)
         outcomes.append(outcome)
     assert same(*outcomes)
     # The states of Python's and NumPy's global generators are not known.
-    assert [origin is None for origin in found] == [draws == "all"]
+    assert [origin is None for origin in result] == [draws == "all"]
 
 
 class Unlucky(nn.Linear):
@@ -212,9 +212,9 @@ class Unlucky(nn.Linear):
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_generator_of_the_model_draws_the_same_again(replaced, caplog):
     model = make(lambda: nn.Sequential(Unlucky(replaced), nn.Linear(4, 3)))
-    found, _ = trained(model, vectors(20))
-    assert len(found) > 2
-    assert [origin and origin.name for origin in found] == [None if replaced else "0"] * len(found)
+    result, _ = trained(model, vectors(20))
+    assert len(result) > 2
+    assert [origin and origin.name for origin in result] == [None if replaced else "0"] * len(result)
     assert ("a random number generator of the model has been replaced" in caplog.text) == replaced
 
 
@@ -229,28 +229,28 @@ class Unlike:
 def test_a_module_that_holds_objects_of_any_kind_trains_on(caplog):
     model = make(Careless, "")
     model.held = [list(range(10**6)), Unlike()]
-    found, _ = trained(model, vectors(3), planting=fill("last.bias"))
-    assert found == [None]
+    result, _ = trained(model, vectors(3), planting=fill("last.bias"))
+    assert result == [None]
     assert "could not be located" in caplog.text
 
 
 def test_nan_in_the_data_is_no_modules():
     batches = vectors(3)
     batches[1][0][2, 1] = math.nan
-    assert [(each.kind, each.name) for each in trained(make(Careless, ""), batches)[0]] == [("input", "")]
+    assert [(item.kind, item.name) for item in trained(make(Careless, ""), batches)[0]] == [("input", "")]
     batches[1][0][2, 1] = -math.inf
-    assert [(each.kind, each.name) for each in trained(make(Careless, ""), batches)[0]] == [("input", "")]
+    assert [(item.kind, item.name) for item in trained(make(Careless, ""), batches)[0]] == [("input", "")]
 
 
 @pytest.mark.parametrize("of_loss", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt() + loss])
 def test_what_begins_in_the_loss(of_loss):
     counter = iter(range(9))
-    found, _ = trained(
+    result, _ = trained(
         make(nn.Linear, 4, 3),
         vectors(4),
         lambda model, batch: of_loss(loss_of(model, batch)) if next(counter) == 1 else loss_of(model, batch),
     )
-    assert [(each.kind, each.name) for each in found] == [("loss", "")]
+    assert [(item.kind, item.name) for item in result] == [("loss", "")]
 
 
 def hook_on_gradient(parameter):
@@ -266,16 +266,16 @@ def hook_on_accumulated(parameter):
 
 @pytest.mark.parametrize("hook", [hook_on_gradient, hook_on_accumulated])
 def test_what_a_hook_on_a_parameter_makes_is_not_located(hook, caplog):
-    found, _ = trained(make(Careless, ""), vectors(3), planting=lambda model: hook(model.norm.bias).remove)
-    assert found == [None]
+    result, _ = trained(make(Careless, ""), vectors(3), planting=lambda model: hook(model.norm.bias).remove)
+    assert result == [None]
     assert "could not be located: forward and backward of a copy of the model are finite" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["tokens", "blocks.1.attention", "head"])
 def test_tied_weights(name):
     planting = planted_in(name, IN_BACKWARD["sqrt_at_zero"])
-    found, _ = trained(make(GPT, tied=True), MODELS["gpt"][1](3), planting=planting)
-    assert [(each.kind, each.name) for each in found] == [("backward", name)]
+    result, _ = trained(make(GPT, tied=True), MODELS["gpt"][1](3), planting=planting)
+    assert [(item.kind, item.name) for item in result] == [("backward", name)]
 
 
 class Masked(nn.Module):
@@ -294,13 +294,13 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("name", ["layers.layers.0.linear1", "layers.layers.1.norm1", "layers", "head"])
 def test_a_mask_of_minus_infinity_is_nothing_bad(name):
     mask = nn.Transformer.generate_square_subsequent_mask(8)
-    found, _ = trained(
+    result, _ = trained(
         make(Masked),
         vectors(3),
         lambda model, batch: F.cross_entropy(model(batch[0], mask), batch[1]),
         planting=planted_in(name, nan_in_output),
     )
-    assert [(each.kind, each.name) for each in found] == [("forward", name)]
+    assert [(item.kind, item.name) for item in result] == [("forward", name)]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -316,9 +316,9 @@ def test_the_call_that_makes_it_is_looked_into(which):
         return sum(loss_of(model, (batch[0] * factor + torch.randn(4), batch[1])) for factor in (1, 2, 3))
 
     outcomes = [
-        trained(make(Careless, ""), vectors(4), loss, monitored=each, planting=planting) for each in (False, True)
+        trained(make(Careless, ""), vectors(4), loss, monitored=item, planting=planting) for item in (False, True)
     ]
-    assert [(each.kind, each.name) for each in outcomes[1][0]] == [("forward", "norm")]
+    assert [(item.kind, item.name) for item in outcomes[1][0]] == [("forward", "norm")]
     assert same(outcomes[0][1], outcomes[1][1])
 
 
@@ -329,8 +329,8 @@ def test_several_backwards_of_one_forward():
         first.backward(retain_graph=True)
         return first
 
-    found, _ = trained(make(Careless, ""), vectors(3), loss, planting=planted_in("norm", nan_in_output))
-    assert [(each.kind, each.name) for each in found] == [("forward", "norm")]
+    result, _ = trained(make(Careless, ""), vectors(3), loss, planting=planted_in("norm", nan_in_output))
+    assert [(item.kind, item.name) for item in result] == [("forward", "norm")]
 
 
 def test_dropout_is_that_of_the_training():
@@ -352,8 +352,8 @@ def test_dropout_is_that_of_the_training():
 
     chosen = []
     model = make(Deciding)
-    found, _ = trained(model, vectors(2), planting=planting)
-    assert [model.get_submodule(each.name) for each in found] == chosen
+    result, _ = trained(model, vectors(2), planting=planting)
+    assert [model.get_submodule(item.name) for item in result] == chosen
 
 
 def test_a_row_is_looked_into_once(caplog):
@@ -362,8 +362,8 @@ def test_a_row_is_looked_into_once(caplog):
     for place in (1, 2, 3, 5):
         batches[place][0][:] = math.nan
     with caplog.at_level(logging.WARNING):
-        found, _ = trained(model, batches)
-    assert [each.kind for each in found] == ["input"] * 4
+        result, _ = trained(model, batches)
+    assert [item.kind for item in result] == ["input"] * 4
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[1].strip() for line in lines] == ["iteration 2", "iteration 6"]
     assert all("It comes from the model's inputs, which are not finite" in line for line in lines)
@@ -405,8 +405,8 @@ def test_what_cannot_be_run_again_is_said_to_be_so(caplog):
             return super().forward(x.mul_(2))
 
     with caplog.at_level(logging.WARNING):
-        found, _ = trained(make(InPlace, 4, 3), vectors(3), planting=fill("bias"))
-    assert found == [None]
+        result, _ = trained(make(InPlace, 4, 3), vectors(3), planting=fill("bias"))
+    assert result == [None]
     assert "could not be located: the model's inputs have been changed in place" in caplog.text
 
 
@@ -422,7 +422,7 @@ def test_a_device_whose_rng_state_is_not_kept_is_named():
 def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
     model = make(Careless, "")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    found = []
+    result = []
 
     def step(engine, batch):
         undo = planted_in("norm", nan_in_output)(model) if engine.state.iteration == 2 else None
@@ -435,9 +435,9 @@ def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
     engine = Engine(step)
     SpikeMonitor(lambda engine: engine.state.output, prefix="loss", flag="loss_spike").attach(engine)
     GradMonitor(model, optimizer).attach(engine)
-    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: found.append(engine.state.spike))
+    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: result.append(engine.state.spike))
     engine.run(vectors(2))
-    assert [(each.name, each.source.name) for each in found] == [("grad/norm", "norm"), ("loss/value", "norm")]
+    assert [(item.name, item.source.name) for item in result] == [("grad/norm", "norm"), ("loss/value", "norm")]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -452,25 +452,25 @@ def test_activation_checkpointing(hook, reentrant):
 
     planting = planted_in("blocks.1.mlp.1", hook)
     data = MODELS["gpt"][1](3)
-    (_, plain), (found, outcome) = [
+    (_, plain), (result, outcome) = [
         trained(make(Checkpointed), data, planting=planting, monitored=monitored) for monitored in (False, True)
     ]
     assert same(outcome, plain)
     if hook is nan_in_output:
-        assert [(each.kind, each.name) for each in found] == [("forward", "blocks.1.mlp.1")]
+        assert [(item.kind, item.name) for item in result] == [("forward", "blocks.1.mlp.1")]
     elif reentrant:  # its graph is made in backward
-        assert {(each.kind, each.name) for each in found} == {("backward", "_root_")}
-        assert "CheckpointFunctionBackward" in found[0].text
+        assert {(item.kind, item.name) for item in result} == {("backward", "_root_")}
+        assert "CheckpointFunctionBackward" in result[0].text
     else:
-        assert {(each.kind, each.name) for each in found} == {("backward", "blocks.1.mlp.1")}
+        assert {(item.kind, item.name) for item in result} == {("backward", "blocks.1.mlp.1")}
 
 
 def test_compiled():
     model = make(GPT)
     used = torch.compile(model, backend="eager")
     batches = MODELS["gpt"][1](3)
-    found, _ = trained(used, batches, planting=lambda _: fill("blocks.1.attention.qkv.weight")(model))
-    assert [(each.kind, each.name) for each in found] == [("forward", "blocks.1.attention.qkv")]
+    result, _ = trained(used, batches, planting=lambda _: fill("blocks.1.attention.qkv.weight")(model))
+    assert [(item.kind, item.name) for item in result] == [("forward", "blocks.1.attention.qkv")]
 
 
 def test_recurrent_layers():
@@ -483,8 +483,8 @@ def test_recurrent_layers():
             return self.head(self.layer(x.unsqueeze(1))[0].squeeze(1))
 
     planting = planted_in("layer", lambda output: (nan_in_output(output[0]), output[1]))
-    found, _ = trained(make(Recurrent), vectors(3), planting=planting)
-    assert [(each.kind, each.name) for each in found] == [("forward", "layer")]
+    result, _ = trained(make(Recurrent), vectors(3), planting=planting)
+    assert [(item.kind, item.name) for item in result] == [("forward", "layer")]
 
 
 def test_a_model_saved_and_copied_in_the_train_step_is_not_followed():
@@ -494,20 +494,20 @@ def test_a_model_saved_and_copied_in_the_train_step_is_not_followed():
         loss_of(copy.deepcopy(model), batch).backward()
         return value
 
-    found, _ = trained(make(nn.Linear, 4, 3), vectors(3), loss, planting=fill("bias"))
-    assert [(each.kind, each.name) for each in found] == [("forward", "_root_")]
+    result, _ = trained(make(nn.Linear, 4, 3), vectors(3), loss, planting=fill("bias"))
+    assert [(item.kind, item.name) for item in result] == [("forward", "_root_")]
 
 
 def test_a_model_of_which_parts_alone_are_called(caplog):
     model = make(nn.Sequential, nn.Linear(4, 4), nn.Linear(4, 3))
     with caplog.at_level(logging.WARNING):
-        found, _ = trained(
+        result, _ = trained(
             model,
             vectors(3),
             lambda model, batch: F.cross_entropy(model[1](model[0](batch[0])), batch[1]),
             planting=fill("0.bias"),
         )
-    assert found == [None]
+    assert result == [None]
     assert "could not be located: the model was not called as a whole" in caplog.text
 
 

@@ -72,17 +72,17 @@ def truth(optimizer, before, gradients):
             m = state.get("exp_avg", state.get("momentum_buffer"))
             if m is not None:
                 cosines.append(float(F.cosine_similarity(g.flatten(), m.double().flatten(), dim=0, eps=0.0)))
-    found = {"update_norm": math.sqrt(change)}
+    result = {"update_norm": math.sqrt(change)}
     for name, values in (("rms", rms), ("epsilon_dominated", epsilon_dominated), ("momentum_cosine", cosines)):
-        values = sorted(each for each in values if math.isfinite(each))
+        values = sorted(item for item in values if math.isfinite(item))
         if values:
             middle = len(values) // 2
             median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
-            found |= {f"{name}_median": median, f"{name}_max": values[-1], f"{name}_min": values[0]}
-            found[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
+            result |= {f"{name}_median": median, f"{name}_max": values[-1], f"{name}_min": values[0]}
+            result[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
     wanted = ("update_norm", "rms_median", "rms_p95", "rms_max", "epsilon_dominated_median", "epsilon_dominated_max")
     wanted += ("momentum_cosine_median", "momentum_cosine_min")
-    return {f"optimizer/{name}": found[name] for name in wanted if name in found}
+    return {f"optimizer/{name}": result[name] for name in wanted if name in result}
 
 
 def follow(model, optimizer, handler, batches, scaler=None, clip=None):
@@ -111,8 +111,8 @@ def test_values_are_those_of_float64(name):
     optimizer = OPTIMIZERS[name](model.parameters())
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
     published, true = follow(model, optimizer, handler, make_batches(12))
-    for ours, theirs in zip(published, true, strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-7)
+    for actual, expected in zip(published, true, strict=True):
+        assert actual == pytest.approx(expected, rel=2e-4, abs=1e-7)
     has = {name.partition("/")[2].partition("_")[0] for name in true[-1]}
     assert has >= ({"update", "momentum"} if name in ("SGD", "RMSprop", "Adamax") else {"rms", "epsilon", "momentum"})
     if name == "NAdam, large eps":
@@ -127,8 +127,8 @@ def test_other_precisions_and_clipping(dtype, clip):
     batches = [(x.to(dtype), y.to(dtype)) for x, y in make_batches(6)]
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
     published, true = follow(model, optimizer, handler, batches, clip=clip)
-    for ours, theirs in zip(published, true, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9 if dtype == torch.float64 else 1e-4, abs=1e-12)
+    for actual, expected in zip(published, true, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-9 if dtype == torch.float64 else 1e-4, abs=1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -222,11 +222,11 @@ def test_a_sample_is_near_to_all():
     handler = OptimizerStateHandler(model, optimizer)
     published, true = follow(model, optimizer, handler, batches)
     names = [name for name in true[-1] if "eps" not in name]
-    for ours, theirs in zip(published, true, strict=True):
+    for actual, expected in zip(published, true, strict=True):
         for name in names:
             # Standard errors of a tensor's are about 1 / sqrt(2 * 256), and 1 / sqrt(256) of a cosine.
             wide = {"abs": 0.15} if "cosine" in name else {"rel": 0.1}
-            assert ours[name] == pytest.approx(theirs[name], **wide), name
+            assert actual[name] == pytest.approx(expected[name], **wide), name
 
 
 def test_top_k_are_named_by_the_model():
@@ -257,14 +257,14 @@ def test_what_is_not_kept_is_absent_and_said_once(caplog):
         caplog.clear()
         handler = OptimizerStateHandler(model, optimizer)
         assert run_monitored(make_step(model, optimizer), make_batches(3), handler) == [{}] * 3
-        assert len([each for each in caplog.messages if "exp_avg" in each]) == 1
+        assert len([item for item in caplog.messages if "exp_avg" in item]) == 1
 
 
 def test_an_optimizer_that_makes_no_step_is_told_of(caplog):
     model = make_model()
     handler = OptimizerStateHandler(model, torch.optim.Adam(model.parameters()))
     run_monitored(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), make_batches(3), handler)
-    assert len([each for each in caplog.messages if "no step" in each]) == 1
+    assert len([item for item in caplog.messages if "no step" in item]) == 1
 
 
 def test_second_moments_of_another_basis_are_no_squares_of_the_gradient():
@@ -344,15 +344,15 @@ def test_a_cosine_of_tiny_numbers_is_right_or_absent(scale):
         model.weight.grad = scale * torch.randn(3, 3, dtype=torch.float64, generator=generator)
         optimizer.step()
         momentum = optimizer.state[model.weight]["momentum_buffer"]
-        true.append(float(F.cosine_similarity(*((each / scale).view(1, -1) for each in (model.weight.grad, momentum)))))
+        true.append(float(F.cosine_similarity(*((item / scale).view(1, -1) for item in (model.weight.grad, momentum)))))
 
     generator, true = torch.Generator().manual_seed(0), []
     trainer = Engine(train_step)
     OptimizerStateHandler(model, optimizer).attach(trainer)
     for _ in range(3):
         trainer.run([None], max_epochs=len(true) + 1)
-        found = trainer.state.metrics.get("optimizer/momentum_cosine_min")
-        assert (found is None) if scale == 1e-160 else found == pytest.approx(true[-1], rel=1e-9)
+        result = trainer.state.metrics.get("optimizer/momentum_cosine_min")
+        assert (result is None) if scale == 1e-160 else result == pytest.approx(true[-1], rel=1e-9)
 
 
 def test_a_second_moment_that_is_not_a_number_says_nothing():
@@ -390,7 +390,7 @@ def test_momentum_of_sparse_gradients_is_left_out():
     step = make_step(model, optimizer, loss_of=lambda model, batch: model(batch).square().mean())
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
     *_, published = run_monitored(step, torch.randint(11, (4, 5)), handler)
-    moments = [(optimizer.state[each]["momentum_buffer"], each.grad) for each in model[1].parameters()]
+    moments = [(optimizer.state[item]["momentum_buffer"], item.grad) for item in model[1].parameters()]
     cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0).item() for a, b in moments]
     assert published["optimizer/momentum_cosine_min"] == pytest.approx(min(cosines), rel=1e-5)
     assert "optimizer/update_norm" not in published  # the embedding moved too

@@ -27,7 +27,7 @@ def first(value: Any) -> Tensor | None:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
-        return next((found for each in value if (found := first(each)) is not None), None)
+        return next((result for item in value if (result := first(item)) is not None), None)
     return None
 
 
@@ -64,8 +64,8 @@ def truth(model: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> dic
 def truth_of_calls(
     model: nn.Module,
     reference: nn.Module,
-    ours: dict[str, list[tuple[Any, Any]]],
-    theirs: dict[str, list[tuple[Any, Any]]],
+    actual: dict[str, list[tuple[Any, Any]]],
+    expected: dict[str, list[tuple[Any, Any]]],
 ) -> dict[str, float]:
     """The same, of float64 models and what :func:`calls_of` says of either."""
     norms: dict[str, list[float]] = {}
@@ -86,24 +86,24 @@ def truth_of_calls(
 
     modules, others = dict(named_modules(model)), dict(named_modules(reference))
     for name, module in modules.items():
-        if not list(module.parameters(recurse=False)) or name not in ours:
+        if not list(module.parameters(recurse=False)) or name not in actual:
             continue
         f_t, f_0, dim, tag = module, others[name], features(module), name or "_root_"
-        for (now, _), (then, _) in zip(ours[name], theirs[name], strict=True):
+        for (now, _), (then, _) in zip(actual[name], expected[name], strict=True):
             note_change(tag, copy.deepcopy(f_t), copy.deepcopy(f_0), now, then, dim)
             x_t, x_0 = first((now[0], now[1])), first((then[0], then[1]))
             if x_t is None:
                 continue
             note(f"input/{tag}", x_t, dim)
             note(f"input_change/{tag}", x_t - x_0, dim)
-    found = {name: math.fsum(values) / len(values) for name, values in norms.items()}
-    for name in [name for name in found if name.startswith("input_drift/")]:
+    result = {name: math.fsum(values) / len(values) for name, values in norms.items()}
+    for name in [name for name in result if name.startswith("input_drift/")]:
         layer = name.removeprefix("input_drift/")
-        update, drift = found[f"weight_update/{layer}"], found[name]
-        found[f"weight_share/{layer}"] = update / (update + drift) if update + drift else 0.0
+        update, drift = result[f"weight_update/{layer}"], result[name]
+        result[f"weight_share/{layer}"] = update / (update + drift) if update + drift else 0.0
     for kind in ("weight_update", "input_drift"):
-        of_layers = sorted(value for name, value in found.items() if name.startswith(f"{kind}/"))
+        of_layers = sorted(value for name, value in result.items() if name.startswith(f"{kind}/"))
         if of_layers:
             middle = of_layers[(len(of_layers) - 1) // 2], of_layers[len(of_layers) // 2]
-            found |= {f"{kind}_max": of_layers[-1], f"{kind}_median": sum(middle) / 2}
-    return {f"rcc/{name}": value for name, value in found.items()}
+            result |= {f"{kind}_max": of_layers[-1], f"{kind}_median": sum(middle) / 2}
+    return {f"rcc/{name}": value for name, value in result.items()}

@@ -25,11 +25,11 @@ def check(model, batches, size=0.1, rel=1e-4, floor=1e-5, **arguments):
     reference = copy.deepcopy(handler.reference)
     perturb(model, size)
     expected = {name.replace(" ", "_"): value for name, value in truth(model, reference, batches).items()}
-    found = measure(handler, batches)
-    assert set(found) == set(expected)
+    result = measure(handler, batches)
+    assert set(result) == set(expected)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=rel, abs=floor * size), name
-    return found
+        assert result[name] == pytest.approx(value, rel=rel, abs=floor * size), name
+    return result
 
 
 class Drift(nn.Module):
@@ -98,9 +98,9 @@ def test_layers(layer):
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
     model = Drift(make())
-    found = check(model, [torch.randn(shape) for _ in range(2)])
-    assert found["rcc/input_drift/_root_"] == 0
-    assert min(value for name, value in found.items() if name.endswith(("/layer", "/layer.conv"))) > 0
+    result = check(model, [torch.randn(shape) for _ in range(2)])
+    assert result["rcc/input_drift/_root_"] == 0
+    assert min(value for name, value in result.items() if name.endswith(("/layer", "/layer.conv"))) > 0
 
 
 class Overridden(nn.Linear):
@@ -125,15 +125,15 @@ def test_a_linear_layer_with_something_in_between_is_evaluated(wrap):
     x = torch.randn(7, 6)
     handler = RCCHandler(model, prefix="a")
     perturb(model)
-    ours, theirs = detached_copy(model), detached_copy(handler.reference)
+    actual, references = detached_copy(model), detached_copy(handler.reference)
     buffers = copy.deepcopy(dict(handler.reference.named_buffers()))
     with torch.no_grad():
-        y_t, y_0 = ours(x), theirs(x)
-    found = measure(handler, [x])
-    assert found["a/output_change/2"] == pytest.approx(float((y_t - y_0).norm(dim=-1).mean()), rel=1e-4)
-    assert found["a/input_drift/0"] == 0
-    assert found["a/weight_update/0"] > 0
-    assert all(torch.equal(each, buffers[name]) for name, each in handler.reference.named_buffers())
+        y_t, y_0 = actual(x), references(x)
+    result = measure(handler, [x])
+    assert result["a/output_change/2"] == pytest.approx(float((y_t - y_0).norm(dim=-1).mean()), rel=1e-4)
+    assert result["a/input_drift/0"] == 0
+    assert result["a/weight_update/0"] > 0
+    assert all(torch.equal(item, buffers[name]) for name, item in handler.reference.named_buffers())
 
 
 def test_embeddings_and_a_tied_head():
@@ -148,9 +148,9 @@ def test_embeddings_and_a_tied_head():
             return self.head(self.norm(self.tokens(tokens) + self.places(input=torch.arange(5))))
 
     torch.manual_seed(0)
-    found = check(Language(), [torch.randint(0, 11, (3, 5)) for _ in range(2)])
-    assert [name for name in found if "/tokens" in name] == ["rcc/weight_update/tokens"]
-    assert "rcc/input_drift/head" in found
+    result = check(Language(), [torch.randint(0, 11, (3, 5)) for _ in range(2)])
+    assert [name for name in result if "/tokens" in name] == ["rcc/weight_update/tokens"]
+    assert "rcc/input_drift/head" in result
 
 
 def test_an_embedding_whose_rows_are_shortened_as_they_are_used():
@@ -161,9 +161,9 @@ def test_an_embedding_whose_rows_are_shortened_as_they_are_used():
     # The reference has shortened its rows in float32 when it is evaluated in float64.
     assert measure(handler, [tokens] * 2)["rcc/weight_update/0"] < 1e-7
     perturb(model)
-    found = measure(handler, [tokens])
+    result = measure(handler, [tokens])
     change = (model[0].weight - handler.reference[0].weight).detach()
-    assert found["rcc/weight_update/0"] == pytest.approx(float(change.norm(dim=-1).mean()))
+    assert result["rcc/weight_update/0"] == pytest.approx(float(change.norm(dim=-1).mean()))
 
 
 class Several(nn.Module):
@@ -192,8 +192,8 @@ class Named(Scale):
 
 def test_several_calls_keywords_tuples_and_micro_batches():
     torch.manual_seed(0)
-    found = check(Several(), [torch.randn(size, 6) for size in (3, 8, 1)])
-    assert "rcc/input/block.a_b" in found
+    result = check(Several(), [torch.randn(size, 6) for size in (3, 8, 1)])
+    assert "rcc/input/block.a_b" in result
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-7])
@@ -204,12 +204,12 @@ def test_small_updates_keep_their_digits(size):
     handler = RCCHandler(model)
     perturb(model, size)
     expected = truth(model, handler.reference, [tokens])
-    found = measure(handler, [tokens])
+    result = measure(handler, [tokens])
     for layer in range(4):
         name = f"rcc/weight_update/{layer}"
-        assert found[name] == pytest.approx(expected[name], rel=2e-3)  # of the weights only whole roundings have moved
+        assert result[name] == pytest.approx(expected[name], rel=2e-3)  # of the weights only whole roundings have moved
     # The inputs' own rounding errors are the limit here.
-    assert found["rcc/input_drift/1"] == pytest.approx(expected["rcc/input_drift/1"], rel=1e-3)
+    assert result["rcc/input_drift/1"] == pytest.approx(expected["rcc/input_drift/1"], rel=1e-3)
 
 
 class First(nn.Module):
@@ -303,9 +303,9 @@ def test_everything_is_0_before_the_first_update(models, name, autocast):
     torch.manual_seed(0)
     model = Random() if name == "random" else models[name].train()
     batches = [torch.randn(8, 6) for _ in range(4)] if name == "random" else tokens_of(2)
-    found = measure(RCCHandler(model), batches, torch.autocast("cpu", torch.bfloat16) if autocast else None)
-    inputs = {value for key, value in found.items() if key.startswith("rcc/input/")}
-    others = {value for key, value in found.items() if not key.startswith("rcc/input/")}
+    result = measure(RCCHandler(model), batches, torch.autocast("cpu", torch.bfloat16) if autocast else None)
+    inputs = {value for key, value in result.items() if key.startswith("rcc/input/")}
+    others = {value for key, value in result.items() if not key.startswith("rcc/input/")}
     assert others == {0.0}
     assert min(inputs) > 0
 
@@ -318,8 +318,8 @@ def test_language_models(models, name):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    found = check(model.train(), tokens_of(2), rel=1e-3)
-    layers = {key.removeprefix("rcc/weight_update/") for key in found if key.startswith("rcc/weight_update/")}
+    result = check(model.train(), tokens_of(2), rel=1e-3)
+    layers = {key.removeprefix("rcc/weight_update/") for key in result if key.startswith("rcc/weight_update/")}
     expected = {"gpt2": "transformer.h.1.attn.c_attn", "llama": "model.layers.1.self_attn.k_proj"}
     assert {expected[name], "lm_head"} <= layers
 
@@ -371,7 +371,7 @@ def test_reference_that_is_given():
     for reference in (other, nn.DataParallel(other)):
         assert measure(RCCHandler(model, reference=reference), [x]) == pytest.approx(expected, rel=1e-4)
     assert not other.training
-    assert all(each.requires_grad for each in other.parameters())
+    assert all(item.requires_grad for item in other.parameters())
     with pytest.raises(ValueError, match="module '1' is ReLU in it, not Tanh"):
         RCCHandler(model, reference=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)))
 
@@ -381,8 +381,8 @@ def test_reference_that_is_given():
 
 def test_include_and_exclude():
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False))
-    found = measure(RCCHandler(model, include="[12]", exclude="1"), [torch.randn(2, 6)])
-    assert {name for name in found if "/" in name.removeprefix("rcc/")} == {
+    result = measure(RCCHandler(model, include="[12]", exclude="1"), [torch.randn(2, 6)])
+    assert {name for name in result if "/" in name.removeprefix("rcc/")} == {
         f"rcc/{quantity}/2" for quantity in (*QUANTITIES, "weight_share")
     }
     with pytest.raises(ValueError, match="include and exclude"):
@@ -410,8 +410,8 @@ def test_what_cannot_be_measured_is_absent_with_one_warning(caplog):
     x = torch.randn(4, 6)
     handler = RCCHandler(model)
     for _ in range(3):
-        found = measure(handler, [x])
-    assert {name.split("/")[2] for name in found if name.count("/") > 1} == {"0", "2"}
+        result = measure(handler, [x])
+    assert {name.split("/")[2] for name in result if name.count("/") > 1} == {"0", "2"}
     assert len(caplog.records) == 2
     assert "1 is not compared: it changes its input in place" in caplog.text
     assert "3 is not compared: no floating-point tensor is in its output" in caplog.text
@@ -448,9 +448,9 @@ def test_what_is_not_finite_is_absent(x):
     torch.manual_seed(0)
     handler = RCCHandler(Apart())
     perturb(handler.model)
-    found = measure(handler, [torch.full((2, 6), x)])
-    assert {name.split("/")[2] for name in found if name.count("/") > 1} == {"finite"}
-    assert found["rcc/weight_update_max"] == found["rcc/weight_update_median"] == found["rcc/weight_update/finite"]
+    result = measure(handler, [torch.full((2, 6), x)])
+    assert {name.split("/")[2] for name in result if name.count("/") > 1} == {"finite"}
+    assert result["rcc/weight_update_max"] == result["rcc/weight_update_median"] == result["rcc/weight_update/finite"]
 
 
 def test_an_empty_batch_has_nothing_to_measure():
@@ -501,10 +501,10 @@ def test_a_normalization_in_low_precision_is_not_measured_by_its_rounding(dtype,
     handler = RCCHandler(model)
     perturb(model, size)
     x = (3 * torch.randn(7, 64)).to(dtype)
-    found = measure(handler, [x])
+    result = measure(handler, [x])
     wide, moved = x.double(), model[0].weight.detach().double()
     update = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * moved
-    assert found["rcc/weight_update/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
-    assert found["rcc/output_change/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
-    assert found["rcc/input_drift/0"] == 0
-    assert found["rcc/input/0"] == pytest.approx(float(wide.norm(dim=-1).mean()), rel=1e-5)
+    assert result["rcc/weight_update/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
+    assert result["rcc/output_change/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
+    assert result["rcc/input_drift/0"] == 0
+    assert result["rcc/input/0"] == pytest.approx(float(wide.norm(dim=-1).mean()), rel=1e-5)

@@ -42,8 +42,8 @@ def test_a_layer_whose_weights_are_lent_is_left_out(monitor, size, caplog):
     start = copy.deepcopy(model).double()
     if size:
         perturb(model, size)
-    found = measure(handler, [x, x])
-    assert not [name for name in found if "/base" in name]
+    result = measure(handler, [x, x])
+    assert not [name for name in result if "/base" in name]
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "base is not compared: its weights are given in its call, as torch.func.functional_call does it"
     ]
@@ -52,9 +52,9 @@ def test_a_layer_whose_weights_are_lent_is_left_out(monitor, size, caplog):
         with torch.no_grad():
             x0, x1 = (F.linear(x.double(), m.make(m.z).view(16, 8), m.base.bias) for m in (start, moved))
         drift = F.linear(x1 - x0, start.head.weight).norm(dim=-1).mean()
-        assert found["rcc/input_drift/head"] == pytest.approx(float(drift.detach()), rel=1e-4, abs=1e-7)
-        assert found["rcc/weight_update_max"] == pytest.approx(
-            max(value for name, value in found.items() if name.startswith("rcc/weight_update/"))
+        assert result["rcc/input_drift/head"] == pytest.approx(float(drift.detach()), rel=1e-4, abs=1e-7)
+        assert result["rcc/weight_update_max"] == pytest.approx(
+            max(value for name, value in result.items() if name.startswith("rcc/weight_update/"))
         )
 
 
@@ -65,13 +65,13 @@ def test_the_whole_model_may_be_called_with_lent_weights(caplog):
     x, other = torch.randn(4, 6), copy.deepcopy(model)
     perturb(other)
     handler = RCCHandler(model)
-    found = {}
+    result = {}
     engine = Engine(lambda *_: functional_call(model, dict(other.named_parameters()), (x,)))
     handler.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: found.update(e.state.metrics))
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: result.update(e.state.metrics))
     engine.run([0])
     expected = truth(other, model, [x])
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert {name: float(value) for name, value in result.items()} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert caplog.records == []
 
 
@@ -81,11 +81,11 @@ def test_differences_of_outputs_need_no_weights(caplog):
     handler = ActivationHandler(model, activation_differences={"max_abs": True}, reference="init")
     start = copy.deepcopy(model)
     perturb(model)
-    found = measure(handler, [x])
+    result = measure(handler, [x])
     with torch.no_grad():
         outputs = [F.linear(x, m.make(m.z).view(16, 8), m.base.bias) for m in (model, start)]
     expected = float((outputs[0] - outputs[1]).abs().max())
-    assert found["activation_difference/base/max_abs"] == pytest.approx(expected, rel=1e-5)
+    assert result["activation_difference/base/max_abs"] == pytest.approx(expected, rel=1e-5)
     assert caplog.records == []
 
 
@@ -133,21 +133,21 @@ LOOKING = {
 @pytest.mark.parametrize("make", [RCCHandler, AlignmentHandler])
 def test_with_hooks_that_change_something_all_is_absent(make, hook, when, caplog):
     model, x = net(), torch.randn(7, 6)
-    twin = copy.deepcopy(model)
+    counterpart = copy.deepcopy(model)
     if when == "before":
         CHANGING[hook](model[2])
     handler = make(model)
     if when == "after":
         CHANGING[hook](model[2])
-    CHANGING[hook](twin[2])
+    CHANGING[hook](counterpart[2])
     perturb(model)
-    perturb(twin)
+    perturb(counterpart)
     assert measure(handler, [x, x]) == {}
-    assert_same(model(x), twin(x))
-    said = [record.getMessage() for record in caplog.records if "is without it" in record.getMessage()]
-    assert len(said) == 1
-    assert "a forward hook on 2 changes its inputs or outputs" in said[0]
-    assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model] == [0, 0, 1, 0]
+    assert_same(model(x), counterpart(x))
+    reported = [record.getMessage() for record in caplog.records if "is without it" in record.getMessage()]
+    assert len(reported) == 1
+    assert "a forward hook on 2 changes its inputs or outputs" in reported[0]
+    assert [len(item._forward_hooks) + len(item._forward_pre_hooks) for item in model] == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("hook", LOOKING)
@@ -175,18 +175,20 @@ def test_a_reference_with_the_same_hooks_is_right(hook):
     reference = copy.deepcopy(model)
     perturb(model)
     handler = RCCHandler(model, reference=reference)
-    ours, theirs = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
-    for each in (model, reference, ours, theirs):
-        CHANGING[hook](each[2])
-    found = measure(handler, [x])
+    actual, references = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
+    for item in (model, reference, actual, references):
+        CHANGING[hook](item[2])
+    result = measure(handler, [x])
     inputs = {}
-    for which, each in (("now", ours), ("then", theirs)):
-        each[3].register_forward_pre_hook(lambda m, args, which=which: inputs.__setitem__(which, args[0].detach()))
-        each(x.double())
-    drift = F.linear(inputs["now"] - inputs["then"], theirs[3].weight).norm(dim=-1).mean()
-    update = (F.linear(inputs["now"], ours[3].weight - theirs[3].weight) + ours[3].bias - theirs[3].bias).norm(dim=-1)
-    assert found["rcc/input_drift/3"] == pytest.approx(float(drift.detach()), rel=1e-4)
-    assert found["rcc/weight_update/3"] == pytest.approx(float(update.mean().detach()), rel=1e-4)
+    for which, item in (("now", actual), ("then", references)):
+        item[3].register_forward_pre_hook(lambda m, args, which=which: inputs.__setitem__(which, args[0].detach()))
+        item(x.double())
+    drift = F.linear(inputs["now"] - inputs["then"], references[3].weight).norm(dim=-1).mean()
+    update = (
+        F.linear(inputs["now"], actual[3].weight - references[3].weight) + actual[3].bias - references[3].bias
+    ).norm(dim=-1)
+    assert result["rcc/input_drift/3"] == pytest.approx(float(drift.detach()), rel=1e-4)
+    assert result["rcc/weight_update/3"] == pytest.approx(float(update.mean().detach()), rel=1e-4)
 
 
 # Layers that are not compared
@@ -255,8 +257,8 @@ def test_a_routed_expert_is_warned_of_once(caplog):
     handler = RCCHandler(model)
     for seed in range(20):
         perturb(model, 0.3, seed)
-        found = measure(handler, [torch.randn(32, 8)])
-    assert not [name for name in found if name.endswith("/expert")]
-    assert "rcc/weight_update/head" in found
+        result = measure(handler, [torch.randn(32, 8)])
+    assert not [name for name in result if name.endswith("/expert")]
+    assert "rcc/weight_update/head" in result
     assert len(caplog.records) == 1
     assert "expert is not compared: its tensors are" in caplog.text

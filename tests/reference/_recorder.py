@@ -35,7 +35,7 @@ class Recorder(Comparison):
 
     def differences(self, i=-1):
         return {
-            name: [float((ours - theirs).abs().max()) for ours, theirs, _ in pairs]
+            name: [float((actual - expected).abs().max()) for actual, expected, _ in pairs]
             for name, pairs in self.passes[i].items()
         }
 

@@ -186,7 +186,7 @@ def test_a_reference_is_stopped_before_it_calls_the_training_model(kind, given):
         with passes.watched() if watched else torch.enable_grad():
             for _ in range(3):
                 model(torch.ones(8, 4)).sum().backward()
-        gradients = [None if each.grad is None else each.grad for each in model.parameters()]
+        gradients = [None if item.grad is None else item.grad for item in model.parameters()]
         outcomes.append([len(calls), torch.rand(3), dict(model.state_dict()), gradients])
     assert same(*outcomes)
     assert outcomes[0][0] == 9

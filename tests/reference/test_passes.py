@@ -42,30 +42,30 @@ class Net(nn.Module):
 def test_pairs_calls_and_changes_nothing():
     torch.manual_seed(0)
     model = Net()
-    twin = copy.deepcopy(model)
+    counterpart = copy.deepcopy(model)
     passes, recorder, warnings = watch(model)
     inputs = [torch.randn(8, 4) for _ in range(6)]
     outputs = {}
-    for which, each in (("watched", model), ("alone", twin)):
+    for which, item in (("watched", model), ("alone", counterpart)):
         torch.manual_seed(1)
         random.seed(1)
         outputs[which] = []
         with passes.watched() if which == "watched" else torch.enable_grad():
             for x in inputs:
-                output = each(x.clone())[0]
+                output = item(x.clone())[0]
                 output.sum().backward()
                 outputs[which].append(output.detach())
     assert warnings == []
     assert_same([*outputs["watched"]], [*outputs["alone"]])
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_same(ours.grad, theirs.grad)
-    assert_same([*model.buffers()], [*twin.buffers()])
+    for actual, references in zip(model.parameters(), counterpart.parameters(), strict=True):
+        assert_same(actual.grad, references.grad)
+    assert_same([*model.buffers()], [*counterpart.buffers()])
     assert len(recorder.passes) == len(inputs)
     assert {len(results.get("skip", ())) for results in recorder.passes} == {0, 1}
     for i, results in enumerate(recorder.passes):
         assert len(results["first"]) == 2
         assert [entered for _, _, entered in results["first"]] == [1, 0]
-        assert {each for found in recorder.differences(i).values() for each in found} == {0.0}
+        assert {item for result in recorder.differences(i).values() for item in result} == {0.0}
 
 
 def test_what_is_changed_in_place_later_on_is_kept_as_it_was():
@@ -265,7 +265,7 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it():
 
         def leave(self, call):
             self.kept.append(weakref.ref(call.kept[0]))
-            self.alive.append(sum(each() is not None for each in self.kept))
+            self.alive.append(sum(item() is not None for item in self.kept))
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     recorder = Counting()
@@ -278,4 +278,4 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it():
     finally:
         gc.enable()
     assert recorder.alive == [1] * 5
-    assert [each() for each in recorder.kept] == [None] * 5
+    assert [item() for item in recorder.kept] == [None] * 5

@@ -71,31 +71,31 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     seed()
     expected = draws()
     seed()
-    ours = reference.run("", (x,), {"cache": cache})
+    actual = reference.run("", (x,), {"cache": cache})
     assert_same(draws(), expected)
     assert cache == {"seen": []}
     assert same(snapshot(model), before)
     assert same(snapshot(reference.module), of_reference)
     untouched = x.clone()
     seed()
-    theirs = model(x, cache=cache)
-    assert_same(ours, theirs)
+    references = model(x, cache=cache)
+    assert_same(actual, references)
     assert_same(x, untouched * 2)  # by the model alone
 
 
 def test_autocast_hands_no_weight_without_gradient_on():
     """A twin that trains as well, and inputs that want gradients: casts are cached by tensor."""
     model = nn.Linear(4, 4)
-    twin = nn.Linear(4, 4)
-    reference = Reference(model, twin)
+    counterpart = nn.Linear(4, 4)
+    reference = Reference(model, counterpart)
     x = torch.randn(2, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         reference.run("", (x,), {})
         assert torch.is_autocast_cache_enabled()
-        (model(x).float() + twin(x).float()).sum().backward()
+        (model(x).float() + counterpart(x).float()).sum().backward()
     assert x.grad is not None
-    assert twin.weight.grad is not None
-    assert twin.weight.requires_grad
+    assert counterpart.weight.grad is not None
+    assert counterpart.weight.requires_grad
 
 
 def test_copy_shares_nothing():
@@ -119,7 +119,7 @@ def test_hooks_of_the_user_are_not_called_for_the_copy():
 
     class Keeper:
         def __init__(self):
-            self.lock = (each for each in ())  # nothing that can be copied
+            self.lock = (item for item in ())  # nothing that can be copied
 
         def hook(self, module, args, output):
             seen.append(output)

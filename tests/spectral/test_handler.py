@@ -263,7 +263,7 @@ def test_weights_that_are_computed_are_measured_as_they_act():
     got = measured(model)
     expected = {f"norm/{name}.weight": sigma(weight) for name, weight in weights.items()}
     assert {name: value for name, value in got.items() if name.startswith("norm/")} == pytest.approx(expected, rel=1e-4)
-    conditions = [sigma(each) / (each.shape[0] / each[0].numel()) ** 0.5 for each in weights.values()]
+    conditions = [sigma(item) / (item.shape[0] / item[0].numel()) ** 0.5 for item in weights.values()]
     assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
     assert_same([*before.values()], [*model.state_dict().values()])
 

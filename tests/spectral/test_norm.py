@@ -63,11 +63,11 @@ def seed():
     torch.manual_seed(0)
 
 
-def check(found, matrices, tolerance=TOLERANCE):
+def check(result, matrices, tolerance=TOLERANCE):
     expected = exact(matrices)
-    errors = torch.where(expected == 0, found.norms, (found.norms / expected - 1).abs())
-    assert (errors <= found.errors).all(), (errors, found.errors)
-    assert (found.errors <= 1.01 * tolerance).all(), found.errors
+    errors = torch.where(expected == 0, result.norms, (result.norms / expected - 1).abs())
+    assert (errors <= result.errors).all(), (errors, result.errors)
+    assert (result.errors <= 1.01 * tolerance).all(), result.errors
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,11 +75,11 @@ def check(found, matrices, tolerance=TOLERANCE):
 def test_power_is_right_and_its_bound_holds(kind, shape):
     for number in range(2):
         matrix = KINDS[kind](shape)[None]
-        found = measure(matrix, "power", number)
-        check(found, matrix)
+        result = measure(matrix, "power", number)
+        check(result, matrix)
         largest = matrix.abs().max().double()
         frobenius = torch.linalg.matrix_norm(matrix.double() / largest) * largest
-        torch.testing.assert_close(found.frobenius, frobenius, rtol=1e-5, atol=0)
+        torch.testing.assert_close(result.frobenius, frobenius, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("growth", [2e-4, 1e-3, 2e-3, 1e-2, 0.05, 0.5])
@@ -97,10 +97,10 @@ def test_bound_of_a_fixed_number_of_steps_is_honest(steps, monkeypatch):
     """As on a device, where looking at the bound would synchronize."""
     monkeypatch.setattr(norm, "_MOST_STEPS", steps)
     matrix = torch.randn(1, 600, 500)
-    found = measure(matrix, "power", 0)
-    assert found.steps <= steps
-    check(found, matrix, tolerance=math.inf)
-    assert found.errors < {4: 0.2, 8: 0.05, 24: 1e-3}[steps]
+    result = measure(matrix, "power", 0)
+    assert result.steps <= steps
+    check(result, matrix, tolerance=math.inf)
+    assert result.errors < {4: 0.2, 8: 0.05, 24: 1e-3}[steps]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5, 25])
@@ -115,10 +115,10 @@ def test_steps_beyond_the_rank_do_no_harm(rank, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_is_zero_exactly(method):
     for shape in [*SHAPES, (1, 1), (5, 1)]:
-        found = measure(torch.zeros(2, *shape), method, 0)
-        assert found.norms.tolist() == [0.0, 0.0]
-        assert found.frobenius.tolist() == [0.0, 0.0]
-        assert found.errors.nan_to_num(0.0).tolist() == [0.0, 0.0]
+        result = measure(torch.zeros(2, *shape), method, 0)
+        assert result.norms.tolist() == [0.0, 0.0]
+        assert result.frobenius.tolist() == [0.0, 0.0]
+        assert result.errors.nan_to_num(0.0).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -128,9 +128,9 @@ def test_matrix_that_is_not_finite_is_nan_and_the_others_are_right(method, shape
     matrices = torch.randn(3, *shape)
     alone = measure(matrices[::2].contiguous(), "power", 0)
     matrices[1, 2, 3] = number
-    found = measure(matrices, method, 0)
-    assert found.norms.isnan().tolist() == [False, True, False]
-    assert found.frobenius.isnan().tolist() == [False, True, False]
+    result = measure(matrices, method, 0)
+    assert result.norms.isnan().tolist() == [False, True, False]
+    assert result.frobenius.isnan().tolist() == [False, True, False]
     check(alone, matrices[::2])
 
 
@@ -164,13 +164,13 @@ def test_precision_that_training_allows_does_not_matter():
     try:
         torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", torch.bfloat16):
-            found = measure(matrix, "power", 1)
+            result = measure(matrix, "power", 1)
             product = matrix @ matrix.mT
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(allowed)
     assert product.dtype == torch.bfloat16
-    assert torch.equal(found.norms, expected.norms)
+    assert torch.equal(result.norms, expected.norms)
 
 
 # Newton-Schulz
@@ -201,17 +201,17 @@ def test_newton_schulz_is_the_formula(shape, method, iterations):
         image = wide @ (factor.T @ vector)
         vector = image / image.norm()
     expected = vector @ (wide @ (factor.T @ vector))
-    found = measure(matrix[None], method, 3)
-    torch.testing.assert_close(found.norms[0], expected, rtol=1e-5, atol=0)
+    result = measure(matrix[None], method, 3)
+    torch.testing.assert_close(result.norms[0], expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("method", "least", "most"), [("ns5-fast", -0.4, -0.2), ("ns3-accurate", -0.25, -0.03)])
 def test_newton_schulz_is_biased_as_documented(method, least, most):
     matrices = torch.randn(4, 256, 256)
-    found = measure(matrices, method, 0)
-    bias = (found.norms / exact(matrices) - 1).mean()
+    result = measure(matrices, method, 0)
+    bias = (result.norms / exact(matrices) - 1).mean()
     assert least < bias < most
-    assert found.errors.isnan().all()
+    assert result.errors.isnan().all()
 
 
 # What this is made of

@@ -82,14 +82,14 @@ def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, A
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def fail(here: str) -> None:
-        if here == where and rank == 1 and engine.state.iteration == FAILS:
+    def fail(current: str) -> None:
+        if current == where and rank == 1 and engine.state.iteration == FAILS:
             if where == "terminate":
                 engine.terminate()
             elif where == "lag":
                 time.sleep(1.0)
             else:
-                raise RuntimeError(f"rank {rank} failed: {here}")
+                raise RuntimeError(f"rank {rank} failed: {current}")
 
     def train_step(engine: Engine, batch: Any) -> None:
         optimizer.zero_grad()

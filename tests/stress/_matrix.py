@@ -73,7 +73,7 @@ class Case(NamedTuple):
     def name(self) -> str:
         """What a test of it is called."""
         flags = ["clip"] * self.clip + ["skip"] * self.skip + [f"monitor {self.order}"]
-        return ", ".join([*(str(each) for each in self[:5]), *flags])
+        return ", ".join([*(str(item) for item in self[:5]), *flags])
 
     @property
     def iterations_per_step(self) -> int:
@@ -248,8 +248,8 @@ class Run:
                     (loss if scaler is None else scaler.scale(loss)).backward()
         reduced = synchronised or case.world == "alone"
         scale = fact["scale"] = 1.0 if scaler is None else scaler.get_scale()
-        gradients = {name: each.grad for name, each in self.parameters.items()} if reduced else {}
-        fact["gradients"] = {name: each.double() / scale for name, each in self._whole(gradients).items()}
+        gradients = {name: item.grad for name, item in self.parameters.items()} if reduced else {}
+        fact["gradients"] = {name: item.double() / scale for name, item in self._whole(gradients).items()}
         fact["flags"] = {prefix: bool(getattr(engine.state, f"{prefix}_spike", False)) for prefix in self.optimizers}
         fact["left out"] = self._left_out(fact["gradients"]) if steps else {}
         if steps:
@@ -259,9 +259,9 @@ class Run:
 
     def _parts(self, batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
         """This rank's rows, one micro-batch after the other."""
-        mine = [each if self.rank is None else each.chunk(2)[self.rank] for each in batch]
+        mine = [item if self.rank is None else item.chunk(2)[self.rank] for item in batch]
         count = ACCUMULATED if self.case.accumulation == "micro" else 1
-        return [*zip(*(each.chunk(count) for each in mine), strict=True)]
+        return [*zip(*(item.chunk(count) for item in mine), strict=True)]
 
     def _step(self, fact: dict[str, Any]) -> None:
         """What follows the backward that ends an accumulation."""
@@ -281,13 +281,13 @@ class Run:
 
     def _left_out(self, gradients: dict[str, Tensor]) -> dict[str, bool]:
         """For each optimizer whether its step is to be skipped."""
-        found = {}
+        result = {}
         for prefix, (_, names) in self.optimizers.items():
             norm = norm_of(gradients[name] for name in names)
             spike = self.judges[prefix].expect(norm)["spike"] == 1
             overflow = self.scaler is not None and not torch.tensor(norm).isfinite()
-            found[prefix] = self.case.skip and spike and not overflow
-        return found
+            result[prefix] = self.case.skip and spike and not overflow
+        return result
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.case.precision == "float32":
@@ -300,14 +300,14 @@ class Run:
             published |= monitor.on_host()
         self.published.append(published)
         assert published.keys() <= engine.state.metrics.keys()
-        beside = {name: float(value) for name, value in engine.state.metrics.items() if name not in published}
-        assert all(value != value or "/std" in name or "/threshold" in name for name, value in beside.items()), beside
+        rest = {name: float(value) for name, value in engine.state.metrics.items() if name not in published}
+        assert all(value != value or "/std" in name or "/threshold" in name for name, value in rest.items()), rest
 
     def _state(self) -> dict[str, Any]:
         """What must be the same without monitors."""
         return {
             "parameters": self._whole(self.parameters),
-            "gradients": self._whole({name: each.grad for name, each in self.parameters.items()}),
+            "gradients": self._whole({name: item.grad for name, item in self.parameters.items()}),
             "optimizers": [_local(optimizer.state_dict()) for optimizer, _ in self.optimizers.values()],
             "scale": 1.0 if self.scaler is None else self.scaler.get_scale(),
             "rng": torch.get_rng_state(),
@@ -315,7 +315,7 @@ class Run:
 
     def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
         """Copies, of all ranks' parts, of those that there are."""
-        return {name: _models.whole(each) for name, each in tensors.items() if each is not None}
+        return {name: _models.whole(item) for name, item in tensors.items() if item is not None}
 
 
 def _local(state: Any) -> Any:
@@ -330,5 +330,5 @@ def _local(state: Any) -> Any:
 
 def both(case: Case, rank: int | None = None, backend: str = "aot_eager") -> dict[str, Any]:
     """A monitored training, and its twin without monitors."""
-    run, twin = (Run(case, rank, monitored=monitored, backend=backend) for monitored in (True, False))
-    return {"facts": run.facts, "published": run.published, "state": run.state, "twin": twin.state}
+    run, counterpart = (Run(case, rank, monitored=monitored, backend=backend) for monitored in (True, False))
+    return {"facts": run.facts, "published": run.published, "state": run.state, "twin": counterpart.state}

@@ -142,7 +142,7 @@ class Truth:
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def _updates(self, fact: dict[str, Any], made: set[str]) -> dict[str, float]:
-        norms = {name: norm_of([each]) for name, each in fact["gradients"].items()}
+        norms = {name: norm_of([item]) for name, item in fact["gradients"].items()}
         if self.case.precision == "scaler":  # which looks after overflows
             norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
         gradients = {name: fact["gradients"][name] for name in norms}

@@ -187,11 +187,11 @@ class Plan:
                     tensor.zero_()
         if self.shared is not None:
             model.blocks.append(model.blocks[self.shared % len(self.blocks)])
-        square = [each for each in model.modules() if type(each) is nn.Linear and each.weight.shape == (WIDTH, WIDTH)]
-        alike = [each for each in square if each.weight.dtype == torch.float32]
+        square = [item for item in model.modules() if type(item) is nn.Linear and item.weight.shape == (WIDTH, WIDTH)]
+        alike = [item for item in square if item.weight.dtype == torch.float32]
         if self.tied and len(alike) > 1:
             alike[1].weight = alike[0].weight
-        parameters = [each for each in model.parameters() if not is_lazy(each)]
+        parameters = [item for item in model.parameters() if not is_lazy(item)]
         if self.frozen is not None and parameters:
             parameters[self.frozen % len(parameters)].requires_grad_(False)
         if self.used:
@@ -200,7 +200,7 @@ class Plan:
         return model
 
     def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
-        parameters = [each for each in model.parameters() if each.requires_grad]
+        parameters = [item for item in model.parameters() if item.requires_grad]
         # Others know no sparse gradients, or divide float16 by 0.
         if {"sparse embedding", "float16"} & {*self.blocks} or self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.05)

@@ -99,7 +99,7 @@ class ResumedTraining(Training):
             purge = {"purge_step": self.trainer.state.iteration + 1} if path.exists() else {}
             # They are read in the order of their names, which tell the second, and not more.
             for number, older in enumerate(
-                sorted((self.folder / "board").glob("*"), key=lambda each: each.stat().st_mtime_ns)
+                sorted((self.folder / "board").glob("*"), key=lambda item: item.stat().st_mtime_ns)
             ):
                 older.rename(older.with_name(f"events.out.tfevents.{number:010d}"))
             board = stack.enter_context(TensorboardLogger(log_dir=self.folder / "board", **purge))
@@ -142,7 +142,7 @@ def written(folder: Path) -> tuple[Series, Series]:
     """What stands in the HDF5 file and in the event files, without what is not the same twice."""
     file = {name: (steps.tolist(), values.tolist()) for name, (steps, values) in read_hdf5(folder / "run.h5").items()}
     board = {name: tuple(map(list, zip(*points, strict=True))) for name, points in scalars(folder / "board").items()}
-    return tuple({name: each[name] for name in each if name not in UNSTEADY} for each in (file, board))  # type: ignore[return-value]
+    return tuple({name: item[name] for name in item if name not in UNSTEADY} for item in (file, board))  # type: ignore[return-value]
 
 
 def train_until_killed(folder: Path, iteration: int, place: str, loads: bool) -> None:

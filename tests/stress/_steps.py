@@ -261,7 +261,7 @@ class Training:
             self.optimizers.append(KINDS["sgd"](list(self.other.parameters())))
             self.kinds.append("sgd")
         self.parameters = dict(self.model.named_parameters())
-        self.parameters |= {f"other.{name}": each for name, each in self.other.named_parameters()}
+        self.parameters |= {f"other.{name}": item for name, item in self.other.named_parameters()}
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         generator = torch.Generator().manual_seed(1)
         self.batches = [torch.randn(5, 3, generator=generator).double() for _ in program]
@@ -292,29 +292,29 @@ class Training:
         self.at_moment()
 
     def held_by(self, optimizer: int) -> list[nn.Parameter]:
-        return [each for group in self.optimizers[optimizer].param_groups for each in group["params"]]
+        return [item for group in self.optimizers[optimizer].param_groups for item in group["params"]]
 
     def names_of(self, parameters: Any) -> frozenset[str]:
-        return frozenset(self.names[id(each)] for each in parameters if each.requires_grad)
+        return frozenset(self.names[id(item)] for item in parameters if item.requires_grad)
 
     def _happens(self, kind: str, **what: Any) -> None:
-        gradients = {name: each.grad for name, each in self.parameters.items()}
-        norms = {name: _norm(each) for name, each in gradients.items() if each is not None}
+        gradients = {name: item.grad for name, item in self.parameters.items()}
+        norms = {name: _norm(item) for name, item in gradients.items() if item is not None}
         self.events.append(Event(kind, norms=norms, **what))
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: each.detach().double().clone() for name, each in self.parameters.items()}
+        return {name: item.detach().double().clone() for name, item in self.parameters.items()}
 
     def _nonzero(self) -> frozenset[str]:
         return frozenset(
-            name for name, each in self.parameters.items() if each.grad is not None and bool(each.grad.count_nonzero())
+            name for name, item in self.parameters.items() if item.grad is not None and bool(item.grad.count_nonzero())
         )
 
     def _place(self, optimizer: int) -> int:
         return optimizer % len(self.optimizers)
 
     def _with_gradient(self, optimizer: int) -> list[nn.Parameter]:
-        return [each for each in self.held_by(self._place(optimizer)) if each.grad is not None]
+        return [item for item in self.held_by(self._place(optimizer)) if item.grad is not None]
 
     def _reached(self, heads: str, body: bool) -> frozenset[str]:
         modules = [*([self.model.body] if body else []), *(getattr(self.model, head) for head in heads)]
@@ -433,7 +433,7 @@ class Training:
             return
         self.model.zero_grad()
         self._run_backward(sum(self.model(x, operation.heads).values()), reached)
-        moves = {name: 0.1 * each.grad.clone() for name, each in self.parameters.items() if each.grad is not None}
+        moves = {name: 0.1 * item.grad.clone() for name, item in self.parameters.items() if item.grad is not None}
         with torch.no_grad():
             for name, move in moves.items():
                 self.parameters[name].add_(move)

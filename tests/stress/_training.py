@@ -70,7 +70,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def digits(count: int, first: int = 0, size: int = 16) -> list[Batch]:
-    images, targets = (each[first * size : (first + count) * size] for each in _digits())
+    images, targets = (item[first * size : (first + count) * size] for item in _digits())
     return list(zip(images.split(size), targets.split(size), strict=True))
 
 
@@ -194,7 +194,7 @@ class Training:
         return {
             "model": dict(self.model.state_dict()),
             "modes": [module.training for module in self.model.modules()],
-            "versions": [(each.requires_grad, each._version) for each in self.model.parameters()],
+            "versions": [(item.requires_grad, item._version) for item in self.model.parameters()],
             "left": [parameter.grad for parameter in self.model.parameters()],
             "gradients": self.gradients,
             "optimizer": self.optimizer.state_dict(),

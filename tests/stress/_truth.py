@@ -65,7 +65,7 @@ class Recorder:
     def _enter(self, name: str, args: Any) -> None:
         x = next((tensor for _, tensor in floating(args)), None)
         kept = None if x is None else x.detach().clone()
-        call = Call(kept, [each.detach().clone() for each in args], [])
+        call = Call(kept, [item.detach().clone() for item in args], [])
         self.calls.setdefault(name, []).append(call)
         self._open.setdefault(name, []).append((call, x, 0 if x is None else x._version))
 
@@ -80,7 +80,7 @@ class Recorder:
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+    return {name: item.detach().clone() for name, item in model.named_parameters()}
 
 
 def run_reference(initial: nn.Module, iteration: Iteration) -> dict[str, list[Call]]:
@@ -99,7 +99,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(math.fsum(float(wide(each).abs().square().sum()) for each in tensors))
+    return math.sqrt(math.fsum(float(wide(item).abs().square().sum()) for item in tensors))
 
 
 def dense(values: Tensor) -> Tensor:
@@ -112,22 +112,22 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
     if not parts:
         return {}
     flat = torch.cat([part.reshape(-1) for part in parts])
-    found = {"nonfinite_count": float((~flat.isfinite()).sum())}
-    if found["nonfinite_count"]:
-        return found
+    result = {"nonfinite_count": float((~flat.isfinite()).sum())}
+    if result["nonfinite_count"]:
+        return result
     vectors = torch.cat([part.reshape(-1, part.shape[-1] if part.ndim else 1).norm(dim=1) for part in parts])
-    found |= {"mean": float(flat.mean()), "l2_norm": float(vectors.mean()), "max_abs": float(flat.abs().max())}
+    result |= {"mean": float(flat.mean()), "l2_norm": float(vectors.mean()), "max_abs": float(flat.abs().max())}
     if len(flat) > 1:
-        found["std"] = float(flat.std())
+        result["std"] = float(flat.std())
     if units and parts[0].ndim > 1:
         place = 1 if parts[0].ndim >= 4 else -1
         alive: dict[int, list[Tensor]] = {}  # calls with other numbers of units are of other units
         for part in parts:
             alive.setdefault(part.shape[place], []).append(part.movedim(place, 0).flatten(1).abs().amax(1) > 0)
-        found["dead_fraction"] = 1 - float(
-            torch.cat([torch.stack(each).any(0) for each in alive.values()]).double().mean()
+        result["dead_fraction"] = 1 - float(
+            torch.cat([torch.stack(item).any(0) for item in alive.values()]).double().mean()
         )
-    return found
+    return result
 
 
 class Truth:
@@ -159,8 +159,8 @@ class Truth:
         values: Values = {}
         if norms:
             values |= order_statistics("grad", norms)
-            values["vanishing_count"] = float(sum(each < 1e-7 for each in norms))
-            values["exploding_count"] = float(sum(each > 1e2 for each in norms))
+            values["vanishing_count"] = float(sum(item < 1e-7 for item in norms))
+            values["exploding_count"] = float(sum(item > 1e2 for item in norms))
             ratios = {
                 name: norm([wide(after[name]) - wide(before[name])]) / (norm([before[name]]) + 1e-12) for name in own
             }
@@ -181,11 +181,11 @@ class Truth:
         values: Values = {}
         for name, calls in self.iteration.calls.items():
             values |= self._of_outputs("activation", name, [call.outputs for call in calls])
-            theirs = self.theirs.get(name, [])
-            pairs = [self._difference(*pair) for pair in zip(calls, theirs, strict=False)]
-            if len(calls) == len(theirs) and all(pair is not None for pair in pairs):
-                found = self._of_outputs("activation_difference", name, [pair for pair in pairs if pair is not None])
-                values |= {key: value for key, value in found.items() if not key.endswith("/dead_fraction")}
+            expected = self.theirs.get(name, [])
+            pairs = [self._difference(*pair) for pair in zip(calls, expected, strict=False)]
+            if len(calls) == len(expected) and all(pair is not None for pair in pairs):
+                result = self._of_outputs("activation_difference", name, [pair for pair in pairs if pair is not None])
+                values |= {key: value for key, value in result.items() if not key.endswith("/dead_fraction")}
             module = self.modules[name]
             if hasattr(module, "scale") and getattr(getattr(module, "function", None), "__name__", "") == "attention":
                 values |= self._of_attention(name, calls, self.iteration.weights)
@@ -196,8 +196,8 @@ class Truth:
                 change = wide(weight) - wide(self.weights_0[name])
                 values |= {f"parameter_difference/{tag}/{key}": x for key, x in statistics([change], False).items()}
             if gradient is not None and not gradient.is_complex():
-                found = statistics([dense(gradient)], False)
-                values |= {f"gradient/{tag}/{key}": value for key, value in found.items()}
+                result = statistics([dense(gradient)], False)
+                values |= {f"gradient/{tag}/{key}": value for key, value in result.items()}
         return values
 
     def _of_outputs(self, family: str, name: str, calls: list[list[tuple[str, Tensor]]]) -> Values:
@@ -213,12 +213,12 @@ class Truth:
         }
 
     @staticmethod
-    def _difference(ours: Call, theirs: Call) -> list[tuple[str, Tensor]] | None:
-        if [tensor.shape for _, tensor in ours.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
+    def _difference(actual: Call, expected: Call) -> list[tuple[str, Tensor]] | None:
+        if [tensor.shape for _, tensor in actual.outputs] != [tensor.shape for _, tensor in expected.outputs]:
             return None
         return [
             (place, wide(tensor) - wide(other))
-            for (place, tensor), (_, other) in zip(ours.outputs, theirs.outputs, strict=True)
+            for (place, tensor), (_, other) in zip(actual.outputs, expected.outputs, strict=True)
         ]
 
     def _of_attention(self, name: str, calls: list[Call], weights: dict[str, Tensor]) -> Values:
@@ -236,17 +236,17 @@ class Truth:
         values = {f"attention_entropy/{tag}/head_0": float(torch.cat(entropies).mean())}
         values[f"attention_logit_max/{tag}/head_0"] = float(torch.stack(largest).max())
         for kind, tensors in parts.items():
-            found = statistics(tensors, True)
-            values |= {f"activation/{tag}/head_0/{kind}/{metric}": value for metric, value in found.items()}
+            result = statistics(tensors, True)
+            values |= {f"activation/{tag}/head_0/{kind}/{metric}": value for metric, value in result.items()}
         return values
 
     def _paired(self) -> dict[str, list[tuple[Call, Call]]]:
         self._needs_reference()
-        ours = self.iteration.calls
+        actual = self.iteration.calls
         return {
-            name: list(zip(ours[name], self.theirs[name], strict=True))
-            for name in ours
-            if len(ours[name]) == len(self.theirs.get(name, []))
+            name: list(zip(actual[name], self.theirs[name], strict=True))
+            for name in actual
+            if len(actual[name]) == len(self.theirs.get(name, []))
         }
 
     def rcc(self) -> Values:
@@ -254,21 +254,21 @@ class Truth:
         norms: dict[str, list[Tensor]] = {}
         for name, pairs in self._paired().items():
             module = self.modules[name]
-            own = any(each is not None for each in module._parameters.values()) or hasattr(module, "parametrizations")
+            own = any(item is not None for item in module._parameters.values()) or hasattr(module, "parametrizations")
             if not own or ".parametrizations." in f".{name}.":
                 continue
-            found: dict[str, list[Tensor]] = {}
+            result: dict[str, list[Tensor]] = {}
             for now, then in pairs:
                 parts = self._changes(name, module, now, then)
                 if parts is None:
-                    found.clear()
+                    result.clear()
                     break
                 for key, change in parts.items():
                     dim = 1 if isinstance(module, nn.BatchNorm1d) else -1
                     change = change.reshape(1) if not change.ndim else change
-                    found.setdefault(key, []).append(change.movedim(dim, -1).norm(dim=-1).reshape(-1))
-            norms |= found
-        means = {key: float(torch.cat(each).mean()) for key, each in norms.items() if sum(map(len, each))}
+                    result.setdefault(key, []).append(change.movedim(dim, -1).norm(dim=-1).reshape(-1))
+            norms |= result
+        means = {key: float(torch.cat(item).mean()) for key, item in norms.items() if sum(map(len, item))}
         for key in [key for key in means if key.startswith("input_drift/")]:
             layer = key.partition("/")[2]
             update, drift = means[f"weight_update/{layer}"], means[key]
@@ -285,7 +285,7 @@ class Truth:
         tag, weights = self.tags[name], self.iteration.weights
 
         def pair(last: str) -> tuple[Tensor, Tensor]:
-            key = next(key for key, each in self._parameters() if each is getattr(module, last))
+            key = next(key for key, item in self._parameters() if item is getattr(module, last))
             return wide(weights[key]), wide(self.weights_0[key])
 
         if isinstance(module, nn.Embedding):
@@ -295,16 +295,16 @@ class Truth:
             linear_like = isinstance(module, (nn.Linear, nn.LayerNorm)) and not hasattr(module, "parametrizations")
             if linear_like or now.x is not None or then.x is not None:
                 return None
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         if now.x is not None and then.x is not None:
             x, x_0 = wide(now.x), wide(then.x)
-            found = {f"input/{tag}": x, f"input_change/{tag}": x - x_0}
+            result = {f"input/{tag}": x, f"input_change/{tag}": x - x_0}
         is_plain = type(module) in (nn.Linear, nn.LayerNorm)
         if is_plain:
             weight, weight_0 = pair("weight")
             z, z_0 = x, x_0
             if type(module) is nn.LayerNorm:
-                z, z_0 = (nn.functional.layer_norm(each, module.normalized_shape, eps=module.eps) for each in (x, x_0))
+                z, z_0 = (nn.functional.layer_norm(item, module.normalized_shape, eps=module.eps) for item in (x, x_0))
                 update, drift = z * (weight - weight_0), (z - z_0) * weight_0
             else:
                 update, drift = z @ (weight - weight_0).T, (z - z_0) @ weight_0.T
@@ -322,10 +322,10 @@ class Truth:
             if output.shape != output_0.shape:
                 return None
             update, drift = wide(output) - wide(crossed), wide(crossed) - wide(output_0)
-        found |= {f"weight_update/{tag}": update}
+        result |= {f"weight_update/{tag}": update}
         if now.x is not None:
-            found |= {f"input_drift/{tag}": drift, f"output_change/{tag}": update + drift}
-        return found
+            result |= {f"input_drift/{tag}": drift, f"output_change/{tag}": update + drift}
+        return result
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.initial.named_parameters())
@@ -335,18 +335,18 @@ class Truth:
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         of = self.iteration.gradients
         before, after = self._acting(self.iteration.weights), self._acting(self.iteration.after)
-        names = [name for name, each in after.items() if each.ndim > 1 and each.numel() and each.dtype in floats]
+        names = [name for name, item in after.items() if item.ndim > 1 and item.numel() and item.dtype in floats]
         order = tags(names)
         norms = {name: float(torch.linalg.matrix_norm(wide(after[name]).flatten(1), 2)) for name in names}
         tables = {
-            key for key, each in self._parameters() for module in self.modules.values()
-            if isinstance(module, nn.Embedding) and module.weight is each
+            key for key, item in self._parameters() for module in self.modules.values()
+            if isinstance(module, nn.Embedding) and module.weight is item
         }  # fmt: skip
         kinds = ["embedding" if name in tables else "norm" for name in names]
         values = {f"{kind}/{tag}": norms[name] for kind, name, tag in zip(kinds, names, order, strict=True)}
         every = torch.tensor([*norms.values()], dtype=torch.float64)
         values |= {"norm_max": every.max(), "norm_mean": every.mean(), "norm_std": every.std(correction=0)}
-        ranks = [(norm([after[name]]) / each) ** 2 for name, each in norms.items() if each]
+        ranks = [(norm([after[name]]) / item) ** 2 for name, item in norms.items() if item]
         if ranks:
             summary = order_statistics("stable_rank", ranks)
             values |= {key: summary[key] for key in ("stable_rank_min", "stable_rank_median")}
@@ -355,19 +355,19 @@ class Truth:
             rows, columns = after[name].flatten(1).shape
             if name not in tables:
                 scales[name] = math.sqrt(rows / columns)
-        conditions = {"weight_condition": [norms[name] / each for name, each in scales.items()]}
-        own = [name for name in names if any(each in self.held for each in self._made_of(name))]
-        if any(each in of for name in own for each in self._made_of(name)):
+        conditions = {"weight_condition": [norms[name] / item for name, item in scales.items()]}
+        own = [name for name in names if any(item in self.held for item in self._made_of(name))]
+        if any(item in of for name in own for item in self._made_of(name)):
             moves = {
                 name: float(torch.linalg.matrix_norm((wide(after[name]) - wide(before[name])).flatten(1), 2))
                 for name in own
             }
             values["update_norm_max"] = max(moves.values())
-            conditions["update_condition"] = [each / scales[name] for name, each in moves.items() if name in scales]
-        for key, each in conditions.items():
-            if not each:
+            conditions["update_condition"] = [item / scales[name] for name, item in moves.items() if name in scales]
+        for key, item in conditions.items():
+            if not item:
                 continue
-            summary = order_statistics(key, each)
+            summary = order_statistics(key, item)
             values |= {f"{key}_max": summary[f"{key}_max"], f"{key}_median": summary[f"{key}_median"]}
         return {f"spectral/{name}": float(value) for name, value in values.items()}
 
@@ -399,7 +399,7 @@ class Truth:
                 continue
             if module.weight.is_complex():
                 continue
-            key = next(key for key, each in self._parameters() if each is module.weight)
+            key = next(key for key, item in self._parameters() if item is module.weight)
             w_0 = wide(self.weights_0[key])
             change = wide(self.iteration.weights[key]) - w_0
             for now, then in pairs:
@@ -407,19 +407,19 @@ class Truth:
                 moved = wide(now.x) - z_0
                 for term, z, w in (("z0_dW", z_0, change), ("dZ_w0", moved, w_0), ("dZ_dW", moved, change)):
                     for row in z:
-                        out, entering, size = ((each**2).mean().sqrt().item() for each in (w @ row, row, w))
+                        out, entering, size = ((item**2).mean().sqrt().item() for item in (w @ row, row, w))
                         if out and entering and size:
                             of_row = (math.log(out) - math.log(entering * size)) / math.log(module.in_features)
                             rows.setdefault(f"{term}/{self.tags[name]}", []).append(of_row)
-        values = {key: math.fsum(each) / len(each) for key, each in rows.items()}
+        values = {key: math.fsum(item) / len(item) for key, item in rows.items()}
         for term in ("z0_dW", "dZ_w0", "dZ_dW"):
-            each = [value for key, value in values.items() if key.startswith(f"{term}/")]
-            if each:
-                summary = {"mean": math.fsum(each) / len(each), "min": min(each), "max": max(each)}
+            item = [value for key, value in values.items() if key.startswith(f"{term}/")]
+            if item:
+                summary = {"mean": math.fsum(item) / len(item), "min": min(item), "max": max(item)}
                 values |= {f"{term}_{kind}": value for kind, value in summary.items()}
         return {f"alignment/{key}": value for key, value in values.items()}
 
     def stats(self, rate: float) -> Values:
         """Of StepStatsHandler, without clocks and memory."""
-        floats = [each for each in self.iteration.after.values() if each.is_floating_point() or each.is_complex()]
+        floats = [item for item in self.iteration.after.values() if item.is_floating_point() or item.is_complex()]
         return {"step/lr/group_0": rate, "step/parameter_norm": norm(floats)}

@@ -59,10 +59,10 @@ class WindowTruth:
         own: Iterable[str],
         makes_step: Callable[[int], bool],
         others: Iterable[str],
-        said: list[Moment],
+        reported: list[Moment],
     ) -> None:
         self.own, self.others, self.makes_step = set(own), set(others), makes_step
-        self.judge, self.said = Judge(rule), said
+        self.judge, self.said = Judge(rule), reported
         self.moments: list[Moment] = []
         self.published: list[dict[str, float]] = []
         self.announced: list[int] = []
@@ -94,9 +94,9 @@ class WindowTruth:
     def _judged(self, event: Event) -> Detection:
         self.has_judged = True
         place = len(self.moments)
-        said = self.said[place][0] if place < len(self.said) else False
+        reported = self.said[place][0] if place < len(self.said) else False
         norm = math.sqrt(math.fsum(event.norms[name] ** 2 for name in self.own if name in event.norms))
-        return self.judge.judge(norm, said)
+        return self.judge.judge(norm, reported)
 
     def _close(self) -> None:
         self.window = None

@@ -89,10 +89,10 @@ class Training:
         return hooks_only(footprint(self.engine, self.model, self.optimizer))
 
     def _state(self) -> dict[str, Any]:
-        gradients = [each.grad for each in self.model.parameters()]
+        gradients = [item.grad for item in self.model.parameters()]
         return {
-            "model": {name: each.clone() for name, each in self.model.state_dict().items()},
-            "gradients": [None if each is None else dense(each).clone() for each in gradients],
+            "model": {name: item.clone() for name, item in self.model.state_dict().items()},
+            "gradients": [None if item is None else dense(item).clone() for item in gradients],
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "output": self.engine.state.output,
             "random": torch.get_rng_state(),
@@ -107,7 +107,7 @@ class Recorded(Training):
         # What can't be copied has no reference either.
         self.initial = self.model if any(map(is_lazy, self.model.buffers())) else copy.deepcopy(self.model)
         self.iterations: list[Iteration] = []
-        self.held = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self.held = {name for name, item in self.model.named_parameters() if item.requires_grad}
 
     def _step(self, engine: Engine, x: Tensor) -> float:
         recorder = Recorder(self.model)
@@ -119,7 +119,7 @@ class Recorded(Training):
 
     def after_backward(self) -> None:
         named = self.model.named_parameters()
-        self.iterations[-1].gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+        self.iterations[-1].gradients = {name: item.grad.clone() for name, item in named if item.grad is not None}
 
 
 def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
@@ -130,7 +130,7 @@ def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
     if any(map(is_lazy, model.buffers())):
         return kind in ("activation", "rcc", "alignment")  # it can't be copied
     if kind == "spectral":
-        return not any(each.ndim > 1 and each.numel() and each.is_floating_point() for each in parameters)
+        return not any(item.ndim > 1 and item.numel() and item.is_floating_point() for item in parameters)
     return False
 
 
@@ -141,7 +141,7 @@ def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
         truth = Truth(recorded.initial, iteration, recorded.held)
         values: dict[str, float] = {}
         if "grad" in kinds and iteration.gradients:
-            detection = judge.judge(norm([dense(each) for each in iteration.gradients.values()]), said=False)
+            detection = judge.judge(norm([dense(item) for item in iteration.gradients.values()]), reported=False)
             judge.observe(detection)
             values |= {f"grad/{name}": value for name, value in detection.statistics().items()}
             values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {
@@ -178,13 +178,13 @@ def tolerance(name: str) -> tuple[float, float]:
     return 1e-5, 1e-8
 
 
-def assert_close(said: dict[str, float], truth: dict[str, float], where: str) -> None:
-    assert said.keys() == truth.keys(), where
+def assert_close(reported: dict[str, float], truth: dict[str, float], where: str) -> None:
+    assert reported.keys() == truth.keys(), where
     for name, value in truth.items():
         rel, least = tolerance(name)
         if name == "grad/std":  # of norms that are rounded to float32
             least += torch.finfo(torch.float32).eps * truth["grad/mean"]
-        assert said[name] == pytest.approx(value, rel=rel, abs=least), f"{where}: {name}"
+        assert reported[name] == pytest.approx(value, rel=rel, abs=least), f"{where}: {name}"
 
 
 def published_by(training: Training) -> list[dict[str, float]]:
@@ -212,9 +212,9 @@ def recorded_like(training: Training, plan: Plan) -> Recorded:
     recorded = Recorded(plan)
     recorded.run()
     assert of_modules(training) == of_modules(recorded)
-    assume(all(bool(each.isfinite().all()) for each in recorded.iterations[-1].after.values()))
-    for place, (ours, theirs) in enumerate(zip(training.states, recorded.states, strict=True)):
-        assert_same(ours, theirs, f"iteration {place + 1}")
+    assume(all(bool(item.isfinite().all()) for item in recorded.iterations[-1].after.values()))
+    for place, (actual, references) in enumerate(zip(training.states, recorded.states, strict=True)):
+        assert_same(actual, references, f"iteration {place + 1}")
     return recorded
 
 

@@ -50,7 +50,7 @@ def sequences(draw: Any, dtype: torch.dtype) -> list[float]:
         elif kind == "level":
             level = draw(st.sampled_from([1e-42, 1e-10, 1.0, 1e30]))
             noise = draw(st.lists(st.floats(0.5, 2), min_size=length, max_size=length))
-            norms += [level * each for each in noise]
+            norms += [level * item for item in noise]
         else:
             pair = [draw(number), draw(number)] if kind == "alternating" else [draw(number)]
             norms += (pair * length)[:length]
@@ -146,7 +146,7 @@ class Observed:
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.scales.append(scale)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        self.truth.append(math.hypot(*(each / scale for each in self.model.weight.grad.tolist())))
+        self.truth.append(math.hypot(*(item / scale for item in self.model.weight.grad.tolist())))
         if any(map(math.isnan, self.model.weight.grad.tolist())):
             self.truth[-1] = math.nan
         flag = bool(engine.state.unhealthy_spike)
@@ -180,8 +180,8 @@ def test_what_is_said_of_any_sequence_of_norms(run):
     judge = Judge(run.rule, run.max_consecutive, overflow_is_spike=not run.scaled)
     skipped = 0
     tolerance = 1e-12 if run.dtype == torch.float64 else 1e-6
-    for place, (truth, said, flag) in enumerate(zip(observed.truth, observed.said, observed.flags, strict=True)):
-        norm = said["grad/norm"]
+    for place, (truth, reported, flag) in enumerate(zip(observed.truth, observed.said, observed.flags, strict=True)):
+        norm = reported["grad/norm"]
         # Subnormal numbers have few digits, and scaled ones fewer.
         least = 1e-305 if run.scaled else 1e-321 if truth > 1e-315 else 0.0
         assert norm == pytest.approx(truth, rel=tolerance, abs=least, nan_ok=True), place
@@ -199,9 +199,9 @@ def test_what_is_said_of_any_sequence_of_norms(run):
         } | ({"scale": observed.scales[place]} if run.scaled else {})
         expected = {f"grad/{name}": value for name, value in (detection.statistics() | counts).items()}
         # Of equal norms the mean is rounded, and the deviation from it is of that size.
-        rounding = 1e-9 * max((each for each in observed.truth[:place] if each <= LARGEST), default=0.0)
-        assert said == pytest.approx(expected, rel=1e-9, abs=SMALLEST + rounding, nan_ok=True), place
-        assert flag == bool(said["grad/spike"])
+        rounding = 1e-9 * max((item for item in observed.truth[:place] if item <= LARGEST), default=0.0)
+        assert reported == pytest.approx(expected, rel=1e-9, abs=SMALLEST + rounding, nan_ok=True), place
+        assert flag == bool(reported["grad/spike"])
         if math.isfinite(norm) and norm > 0:
             assert observed.moved[place] is not (flag and run.reaction != "step"), place
         if judge.unsure:

@@ -68,8 +68,8 @@ def state_of(training: Training) -> dict[str, Any]:
     """Parameters, gradients and optimizer states, copied."""
     gradients = [parameter.grad for parameter in training.parameters.values()]
     return {
-        "parameters": [each.detach().clone() for each in training.parameters.values()],
-        "gradients": [None if each is None else each.detach().clone() for each in gradients],
+        "parameters": [item.detach().clone() for item in training.parameters.values()],
+        "gradients": [None if item is None else item.detach().clone() for item in gradients],
         "optimizers": copy.deepcopy([optimizer.state_dict() for optimizer in training.optimizers]),
     }
 
@@ -90,8 +90,8 @@ def monitored(
         monitors.append(
             GradMonitor(training.other, training.optimizers[-1], threshold=rule.make(), prefix="other", flag="bad")
         )
-    said = [Said(training, monitor) for monitor in monitors if isinstance(monitor, GradMonitor)]
-    training.at_moment = lambda: [each.moment() for each in said]
+    reported = [Said(training, monitor) for monitor in monitors if isinstance(monitor, GradMonitor)]
+    training.at_moment = lambda: [item.moment() for item in reported]
     for monitor in monitors:
         monitor.attach(training.engine, Events.ITERATION_STARTED(every=setting.every))
 
@@ -103,11 +103,11 @@ def monitored(
 
     training.run()
     assert hooks_only(footprint(training.engine, training.model, training.optimizers[0])) == hooks_only(before)
-    return said, published, states
+    return reported, published, states
 
 
 def check(setting: Setting, program: list[list[Any]], rule: Rule) -> None:
-    said, published, states = monitored(setting, program, rule)
+    reported, published, states = monitored(setting, program, rule)
     training = Training(setting, program)
 
     @training.engine.on(Events.ITERATION_COMPLETED)
@@ -116,25 +116,27 @@ def check(setting: Setting, program: list[list[Any]], rule: Rule) -> None:
         assert_same(states[engine.state.iteration - 1], state_of(training))
 
     training.run()
-    truths, update = truth_of(training, rule, said)
-    for of_monitor, truth in zip(said, truths, strict=True):
-        for place, (found, expected) in enumerate(zip(of_monitor.moments, truth.moments, strict=True)):
-            assert found[0] is expected[0], place
-            assert found[1] == (None if expected[1] is None else pytest.approx(expected[1], rel=1e-9, abs=1e-30)), place
+    truths, update = truth_of(training, rule, reported)
+    for of_monitor, truth in zip(reported, truths, strict=True):
+        for place, (result, expected) in enumerate(zip(of_monitor.moments, truth.moments, strict=True)):
+            assert result[0] is expected[0], place
+            assert result[1] == (None if expected[1] is None else pytest.approx(expected[1], rel=1e-9, abs=1e-30)), (
+                place
+            )
         assert of_monitor.announced == truth.announced
     for place, values in enumerate(published):
         expected = {f"monitor/{name}": value for name, value in update.published[place].items()}
-        for of_monitor, truth in zip(said, truths, strict=True):
+        for of_monitor, truth in zip(reported, truths, strict=True):
             expected |= {f"{of_monitor.monitor.prefix}/{name}": x for name, x in truth.published[place].items()}
         assert values == pytest.approx(expected, rel=1e-8, abs=1e-12), place
 
 
-def truth_of(training: Training, rule: Rule, said: list[Said]) -> tuple[list[WindowTruth], UpdateTruth]:
+def truth_of(training: Training, rule: Rule, reported: list[Said]) -> tuple[list[WindowTruth], UpdateTruth]:
     def is_monitored(iteration: int) -> bool:
         return iteration % training.setting.every == 0
 
     def held(optimizer: int) -> set[str]:
-        return {training.names[id(each)] for each in training.held_by(optimizer)}
+        return {training.names[id(item)] for item in training.held_by(optimizer)}
 
     model = {name for name in training.parameters if not name.startswith("other.")}
     other = set(training.parameters) - model
@@ -146,12 +148,12 @@ def truth_of(training: Training, rule: Rule, said: list[Said]) -> tuple[list[Win
             own,
             lambda place: bool(held(place) & model) if watched is None else place == watched,
             other if training.setting.other else (),
-            said[0].moments,
+            reported[0].moments,
         )
     ]
     if training.setting.other:
-        truths.append(WindowTruth(rule, other, lambda place: place == last, model, said[1].moments))
-    trained = {name for name, each in training.parameters.items() if each.requires_grad}
+        truths.append(WindowTruth(rule, other, lambda place: place == last, model, reported[1].moments))
+    trained = {name for name, item in training.parameters.items() if item.requires_grad}
     update = UpdateTruth(own, trained, held)
     for truth in (*truths, update):
         truth.follow(training.events, is_monitored)
@@ -168,6 +170,7 @@ def truth_of(training: Training, rule: Rule, said: list[Said]) -> tuple[list[Win
 @example(GROWING, [[Estimated(0)], [SPIKE, Replace(0, 0.01, "="), Step(0)]] * 2, RULE)
 @example(GROWING, [[Backward("ab", create_graph=True, factor=30.0)]] * 2 + [[Backward("ab"), Step(0)]], RULE)
 @example(EVERY_SECOND, [[Backward("ab")], [SPIKE], [Backward("ab")], [SPIKE], [Step(0)]], RULE)
+@example(GROWING, [[SPIKE, Step(0), Step(0)], [Zero(None, "none"), Backward("ab"), Step(0), Step(0)]] * 2, RULE)
 @example(SECOND, [[SPIKE, Step(0, 0.01), Step(1, 0.01)]] * 3, RULE)
 @example(SECOND, [[Sam(1, "ab")], [Sam(0, "b"), Step(1)]], RULE)
 @example(

@@ -96,10 +96,10 @@ def unwatched() -> dict[str, Any]:
     return training.outcome()
 
 
-def check_published(ours: dict[str, float], theirs: dict[str, float], iteration: int) -> None:
-    assert ours.keys() == theirs.keys(), iteration
-    for name, value in ours.items():
-        assert value == theirs[name] or name in UNSTEADY, (iteration, name, value, theirs[name])
+def check_published(actual: dict[str, float], references: dict[str, float], iteration: int) -> None:
+    assert actual.keys() == references.keys(), iteration
+    for name, value in actual.items():
+        assert value == references[name] or name in UNSTEADY, (iteration, name, value, references[name])
         assert math.isfinite(value), (iteration, name)
 
 
@@ -128,10 +128,10 @@ def test_in_any_order(spread, order):
     assert published[EPOCHS * LENGTH]["grad/skipped_count"] == 1
     assert_same(run.training.outcome(), unwatched())
     for iteration in range(1, EPOCHS * LENGTH + 1):
-        theirs: dict[str, float] = {}
+        references: dict[str, float] = {}
         for name in ALL:
-            theirs |= alone(name, spread)[iteration]
-        check_published(published[iteration], theirs, iteration)
+            references |= alone(name, spread)[iteration]
+        check_published(published[iteration], references, iteration)
     check_written(run)
 
 
@@ -179,14 +179,14 @@ def test_one_leaves_in_the_middle(leaves, at):
     assert_same(run.training.outcome(), unwatched())
     last = 7 if at.startswith("after") else 6
     for iteration, published in run.training.published.items():
-        theirs: dict[str, float] = {}
+        references: dict[str, float] = {}
         for name in ALL:
             if name != leaves or iteration <= last:
-                theirs |= alone(name)[iteration]
+                references |= alone(name)[iteration]
         # What leaves before `note` looks takes its values along, after the loggers have them.
         if last == iteration == 7:
-            theirs = {key: value for key, value in theirs.items() if key not in alone(leaves)[7]}
-        check_published(published, theirs, iteration)
+            references = {key: value for key, value in references.items() if key not in alone(leaves)[7]}
+        check_published(published, references, iteration)
     for name, (steps, _) in run.file.items():
         if name in alone(leaves)[LENGTH]:
             assert steps.tolist() == [step for step in range(1, last + 1) if name in alone(leaves)[step]]
@@ -214,8 +214,8 @@ def test_one_joins_in_the_middle(joins, at, tmp_path):
     keys = alone(joins)[LENGTH].keys()
     first = 7 if at.startswith("before") else 8
     for iteration, published in training.published.items():
-        theirs: dict[str, float] = {}
+        references: dict[str, float] = {}
         for name in monitors:
-            theirs |= alone(name)[iteration]
-        check_published({key: value for key, value in published.items() if key in theirs}, theirs, iteration)
+            references |= alone(name)[iteration]
+        check_published({key: value for key, value in published.items() if key in references}, references, iteration)
         assert bool(published.keys() & keys) is (iteration >= first)

@@ -34,7 +34,7 @@ def test_the_other_rank_ends_with_an_error_and_nothing_is_left_on_either(results
 @pytest.mark.parametrize("name", LAGGING)
 def test_a_rank_that_lags_is_waited_for(results, name):
     both = results(name)
-    assert [each["ended"] for each in both] == [None, None]
+    assert [item["ended"] for item in both] == [None, None]
     assert both[0]["published"] == both[1]["published"]
 
 

@@ -48,10 +48,10 @@ def steady(published):
 
 def check_files(folder: Path, *expected: Series) -> None:
     """What stands in the HDF5 file, and in TensorBoard's."""
-    for ours, theirs in zip(written(folder), expected, strict=False):
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
-            assert ours[name] == theirs[name], name
+    for actual, references in zip(written(folder), expected, strict=False):
+        assert actual.keys() == references.keys()
+        for name in references:
+            assert actual[name] == references[name], name
 
 
 def check(training: ResumedTraining, event: str, accumulate: int = 1, boards: bool = True) -> None:

@@ -153,7 +153,7 @@ def test_sampled_ratio_and_norm_are_unbiased_and_within_the_stated_error(sample_
     ]
     for errors, error in zip(off, stated, strict=True):
         # 40 errors give their root mean square to 11 %, and their mean to error / 6.3.
-        assert 0.6 * error < math.sqrt(statistics.fmean(each * each for each in errors)) < 1.4 * error
+        assert 0.6 * error < math.sqrt(statistics.fmean(item * item for item in errors)) < 1.4 * error
         assert abs(statistics.fmean(errors)) < 4 * error / math.sqrt(40)
 
 
@@ -169,11 +169,11 @@ def test_the_sample_is_that_of_an_independent_generator():
         seed = (seed ^ byte) * 0x100000001B3 % 2**64
     index = torch.randint(1200, (100,), generator=torch.Generator().manual_seed(seed))
     change = (model.weight.detach().double().flatten() - before)[index]
-    found = handler.diagnostics
-    assert found["weight"].update_ratio == pytest.approx(float(change.norm() / before[index].norm()), rel=1e-5)
+    result = handler.diagnostics
+    assert result["weight"].update_ratio == pytest.approx(float(change.norm() / before[index].norm()), rel=1e-5)
     sampled = float(model.weight.grad.flatten()[index].double().norm()) * math.sqrt(12)
-    assert found["weight"].grad_norm == pytest.approx(sampled, rel=1e-6)
-    assert found["bias"].grad_norm == pytest.approx(norm(model.bias.grad), rel=1e-6)
+    assert result["weight"].grad_norm == pytest.approx(sampled, rel=1e-6)
+    assert result["bias"].grad_norm == pytest.approx(norm(model.bias.grad), rel=1e-6)
 
 
 # What is frozen
@@ -238,7 +238,7 @@ def test_frozen_because_no_gradient_reaches_it(given):
     assert frozen_counts(run) == [0, 0, 0, 0, 4, 4]
     assert [values["update_ratio_min"] == 0 for values in run.published] == [False] * 2 + [True] * 4
     diagnostics = handler.diagnostics
-    assert {name for name, each in diagnostics.items() if each.is_frozen} == {
+    assert {name for name, item in diagnostics.items() if item.is_frozen} == {
         f"{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
     }
     assert math.isnan(diagnostics["0.weight"].grad_norm)
@@ -445,7 +445,7 @@ def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishi
 
 
 def gradient_norms(handler):
-    return {name: each.grad_norm for name, each in handler.diagnostics.items()}
+    return {name: item.grad_norm for name, item in handler.diagnostics.items()}
 
 
 # Low precision
@@ -582,7 +582,7 @@ def test_parameters_that_are_added_or_replaced(when, change, caplog):
     assert list(run.handler.diagnostics) == [name for name, _ in model.named_parameters()]
     if when == "in a train step":
         assert run.published[2] == {}
-        assert len([each for each in caplog.messages if "replaced in the train step of iteration 3" in each]) == 1
+        assert len([item for item in caplog.messages if "replaced in the train step of iteration 3" in item]) == 1
     else:
         run.check(2)
 
@@ -633,18 +633,18 @@ def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handler = WeightUpdateHandler(model, optimizer)
-    for each in handler.diagnostics.values():
-        assert math.isnan(each.grad_norm)
-        assert math.isnan(each.update_ratio)
-        assert not (each.is_vanishing)
-        assert not (each.is_exploding)
-        assert not (each.is_frozen)
+    for item in handler.diagnostics.values():
+        assert math.isnan(item.grad_norm)
+        assert math.isnan(item.update_ratio)
+        assert not (item.is_vanishing)
+        assert not (item.is_exploding)
+        assert not (item.is_frozen)
     run = Watched(model, make_step(model, optimizer), handler).run(make_batches(3))
     after = handler.diagnostics
-    for name, each in after.items():
-        assert [type(value) for value in each] == [float, float, bool, bool, bool]
-        assert each.update_ratio == pytest.approx(run.ratios[-1][name], rel=1e-4)
-        assert each.grad_norm == pytest.approx(run.norms[-1][name], rel=1e-4)
+    for name, item in after.items():
+        assert [type(value) for value in item] == [float, float, bool, bool, bool]
+        assert item.update_ratio == pytest.approx(run.ratios[-1][name], rel=1e-4)
+        assert item.grad_norm == pytest.approx(run.norms[-1][name], rel=1e-4)
     handler.detach()
     assert handler.diagnostics == after
 

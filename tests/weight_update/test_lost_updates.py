@@ -30,10 +30,10 @@ class Run:
         generator = torch.Generator().manual_seed(1)
 
         def train_step(engine, batch):
-            before = [each.detach().clone() for each in model.parameters()]
+            before = [item.detach().clone() for item in model.parameters()]
             for part in batch.chunk(accumulate):
                 model(part).float().square().mean().backward()
-            gradients = [each.grad.clone() for each in model.parameters()]
+            gradients = [item.grad.clone() for item in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
             lost = had = 0
@@ -46,8 +46,8 @@ class Run:
         self.engine = Engine(train_step)
         handler = make(model, optimizer, **{"sample_size": None, **kwargs})
         handler.attach(self.engine)
-        for each in others:
-            each.attach(self.engine)
+        for item in others:
+            item.attach(self.engine)
         self.engine.add_event_handler(
             Events.ITERATION_COMPLETED, lambda engine: self.published.append(engine.state.metrics.get(KEY))
         )
@@ -95,8 +95,8 @@ class WithCopies(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
-            for each in group["params"]:
-                self.state[each].setdefault(self.key, each.detach().to(self.dtype, copy=True))
+            for item in group["params"]:
+                self.state[item].setdefault(self.key, item.detach().to(self.dtype, copy=True))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ class WithCopies(torch.optim.SGD):
 def test_an_optimizer_that_makes_up_for_rounding_loses_nothing(key, dtype, absent):
     model = make_model()
     published = Run(model, WithCopies(model.parameters(), key, dtype)).published
-    assert all((each is None) is absent for each in published)
+    assert all((item is None) is absent for item in published)
 
 
 def test_without_a_step_there_is_no_share():
@@ -127,14 +127,14 @@ def test_what_reaches_a_model_after_its_own_step_is_another_model_s():
     """A generator's backward goes through its discriminator once that has made its step."""
     torch.manual_seed(0)
     discriminator, generator = make_model(), nn.Linear(8, 8).bfloat16()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (discriminator, generator)]
+    optimizers = [torch.optim.SGD(item.parameters(), lr=1e-3) for item in (discriminator, generator)]
     true = []
 
     def train_step(engine, batch):
-        before = [each.detach().clone() for each in discriminator.parameters()]
+        before = [item.detach().clone() for item in discriminator.parameters()]
         optimizers[0].zero_grad()
         discriminator(batch).float()[:, :1].sum().backward()  # reaches one row of the readout
-        gradients = [each.grad.clone() for each in discriminator.parameters()]
+        gradients = [item.grad.clone() for item in discriminator.parameters()]
         optimizers[0].step()
         optimizers[1].zero_grad()
         discriminator(generator(batch)).float().square().mean().backward()

@@ -48,7 +48,7 @@ def warnings(caplog, model, *optimizers, given=None, iterations=5, deep=lambda i
 
 
 def sgd(*modules):
-    return torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)
+    return torch.optim.SGD([item for module in modules for item in module.parameters()], lr=0.1)
 
 
 def test_a_model_that_trains_whole_is_not_reported(caplog):
