@@ -141,7 +141,7 @@ def expected(kinds: list[str], recorded: Recorded) -> list[dict[str, float]]:
         truth = Truth(recorded.initial, iteration, recorded.held)
         values: dict[str, float] = {}
         if "grad" in kinds and iteration.gradients:
-            detection = judge.judge(norm([dense(item) for item in iteration.gradients.values()]), reported=False)
+            detection = judge.judge(norm([dense(item) for item in iteration.gradients.values()]), said=False)
             judge.observe(detection)
             values |= {f"grad/{name}": value for name, value in detection.statistics().items()}
             values |= {f"grad/{name}_count": 0.0 for name in ("spike", "skipped", "nonfinite")} | {
