@@ -63,16 +63,12 @@ class Evidence:
     def findings(self, epoch_length: int | None) -> list[Finding]:
         """Return all faults that are certain."""
         values, count, groups = self.values, len(self.values["step"]), len(self.optimizer.param_groups)
-        always, rates, losses = count > 1 and all(values["step"]), values["rate"], values["loss"]
+        rates, losses, norms, always = values["rate"], values["loss"], values["norm"], count > 1 and all(values["step"])
         is_known = all(type(item).__module__.startswith("torch.optim.") for item in values["optimizer"])
         is_lost = len(values["lost"]) > 1 and min(values["lost"]) > 0.5 and is_known  # others may round stochastically
         is_warm_up = any(rate != rates[i % groups] for i, rate in enumerate(rates))
-        is_kept = all(values["before"][1:]) and values["before"][1:] == values["norm"][:-1]
-        is_constant = (
-            values["norm"]
-            and losses[0]
-            and all(item == group[0] for group in (losses, values["norm"]) for item in group)
-        )
+        is_kept = all(values["before"][1:]) and values["before"][1:] == norms[:-1]
+        is_constant = norms and losses[0] and all(item == group[0] for group in (losses, norms) for item in group)
         is_inner = values["call"] and not any(values["call"])
         conditions: dict[str, tuple[Any, list[Any]]] = {
             **self._of_parameters(),
