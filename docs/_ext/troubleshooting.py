@@ -29,13 +29,6 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "at most {RATE_RISE:g} × the largest of the first half until then, or no damage in {RATE_EFFECT} iterations",
         "",
     ),
-    "no_zero_grad": (
-        "The train step does not call `optimizer.zero_grad()`",
-        "grad_monitor",
-        "norms of the first {EARLY_WINDOW} steps grow by at most {ACCUMULATED_GROWTH:g} ×, or change by more than "
-        "{ACCUMULATED_CHANGE:.0%} per step",
-        "",
-    ),
     "weights_shrank": (
         "Weight decay is too strong",
         "step_stats",
@@ -235,7 +228,6 @@ SYMPTOMS = {
         "loss_rose_again",
         "rolled_back",
         "rate_rose",
-        "no_zero_grad",
         "group_rate",
         "large_updates",
         "exploding_gradients",

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
 
 _CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
-_RATE = frozenset({"group_rate", "rate_rose", "early_norms", "large_updates", "no_zero_grad"})
+_RATE = frozenset({"group_rate", "rate_rose", "early_norms", "large_updates"})
 _EVENTS = _RATE | {"spikes", "loss_spikes", "nonfinite_gradients", "nonfinite_activations", "no_step"}
 _STILL = _RATE | {"dead_units", "no_step", "nonfinite_gradients", "frozen_parameters", "weights_shrank"}
 
@@ -36,9 +36,6 @@ KINDS: dict[str, Kind] = {
     ),
     "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", LOWER),
     "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls."),
-    "no_zero_grad": Kind(
-        "Check that the train step calls optimizer.zero_grad(), and that the learning rate is not too large."
-    ),
     "weights_shrank": Kind("Lower the weight decay, or scale the initial weights down if they were too large."),
     "large_updates": Kind("Lower the learning rate.", LOWER),
     "large_curvature": Kind("Lower the learning rate, or use a longer warm-up.", LOWER),

@@ -243,7 +243,7 @@ def _regime_changes(monitor: Recorded, known: Norms, run: Run) -> Iterator[Findi
 
 
 def _first_norms(monitor: Recorded, known: Norms) -> Iterator[Finding]:
-    """Norms in the threshold's warm-up that are far above the run's own, or that grow smoothly."""
+    """Norms in the threshold's warm-up that are far above the run's own."""
     norm, threshold, name = known.norm.finite, known.threshold.finite, monitor.name("norm")
     first = norm.part(slice(limits.EARLY_WINDOW))
     usual = max(norm.median, first.median)
@@ -253,12 +253,3 @@ def _first_norms(monitor: Recorded, known: Norms) -> Iterator[Finding]:
         what = f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({name}), "
         what += f"{times(largest / usual)} the run's median of {number(usual, 3)}: {iterations(at)}."
         yield Finding("early_norms", "warning", what, (name,), at, {"largest": largest, "median": usual})
-    if len(first.values) == limits.EARLY_WINDOW and first.values.min() > 0:
-        growth = float(np.median(first.values[-5:]) / first.values[0])
-        change = float(np.median(np.abs(np.diff(np.log(first.values)))))
-        if growth > limits.ACCUMULATED_GROWTH and change < limits.ACCUMULATED_CHANGE:
-            what = (
-                f"In the first {limits.EARLY_WINDOW} steps the gradient norm grew {times(growth)} ({name}), by about "
-            )
-            what += f"{100 * change:.1g} % per step, as if gradients of former steps were added."
-            yield Finding("no_zero_grad", "warning", what, (name,), first.steps[:1], {"growth": growth})

@@ -16,10 +16,6 @@ AFTERMATH_WINDOW = 20  # norms on either side of a spike: the warm-up of the thr
 AFTERMATH_FACTOR = 3.0  # norms after a spike to those before; medians of 20 healthy norms differ by less than 2
 EARLY_FACTOR = 50.0  # a norm in the warm-up to the run's median; first norms of healthy runs reach 15
 EARLY_WINDOW = 50  # first norms whose median counts too: the norm of a run that overfits falls to 0
-ACCUMULATED_GROWTH = 10.0  # of the norm over these; without zero_grad() it grows 26 to 32 times
-ACCUMULATED_CHANGE = (
-    0.1  # median relative change per step; 0.15 to 0.3 in healthy runs, 0.01 to 0.05 without zero_grad()
-)
 STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
 OVERFLOW_RATE = 0.05  # of a GradScaler: 1 in 2,000 after the first ones
 OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16

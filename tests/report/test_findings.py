@@ -375,7 +375,6 @@ def test_every_limit_is_tested():
         *(
             "not_monitored",
             "no_step",
-            "no_zero_grad",
             "early_norms",
             "spikes",
             "loss_spikes",

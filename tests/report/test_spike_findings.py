@@ -223,16 +223,6 @@ def test_norms_of_the_warm_up_are_compared_with_the_run(factor, iterations):
     assert [finding.iterations for finding in findings] == iterations
 
 
-@pytest.mark.parametrize(
-    ("growth", "change", "expected"), [(12, 0.0, 1), (9, 0.0, 0), (12, 0.04, 1), (12, 0.12, 0), (1 / 12, 0.0, 0)]
-)
-def test_norms_that_grow_smoothly_are_those_of_added_gradients(growth, change, expected):
-    signs = np.where(np.arange(50) % 2, 1.0, -1.0)
-    norms = np.append(growth ** (np.arange(50) / 49) * (1 + change * signs / 2), np.full(150, growth))
-    norms[0], norms[49] = 1.0, growth
-    assert len(found(grad(norms, thresholds=1e3), "no_zero_grad")) == expected
-
-
 # Without a threshold
 
 

@@ -82,8 +82,7 @@ def trained(path, model, data, optimizer, **options):
             that GradMonitor is given, ``iterations``, ``zero`` whether gradients are reset.
     """
     given = SimpleNamespace(
-        **{"every": 5, "accumulate": 1, "damage": None, "judged": None, "iterations": ITERATIONS, "zero": True}
-        | options
+        **{"every": 5, "accumulate": 1, "damage": None, "judged": None, "iterations": ITERATIONS} | options
     )
     steps = optimizer(model)
 
@@ -91,7 +90,7 @@ def trained(path, model, data, optimizer, **options):
         iteration = engine.state.iteration
         if given.damage:
             given.damage(iteration, model, steps)
-        if given.zero and (iteration - 1) % given.accumulate == 0:
+        if (iteration - 1) % given.accumulate == 0:
             steps.zero_grad()
         loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
         (loss / given.accumulate).backward()
@@ -192,7 +191,6 @@ SICK = {
     "rate x 1000 in iteration 100": (mlp, vectors, adam(1e-3), {"damage": rates(1000)}, "rate_rose"),
     "rate of 0": (mlp, vectors, adam(0.0), {}, "group_rate"),
     "rate of 1e-9": (mlp, vectors, adam(1e-9), {}, "small_updates"),
-    "no zero_grad": (mlp, vectors, sgd(0.05, 0.9), {"zero": False}, "no_zero_grad"),
     "weight decay": (
         *(mlp, vectors, lambda model: torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=30.0), {}),
         "weights_shrank",
