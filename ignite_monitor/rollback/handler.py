@@ -19,12 +19,13 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.rollback.parts import TrainingState, clone, numbers_in
 from ignite_monitor.rollback.policy import LONG, Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots
-from ignite_monitor.rollback.triggers import Findings, Triggers
+from ignite_monitor.rollback.triggers import FAR, Findings, Triggers
 
 _UNSEEN = 20  # iterations without any trigger, or snapshots overdue for want of a step, before a warning
 
@@ -34,10 +35,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. Iterations
-    that exceed the thresholds of that time are then discarded one by one, until five in a row are healthy. After 50
-    iterations a regime change is assumed and accepted; its level is no instability again. Non-finite state is never
-    accepted: the run ends. Triggers are thresholds that monitors reset, the loss, running statistics, non-finite state
-    and :meth:`request`.
+    that exceed the thresholds of that time are then discarded one by one, until five in a row are healthy. 48
+    iterations after the first sign a regime change is assumed and accepted; its values are no instability again.
+    Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the loss, running
+    statistics, non-finite state and :meth:`request`.
 
     {keys}
 
@@ -48,8 +49,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         to_save: name -> model, optimizer, scheduler, GradScaler, EMA: anything with ``state_dict`` and
             ``load_state_dict``. The trainer and monitors need not be in it.
         every: distance of snapshots in iterations.
-        keep: number of confirmed snapshots; up to three unconfirmed ones are kept as well.
-        patience: number of losses in a row above the threshold, or not finite, that trigger a rollback.
+        keep: number of older snapshots; the three newest ones are kept as well.
+        patience: number of losses above the threshold, of ``patience + 2``, that trigger a rollback; or of losses in
+            a row that are not finite.
         max_rollbacks: number of rollbacks within 1,000 iterations, after which a regime change is assumed.
         lr_factor: factor of learning rates from the second rollback within 1,000 iterations on, in (0, 1].
         where: ``"device"``, or ``"host"`` for pinned host memory.
@@ -70,7 +72,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     """
 
     _OBJECTS = ("policy", "snapshots", "triggers")
-    _FIELDS = ("count", "discarded_count", "lr_scale", "stepped", "is_decisive", "thresholds")
+    _FIELDS = ("count", "discarded_count", "lr_scale", "stepped", "smallest_batch")
     _state_dict_all_req_keys = _OBJECTS + _FIELDS
 
     def __init__(
@@ -106,8 +108,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
         self._stepped = True  # whether an optimizer made a step in this iteration
-        self._is_decisive = False  # trigger of the last rollback
-        self._thresholds: dict[str, Any] = {}  # at the newest snapshot, of the monitors and of this handler
+        self._smallest_batch = 0  # items; 0 before the first batch
         self._parameters: list[int] = []  # identities
         self._has_loaded = False
 
@@ -126,11 +127,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
-        self._triggers.accept_peaks()
         self._triggers.reset_threshold()
         for monitor in self._monitors():
             monitor.reset_threshold()
-        self._thresholds = self._current_thresholds()
+        for snapshot in self._snapshots.all:
+            snapshot.thresholds = clone(self._thresholds())
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. A new ``run()`` does it by itself."""
@@ -164,31 +165,44 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     # Before the train step
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._take_snapshot)]
+        return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._on_iteration_started)]
 
     def _on_started(self, engine: Engine) -> None:
         if not self._has_loaded:
             self.forget()
         self._has_loaded = False
 
-    def _take_snapshot(self, engine: Engine) -> None:
+    def _on_iteration_started(self, engine: Engine) -> None:
         """Take a snapshot before any other handler has changed anything in this iteration."""
         before, stepped = engine.state.iteration - 1, self._stepped
         self._stepped = not self._training.optimizers
         if (parameters := self._training.parameters()) != self._parameters:
             self.forget()  # no snapshot fits the model any more
             self._parameters = parameters
+        if self._policy.recovering:
+            return
+        self._check_batch_size(engine)
         if self._snapshots.all:
             overdue = before - self._snapshots.taken - self._snapshots.every
-            if overdue < 0 or not self._policy.healthy or self._policy.recovering or self._triggers.is_suspicious:
+            if overdue < 0 or not self._policy.healthy:
                 return
             if not stepped:
                 if overdue >= _UNSEEN * self._snapshots.every:
                     self._warn_once("no snapshot for %d iterations: no optimizer of to_save made a step", overdue)
                 return
-        if not self._ruin():
-            self._snapshots.take(before, self._training.state(), self._lr_scale)
-            self._thresholds = self._current_thresholds()
+        self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
+
+    def _check_batch_size(self, engine: Engine) -> None:
+        """Accept a batch with less than half as many items as any before, whose gradients and loss are noisier."""
+        # Ranks may have batches of different lengths, and have to reset their thresholds together.
+        items = count_items(engine.state.batch) if world_size() == 1 else None
+        if items:
+            smallest = self._smallest_batch or items
+            if 2 * items < smallest:
+                text = "%s: iteration %d: batch of %d items, %d before; all thresholds are reset"
+                self.logger.info(text, self._title, engine.state.iteration, items, smallest)
+                self.accept()
+            self._smallest_batch = min(items, smallest)
 
     def start_iteration(self, engine: Engine) -> None:
         self.run_summary = self.run_summary or RunSummary(self.run_totals())
@@ -215,30 +229,29 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return (lambda: lambda: functools.partial(self._decide, engine)) if self._is_running else None
 
     def _decide(self, engine: Engine) -> None:
-        policy, triggers = self._policy, self._triggers
+        policy, triggers, snapshots = self._policy, self._triggers, self._snapshots
         if not all(map(all_take_part, self._training.modules)):
             self._warn_once("under join(), where not all ranks take part, no instability is detected")
+            return
+        if not snapshots.all:  # attached during this iteration
             return
         findings = triggers.collect(self._loss_of(engine), self._monitors())
         if not triggers.has_any and engine.state.iteration >= _UNSEEN:
             self._warn_once(
                 "only request() can trigger a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             )
-        event, reason = self._classify(findings)
+        event, reason = self._classify(findings, engine.state.iteration)
         was_recovering, values = policy.recovering, dict[str, float]()
-        action = policy.next(event, engine.state.iteration)
-        self._snapshots.note(event == Event.HEALTHY)
-        if action != Action.NONE and self._snapshots.all:
+        action = policy.next(event, engine.state.iteration, max(findings.age, 1))
+        if action != Action.NONE:
             self._discarded_count += was_recovering
-            if action == Action.ROLL_BACK:
-                self._is_decisive = findings.is_decisive or event in (Event.RUINED, Event.NONFINITE)
-            snapshot = self._restore(action)
+            snapshot = self._restore(action, engine.state.iteration)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not policy.recovering:
-            self._snapshots.end_recovery()
-            if policy.discarded >= LONG and not self._is_decisive:
-                triggers.accept_peaks()  # with restored weights the data cause them
+            if policy.discarded >= LONG and snapshots.restored is snapshots.all[-1]:
+                triggers.accept_peaks(FAR)  # the same weights are healthy again: the data were the cause
+            snapshots.drop_newer()
             text = "%s: iteration %d: recovered; %d iterations discarded"
             self.logger.info(text, self._title, engine.state.iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:
@@ -247,8 +260,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
 
-    def _classify(self, findings: Findings) -> tuple[Event, str]:
-        if findings.check_state and (reason := self._ruin()):
+    def _classify(self, findings: Findings, iteration: int) -> tuple[Event, str]:
+        if findings.check_state and (reason := self._ruin(iteration)):
             return Event.RUINED, reason
         if findings.reasons:
             return Event.UNSTABLE, ", ".join(findings.reasons)
@@ -266,19 +279,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             raise TypeError(f"Argument loss should return one number or None, but it returned {value!r}")
         return None
 
-    def _restore(self, action: Action) -> Snapshot:
-        snapshot = self._snapshots.all[-1]
+    def _restore(self, action: Action, iteration: int) -> Snapshot:
+        if action in (Action.ROLL_BACK, Action.DISCARD):
+            snapshot = self._snapshots.choose(iteration, self._policy.first_sign, self._policy.discarded)
+        else:
+            snapshot = self._snapshots.all[-1]
         if action == Action.ROLL_BACK:
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
             self._triggers.forget_peaks()
-        if action in (Action.ROLL_BACK, Action.DISCARD):
-            snapshot = self._snapshots.choose(self._is_decisive, self._policy.discarded)
         if action == Action.ACCEPT:
             self._lr_scale = snapshot.lr_scale
+            self._triggers.accept_peaks()
             self.accept()
         else:
-            self._restore_thresholds()
+            self._restore_thresholds(self._snapshots.all[-1].thresholds)
         self._training.restore(snapshot.state, self._lr_scale / snapshot.lr_scale)
         return snapshot
 
@@ -303,24 +318,24 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         monitors = dict.fromkeys([*attached, *self._training.monitors])
         return [monitor for monitor in monitors if monitor.counts() is not None]
 
-    def _current_thresholds(self) -> dict[str, Any]:
+    def _thresholds(self) -> dict[str, Any]:
         monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
-        return {"monitors": clone(monitors), "triggers": clone(self._triggers.state_dict())}
+        return {"monitors": monitors, "triggers": self._triggers.state_dict()}
 
-    def _restore_thresholds(self) -> None:
+    def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""
-        self._triggers.load_state_dict(self._thresholds["triggers"], baselines_only=True)
+        self._triggers.load_state_dict(thresholds["triggers"], baselines_only=True)
         for monitor in self._monitors():
-            if monitor.prefix in self._thresholds["monitors"]:
+            if monitor.prefix in thresholds["monitors"]:
                 counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}
-                monitor.load_state_dict(OrderedDict(clone(self._thresholds["monitors"][monitor.prefix]), **counts))
+                monitor.load_state_dict(OrderedDict(clone(thresholds["monitors"][monitor.prefix]), **counts))
 
-    def _ruin(self) -> str:
+    def _ruin(self, iteration: int) -> str:
         """Return the reason if the state of any rank is not finite."""
         paths = self._training.nonfinite()
         if paths:
-            newest = numbers_in(self._snapshots.all[-1].state) if self._snapshots.all else {}
-            paths = [path for path in paths if path in newest and bool(newest[path].isfinite().all())]
+            earlier = numbers_in(self._snapshots.before(iteration).state)
+            paths = [path for path in paths if path in earlier and bool(earlier[path].isfinite().all())]
             if not paths:  # they are new, or have never been finite
                 self._training.exempt_nonfinite()
         if world_size() > 1:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROBATION = 5  # consecutive healthy iterations that end a recovery
-HOLD = 50  # iterations since the first sign of instability after which it is accepted as a new regime
+PROBATION = 8  # consecutive healthy iterations that end a recovery
+HOLD = 48  # iterations since the first sign of instability after which it is accepted as a new regime
 WINDOW = 1000  # iterations within which rollbacks are counted
-LONG = 10  # discarded iterations from which on the values of a recovery are accepted when it ends
+LONG = 10  # discarded iterations from which on the data are the cause: their values are accepted
 
 
 class Event(Enum):
@@ -19,8 +19,8 @@ class Event(Enum):
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"  # a signal exceeds its threshold, and everything is finite
-    NONFINITE = "nonfinite"  # the loss or a gradient is not finite, but the state is: the batch is the cause
     UNSTABLE = "unstable"  # a signal stayed above its threshold, or request() was called
+    NONFINITE = "nonfinite"  # the loss or a gradient is not finite, but the state is: the batch is the cause
     RUINED = "ruined"  # the state is not finite
 
 
@@ -29,36 +29,25 @@ class Action(Enum):
 
     NONE = "none"
     ROLL_BACK = "roll back"
-    DISCARD = "discard"  # restore the same snapshot: the iteration has no effect
-    ACCEPT = "accept"  # restore a snapshot a last time, and reset all thresholds
+    DISCARD = "discard"  # restore a snapshot again: the iteration has no effect
+    ACCEPT = "accept"  # restore it a last time, and reset all thresholds
     END = "end"  # restore it, and end the run
 
 
-WATCHING, RECOVERING = False, True
-
-# (state, event) -> the action, and the action in its place once the first one has been taken for too long.
-# A state that is not finite is never accepted.
-_ACTIONS: dict[tuple[bool, Event], tuple[Action, Action]] = {
-    (WATCHING, Event.HEALTHY): (Action.NONE, Action.NONE),
-    (WATCHING, Event.UNHEALTHY): (Action.NONE, Action.NONE),
-    (WATCHING, Event.NONFINITE): (Action.NONE, Action.NONE),  # ``patience`` of them in a row are RUINED
-    (WATCHING, Event.UNSTABLE): (Action.ROLL_BACK, Action.ACCEPT),
-    (WATCHING, Event.RUINED): (Action.ROLL_BACK, Action.END),
-    (RECOVERING, Event.HEALTHY): (Action.NONE, Action.NONE),
-    (RECOVERING, Event.UNHEALTHY): (Action.DISCARD, Action.ACCEPT),
-    (RECOVERING, Event.UNSTABLE): (Action.DISCARD, Action.ACCEPT),
-    (RECOVERING, Event.NONFINITE): (Action.DISCARD, Action.END),
-    (RECOVERING, Event.RUINED): (Action.DISCARD, Action.END),
+# Event -> action while watching, after max_rollbacks within WINDOW, while recovering, HOLD iterations after the first
+# sign. ``patience`` non-finite iterations in a row are RUINED; fewer during a recovery are NONFINITE.
+_ACTIONS = {
+    Event.HEALTHY: (Action.NONE, Action.NONE, Action.NONE, Action.NONE),
+    Event.UNHEALTHY: (Action.NONE, Action.NONE, Action.DISCARD, Action.ACCEPT),
+    Event.UNSTABLE: (Action.ROLL_BACK, Action.ACCEPT, Action.DISCARD, Action.ACCEPT),
+    Event.NONFINITE: (Action.NONE, Action.NONE, Action.DISCARD, Action.DISCARD),
+    Event.RUINED: (Action.ROLL_BACK, Action.END, Action.DISCARD, Action.END),
 }
 
 
 @dataclass
 class RecoveryPolicy:
-    """State machine that chooses an :class:`Action` after every iteration.
-
-    "Too long" means ``max_rollbacks`` within ``WINDOW`` iterations while watching, and ``HOLD`` iterations since the
-    first sign while recovering; the run ends only if the last ``patience`` iterations were not finite as well.
-    """
+    """State machine that chooses an :class:`Action` after every iteration."""
 
     patience: int
     max_rollbacks: int
@@ -68,39 +57,34 @@ class RecoveryPolicy:
 
     def reset(self) -> None:
         """Return to the initial state."""
-        self.recovering = WATCHING
-        self.age = 0  # iterations since the first sign of the current instability
+        self.recovering = False
+        self.first_sign = 0  # iteration in which the current instability began
         self.healthy = 0  # consecutive healthy iterations
         self.nonfinite = 0  # consecutive non-finite iterations
         self.discarded = 0  # iterations discarded in the current recovery
         self.rollbacks: list[int] = []  # iterations of the rollbacks within WINDOW
 
-    def next(self, event: Event, iteration: int) -> Action:
-        """Choose the action for an iteration."""
-        self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
+    def next(self, event: Event, iteration: int, age: int = 1) -> Action:
+        """Choose the action for an iteration; a trigger's first sign was in the last ``age`` iterations."""
         self.healthy = self.healthy + 1 if event == Event.HEALTHY else 0
-        self.age = self.age + 1 if self.recovering or event != Event.HEALTHY else 0
-        if event == Event.NONFINITE and self.nonfinite >= self.patience:
-            event = Event.RUINED
+        self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
+        if self.nonfinite >= self.patience:
+            event, age = Event.RUINED, self.nonfinite
+        elif self.recovering and event == Event.RUINED:
+            event = Event.NONFINITE
         self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < WINDOW]
-        action, instead = _ACTIONS[self.recovering, event]
-        if action != instead and self._is_too_long(instead):
-            action = instead
+        has_failed, is_too_long = len(self.rollbacks) >= self.max_rollbacks, iteration - self.first_sign >= HOLD
+        action = _ACTIONS[event][2 + is_too_long if self.recovering else has_failed]
         if action in (Action.ACCEPT, Action.END):
             self.reset()
         elif action == Action.ROLL_BACK:
             self.rollbacks.append(iteration)
-            self.recovering, self.discarded = RECOVERING, 0
+            self.recovering, self.first_sign, self.discarded = True, iteration + 1 - age, 0
         elif action == Action.DISCARD:
             self.discarded += 1
         elif self.healthy >= PROBATION:
-            self.recovering = WATCHING
+            self.recovering = False
         return action
-
-    def _is_too_long(self, instead: Action) -> bool:
-        if self.recovering:
-            return self.age > HOLD and (instead == Action.ACCEPT or self.nonfinite >= self.patience)
-        return len(self.rollbacks) >= self.max_rollbacks
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and a list of numbers."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import State, ThresholdRule
 from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
@@ -18,11 +17,12 @@ from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
-from ignite_monitor.rollback.policy import PROBATION
 
-_FAR = 10.0  # times the threshold: so far above it, _PATIENCE of PROBATION iterations are decisive
-_PATIENCE = 3  # also of running statistics
-_STATISTICS = ("running_mean", "running_var")
+FAR = 10.0  # times the threshold
+_PATIENCE = 3  # iterations far above the threshold that trigger a rollback, or with ruined running statistics
+_GAP = 2  # healthy iterations among them at most
+_HISTORY = 64  # iterations
+_LARGEST = 1e100  # its powers are finite
 
 
 class LossRule(ThresholdRule):
@@ -30,12 +30,7 @@ class LossRule(ThresholdRule):
 
     Jumps: :math:`\mu + \max(2\sigma, \mu/2)`, or :math:`\mu + 4\sigma` of a loss that has been negative. Growth:
     a quarter of the descent from the first mean to the lowest one, at least :math:`4\sigma`, above the lowest mean.
-    It is never below an accepted loss.
     """
-
-    def __init__(self, accepted: float) -> None:
-        self.accepted = accepted
-        super().__init__(decay=0.95)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor:
         first, lowest, smallest = self.state["first"], self.state["lowest"], self.state["smallest"]
@@ -43,8 +38,7 @@ class LossRule(ThresholdRule):
             jump, growth = 4.0 * std, (first - lowest) / 4.0
         else:
             jump, growth = torch.maximum(2.0 * std, 0.5 * mean), torch.maximum(first / 4.0, 0.5 * lowest)
-        limit = torch.fmin(mean + jump, lowest + torch.maximum(4.0 * std, growth))
-        return limit.clamp(min=self.accepted)
+        return torch.fmin(mean + jump, lowest + torch.maximum(4.0 * std, growth))
 
     def empty(self) -> State:
         own = {"first": math.nan, "lowest": math.nan, "smallest": math.inf}  # the first two are means
@@ -67,11 +61,22 @@ class StatisticsRule(ThresholdRule):
 
 @dataclass
 class Signal:
-    """Recent and accepted values of one number."""
+    """History of one number: one bit for each of the last iterations, the newest lowest."""
 
-    far: int = 0  # one bit for each of the last iterations, the newest lowest: was it far above the threshold?
-    peak: float = -math.inf  # largest unhealthy value since the last healthy iteration, or with restored weights
-    accepted: float = -math.inf
+    unhealthy: int = 0
+    far: int = 0  # far above the threshold
+    peak: float = -math.inf  # largest unhealthy value since the last healthy iteration or rollback
+    threshold: float = math.inf  # in the last iteration
+    accepted: float = -math.inf  # values up to this one are healthy
+
+    def has_lasted(self, patience: int, far: bool = False) -> bool:
+        """True if ``patience`` of the last ``patience + 2`` iterations were unhealthy, the newest among them."""
+        bits = (self.far if far else self.unhealthy) % 2 ** (patience + _GAP)
+        return bool(bits & 1) and bits.bit_count() >= patience
+
+    def age(self) -> int:
+        """Number of iterations since the first sign, before which more than two in a row were healthy."""
+        return f"{self.unhealthy:0{_HISTORY + _GAP + 1}b}"[::-1].index("0" * (_GAP + 1))
 
 
 @dataclass
@@ -83,47 +88,44 @@ class Findings:
     is_unhealthy: bool = False
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
     check_state: bool = False  # something is not finite: is the state?
-    is_decisive: bool = False  # it is known when the instability began
+    age: int = 0  # iterations since the first sign of instability
     reasons: list[str] = field(default_factory=list)  # of instability
 
     def over_ranks(self, device: torch.device) -> Findings:
         """Combine the findings of all ranks in one sum."""
         *numbers, reasons = vars(self).values()
         own = torch.tensor([*numbers, bool(reasons)], dtype=wide_dtype(device), device=device)
-        loss, losses, *flags, is_unstable = sum_over_ranks(own).tolist()
-        unhealthy, nonfinite, check, decisive = map(bool, flags)
-        reasons = reasons or ["another rank is unstable"] * bool(is_unstable)
-        return Findings(loss, losses, unhealthy, nonfinite, check, decisive, reasons)
+        loss, losses, unhealthy, nonfinite, check, age, unstable = sum_over_ranks(own).tolist()
+        reasons = reasons or ["another rank is unstable"] * bool(unstable)
+        age = math.ceil(age / max(unstable, 1.0))
+        return Findings(loss, losses, bool(unhealthy), bool(nonfinite), bool(check), age, reasons)
+
+    def add(self, reason: str, age: int) -> None:
+        """Add a reason of instability."""
+        self.reasons.append(reason)
+        self.age = max(self.age, age)
 
 
 class Triggers:
     """Collects the findings of every iteration, in one transfer from each device."""
 
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._patience = modules, patience
+        self._modules = modules
+        self._patience = {"loss": patience, "statistics": _PATIENCE}
         self._counts: dict[str, list[float]] = {}  # of each monitor, at the last iteration
         self._signals: dict[str, Signal] = {}
         self.request: str | None = None
         self.has_any = False  # whether there has ever been a value to detect instability by
         self.reset_threshold()
 
-    @property
-    def is_suspicious(self) -> bool:
-        """True if a signal was far above its threshold lately: the state may be ruined."""
-        return any(signal.far for signal in self._signals.values())
-
     def reset_threshold(self) -> None:
         """Forget the baselines of loss and running statistics; accepted values stay accepted."""
-        rules = {"loss": LossRule(self._signal("loss").accepted), "statistics": StatisticsRule(decay=0.95)}
-        self._detectors = {
-            name: SpikeDetector(rule, max_consecutive_spikes=patience, overflow_is_spike=False, ignored=math.nan)
-            for (name, rule), patience in zip(rules.items(), (self._patience, _PATIENCE), strict=True)
-        }
+        self._rules: dict[str, ThresholdRule] = {"loss": LossRule(decay=0.95), "statistics": StatisticsRule(decay=0.95)}
 
-    def accept_peaks(self) -> None:
-        """Accept the values of the current instability as those of a healthy regime."""
+    def accept_peaks(self, limit: float = math.inf) -> None:
+        """Accept the values since the last rollback, up to a multiple of the thresholds, as those of a regime."""
         for signal in self._signals.values():
-            signal.accepted = max(signal.accepted, signal.peak)
+            signal.accepted = max(signal.accepted, min(signal.peak, limit * signal.threshold))
 
     def forget_peaks(self) -> None:
         """Start to note values again: no instability is going on, or weights have been restored."""
@@ -133,7 +135,7 @@ class Triggers:
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor]) -> Findings:
         """Findings of the iteration that ends, the same on every rank but for the reasons."""
         for signal in self._signals.values():
-            signal.far = (signal.far << 1) % 2**PROBATION
+            signal.unhealthy, signal.far = (2 * bits % 2**_HISTORY for bits in (signal.unhealthy, signal.far))
         on_device = [loss] if isinstance(loss, Tensor) else []
         tensors = [on_device, second_moments(self._modules), *map(_counts_value_threshold, monitors)]
         self.has_any = self.has_any or loss is not None or any(tensors)
@@ -141,8 +143,8 @@ class Triggers:
         number = losses[0][0] if isinstance(loss, Tensor) else loss
         findings = Findings() if number is None else Findings(number, 1.0)
         if self.request is not None:
-            findings.reasons.append(self.request)
-            findings.is_decisive, self.request = True, None
+            findings.add(self.request, 1)
+            self.request = None
         for monitor, (counts, [value], [threshold]) in zip(monitors, published, strict=True):
             self._note_monitor(findings, monitor.prefix, counts, value, threshold)
         if moments:
@@ -158,8 +160,9 @@ class Triggers:
         self._counts[name] = counts
         findings.check_state |= nonfinite
         findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
-        value = math.inf if math.isnan(value) else value
-        self._note(findings, name, value, threshold, spike, f"the threshold of {name} was reset" * reset)
+        signal = self._note(findings, name, math.inf if math.isnan(value) else value, threshold, spike or reset)
+        if reset and signal.unhealthy & 1:
+            findings.add(f"the threshold of {name} was reset", signal.age())
 
     def _detect(self, findings: Findings, name: str, numbers: float | list[float]) -> None:
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -167,50 +170,52 @@ class Triggers:
             findings.check_state = True
             findings.is_nonfinite |= name == "loss"
             return
-        detector = self._detectors[name]
-        detection = detector.detect(values)
-        detector.observe(detection)
-        value, threshold = float(values.max()), float(detection.threshold.max())
+        values = values.clamp(-_LARGEST, _LARGEST)
+        rule, patience = self._rules[name], self._patience[name]
+        rule.to(values)
+        limit = rule.statistics()[0]
+        value, threshold = float(values.max()), float(limit.max())
         if name == "statistics":
-            value, threshold = float((values / detection.limit).nan_to_num(0.0).max()), 1.0
-        reason = f"the {name} exceeded its threshold {detector.max_consecutive_spikes} times in a row"
-        is_reset = bool(detection.threshold_reset.any())
-        self._note(findings, name, value, threshold, bool(detection.spike.any()), reason * is_reset)
+            value, threshold = float((values / limit).nan_to_num(0.0).max()), 1.0
+        signal = self._note(findings, name, value, threshold, value > threshold)
+        if not signal.unhealthy & 1:
+            rule.observe(values)
+        elif not signal.unhealthy & 2:  # only the first of several consecutive spikes updates the statistics
+            rule.observe(torch.fmin(values, limit))
+        if signal.has_lasted(patience):
+            age = min(signal.age(), patience + _GAP)
+            findings.add(f"the {name} exceeded its threshold in {patience} iterations", age)
 
-    def _note(self, findings: Findings, name: str, value: float, threshold: float, is_spike: bool, reason: str) -> None:
+    def _note(self, findings: Findings, name: str, value: float, threshold: float, is_spike: bool) -> Signal:
         """Note a value, which is unhealthy if it is a spike above everything that was accepted."""
-        signal = self._signal(name)
-        if not (is_spike or reason) or value <= signal.accepted:
-            return
-        findings.is_unhealthy = True
-        signal.peak = max(signal.peak, value if math.isfinite(value) else -math.inf)
-        is_far = value > _FAR * threshold > 0.0
-        signal.far |= is_far
-        if reason:
-            findings.reasons.append(reason)
-            findings.is_decisive |= name == "statistics"
-        elif is_far and signal.far.bit_count() >= _PATIENCE and math.isfinite(value):
-            findings.reasons.append(f"{name} exceeded {_FAR:g} times its threshold in {_PATIENCE} iterations")
-            findings.is_decisive = True
-
-    def _signal(self, name: str) -> Signal:
-        return self._signals.setdefault(name, Signal())
+        signal = self._signals.setdefault(name, Signal())
+        signal.threshold = threshold
+        if is_spike and value > signal.accepted:
+            findings.is_unhealthy = True
+            signal.unhealthy |= 1
+            if math.isfinite(value):
+                signal.peak = max(signal.peak, value)
+                signal.far |= value > FAR * threshold > 0.0
+            if signal.has_lasted(_PATIENCE, far=True):
+                text = f"{name} exceeded {FAR:g} times its threshold in {_PATIENCE} iterations"
+                findings.add(text, signal.age())
+        return signal
 
     def state_dict(self) -> dict[str, Any]:
-        """Baselines and accepted values: tensors, numbers and dicts."""
+        """Baselines and signals: tensors, numbers and dicts."""
         return {
-            "detectors": {name: detector.state_dict() for name, detector in self._detectors.items()},
+            "rules": {name: rule.state_dict() for name, rule in self._rules.items()},
             "signals": {name: dict(vars(signal)) for name, signal in self._signals.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], baselines_only: bool = False) -> None:
-        """Continue from a saved state; with ``baselines_only`` the accepted values stay as they are."""
+        """Continue from a saved state; with ``baselines_only`` the signals stay as they are."""
         if not baselines_only:
             self._signals = {name: Signal(**saved) for name, saved in state_dict["signals"].items()}
         self.reset_threshold()
-        for name, saved in state_dict["detectors"].items():
-            self._detectors[name].to(saved["recent"])  # of the same shape
-            self._detectors[name].load_state_dict(saved)
+        for name, saved in state_dict["rules"].items():
+            self._rules[name].to(saved["count"])  # of the same shape
+            self._rules[name].load_state_dict(saved)
 
 
 def second_moments(modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -219,7 +224,7 @@ def second_moments(modules: Sequence[nn.Module]) -> list[Tensor]:
     kept = [m for m in inner if isinstance(getattr(m, "running_mean", None), Tensor) and m.running_var is not None]
     if not kept:
         return []
-    means, variances = ([part_of_rank(getattr(module, name)) for module in kept] for name in _STATISTICS)
+    means, variances = ([part_of_rank(getattr(m, name)) for m in kept] for name in ("running_mean", "running_var"))
     mean = norms(means)
     return [torch.addcmul(norms(variances, 1.0), mean, mean)]
 
