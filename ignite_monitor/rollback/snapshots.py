@@ -10,7 +10,7 @@ from ignite_monitor.rollback.parts import clone
 
 RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
-_PROVED = 50  # iterations without another instability after which a restored snapshot has proved healthy
+_PROVED = 100  # iterations without another instability after which a restored snapshot has proved healthy
 _PROBE = 7  # of so many discarded iterations one is tried from an older snapshot, in case that the newest is damaged
 
 
@@ -57,7 +57,7 @@ class Snapshots:
         """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
         It begins with an older one the longer the instability took to be detected. If that does not help, the newest
-        from before the first sign follows, or an older one if the last recovery was less than 50 iterations ago.
+        from before the first sign follows, or an older one if the last recovery was less than 100 iterations ago.
         """
         if not discarded:
             newest = self.before(first_sign)
@@ -67,7 +67,7 @@ class Snapshots:
                 del self.all[self.all.index(newest) + 1 :]
             self.all[-1].thresholds = newest.thresholds  # those of an older one may not be warmed up
             self.restored = self.before(first_sign - 2 * (iteration + 1 - first_sign))
-        else:
+        elif discarded >= _PROBE:
             older = 0 if discarded % _PROBE else discarded // _PROBE
             self.restored = self.all[max(len(self.all) - 1 - older, 0)]
         self.restored_at = iteration

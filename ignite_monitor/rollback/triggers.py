@@ -70,8 +70,8 @@ class Signal:
     accepted: float = -math.inf  # values up to this one are healthy
 
     def has_lasted(self, patience: int, far: bool = False) -> bool:
-        """True if ``patience`` of the last ``patience + 2`` iterations were unhealthy, the newest among them."""
-        bits = (self.far if far else self.unhealthy) % 2 ** (patience + _GAP)
+        """True if ``patience`` of the last ``1.5 * patience`` iterations were unhealthy, the newest among them."""
+        bits = (self.far if far else self.unhealthy) % 2 ** (3 * patience // 2 + patience % 2)
         return bool(bits & 1) and bits.bit_count() >= patience
 
     def age(self) -> int:
@@ -183,7 +183,7 @@ class Triggers:
         elif not signal.unhealthy & 2:  # only the first of several consecutive spikes updates the statistics
             rule.observe(torch.fmin(values, limit))
         if signal.has_lasted(patience):
-            age = min(signal.age(), patience + _GAP)
+            age = min(signal.age(), 3 * patience // 2)
             findings.add(f"the {name} exceeded its threshold in {patience} iterations", age)
 
     def _note(self, findings: Findings, name: str, value: float, threshold: float, is_spike: bool) -> Signal:
