@@ -249,9 +249,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot.iteration
         elif was_recovering and not policy.recovering:
-            if policy.discarded >= LONG and snapshots.restored is snapshots.all[-1]:
+            if policy.discarded >= LONG and snapshots.restored == snapshots.all[-1].iteration:
                 triggers.accept_peaks(FAR)  # the same weights are healthy again: the data were the cause
-            snapshots.drop_newer()
+            snapshots.drop_newer(snapshots.restored)
             text = "%s: iteration %d: recovered; %d iterations discarded"
             self.logger.info(text, self._title, engine.state.iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:

@@ -69,7 +69,7 @@ class RecoveryPolicy:
         self.healthy = self.healthy + 1 if event == Event.HEALTHY else 0
         self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
         if self.nonfinite >= self.patience:
-            event, age = Event.RUINED, self.nonfinite
+            event = Event.RUINED
         elif self.recovering and event == Event.RUINED:
             event = Event.NONFINITE
         self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < WINDOW]

@@ -10,7 +10,8 @@ from ignite_monitor.rollback.parts import clone
 
 RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
-_PROVED = 100  # iterations without another instability after which a restored snapshot has proved healthy
+_MARGIN = 2  # times the delay of the detection: a snapshot is so much older than the first sign
+_PROVED = 20  # iterations, or ten times the delay, after which a restored snapshot has proved healthy
 _PROBE = 7  # of so many discarded iterations one is tried from an older snapshot, in case that the newest is damaged
 
 
@@ -35,7 +36,7 @@ class Snapshots:
         """Drop all snapshots."""
         self.all: list[Snapshot] = []
         self.taken = 0  # iteration of the newest one
-        self.restored: Snapshot | None = None  # the one restored last
+        self.restored = -1  # iteration of the one restored last
         self.restored_at = 0  # iteration in which it was restored
 
     def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
@@ -56,39 +57,35 @@ class Snapshots:
     def choose(self, iteration: int, first_sign: int, discarded: int) -> Snapshot:
         """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
-        It begins with an older one the longer the instability took to be detected. If that does not help, the newest
-        from before the first sign follows, or an older one if the last recovery was less than 100 iterations ago.
+        It begins with one that is older than the first sign, the more so the longer the detection took, and older than
+        the one restored last if that has not proved healthy. After some discarded iterations the newest one follows.
         """
         if not discarded:
-            newest = self.before(first_sign)
-            if self.restored in self.all and first_sign - self.restored_at < _PROVED:
-                del self.all[max(self.all.index(self.restored), 1) :]
+            newest, delay = self.before(first_sign), iteration - first_sign
+            if self.restored >= 0 and first_sign - self.restored_at < max(_PROVED, 10 * delay):
+                self.all = [snapshot for snapshot in self.all if snapshot.iteration < self.restored] or self.all[:1]
             else:
-                del self.all[self.all.index(newest) + 1 :]
+                self.drop_newer(newest.iteration)
             self.all[-1].thresholds = newest.thresholds  # those of an older one may not be warmed up
-            self.restored = self.before(first_sign - 2 * (iteration + 1 - first_sign))
-        elif discarded >= _PROBE:
+            snapshot = self.before(first_sign - _MARGIN * delay)
+        elif discarded < _PROBE:
+            snapshot = self.before(self.restored + 2)  # the same
+        else:
             older = 0 if discarded % _PROBE else discarded // _PROBE
-            self.restored = self.all[max(len(self.all) - 1 - older, 0)]
-        self.restored_at = iteration
-        return self.restored
+            snapshot = self.all[max(len(self.all) - 1 - older, 0)]
+        self.restored, self.restored_at = snapshot.iteration, iteration
+        return snapshot
 
-    def drop_newer(self) -> None:
-        """Drop the snapshots newer than the one that the recovery ended with."""
-        del self.all[self.all.index(self.restored) + 1 :]
+    def drop_newer(self, iteration: int) -> None:
+        """Drop the snapshots taken after an iteration."""
+        self.all = [snapshot for snapshot in self.all if snapshot.iteration <= iteration]
 
     def state_dict(self) -> dict[str, Any]:
         """The snapshots that a recovery may need, at most four."""
-        saved = self.all[-RECENT - 1 :]
-        return {
-            "taken": self.taken,
-            "restored_at": self.restored_at,
-            "restored": saved.index(self.restored) if self.restored in saved else -1,
-            "all": [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in saved],
-        }
+        saved = [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in self.all[-RECENT - 1 :]]
+        return {"all": saved, "taken": self.taken, "restored": self.restored, "restored_at": self.restored_at}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.taken, self.restored_at = state_dict["taken"], state_dict["restored_at"]
+        vars(self).update(state_dict)
         self.all = [Snapshot(**{**saved, "state": clone(saved["state"], self.on_host)}) for saved in state_dict["all"]]
-        self.restored = self.all[state_dict["restored"]] if state_dict["restored"] >= 0 else None

@@ -20,8 +20,6 @@ from ignite_monitor.monitor.transfer import transfer
 
 FAR = 10.0  # times the threshold
 _PATIENCE = 3  # iterations far above the threshold that trigger a rollback, or with ruined running statistics
-_GAP = 2  # healthy iterations among them at most
-_HISTORY = 64  # iterations
 _LARGEST = 1e100  # its powers are finite
 
 
@@ -69,14 +67,17 @@ class Signal:
     threshold: float = math.inf  # in the last iteration
     accepted: float = -math.inf  # values up to this one are healthy
 
-    def has_lasted(self, patience: int, far: bool = False) -> bool:
-        """True if ``patience`` of the last ``1.5 * patience`` iterations were unhealthy, the newest among them."""
-        bits = (self.far if far else self.unhealthy) % 2 ** (3 * patience // 2 + patience % 2)
-        return bool(bits & 1) and bits.bit_count() >= patience
+    def lasts(self, patience: int, far: bool = False) -> int:
+        """Iterations since the first sign if ``patience`` of the last ``1.5 * patience`` were unhealthy, or far, else 0.
 
-    def age(self) -> int:
-        """Number of iterations since the first sign, before which more than two in a row were healthy."""
-        return f"{self.unhealthy:0{_HISTORY + _GAP + 1}b}"[::-1].index("0" * (_GAP + 1))
+        The newest has to be one of them.
+        """
+        bits = (self.far if far else self.unhealthy) % 2 ** _window(patience)
+        return bits.bit_length() if bits & 1 and bits.bit_count() >= patience else 0
+
+
+def _window(patience: int) -> int:
+    return (3 * patience + 1) // 2
 
 
 @dataclass
@@ -101,9 +102,9 @@ class Findings:
         return Findings(loss, losses, bool(unhealthy), bool(nonfinite), bool(check), age, reasons)
 
     def add(self, reason: str, age: int) -> None:
-        """Add a reason of instability."""
+        """Add a reason of instability; the one that was detected first counts."""
         self.reasons.append(reason)
-        self.age = max(self.age, age)
+        self.age = min(self.age or age, age)
 
 
 class Triggers:
@@ -112,6 +113,7 @@ class Triggers:
     def __init__(self, patience: int, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._patience = {"loss": patience, "statistics": _PATIENCE}
+        self._window = _window(max(self._patience.values()))
         self._counts: dict[str, list[float]] = {}  # of each monitor, at the last iteration
         self._signals: dict[str, Signal] = {}
         self.request: str | None = None
@@ -135,7 +137,7 @@ class Triggers:
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor]) -> Findings:
         """Findings of the iteration that ends, the same on every rank but for the reasons."""
         for signal in self._signals.values():
-            signal.unhealthy, signal.far = (2 * bits % 2**_HISTORY for bits in (signal.unhealthy, signal.far))
+            signal.unhealthy, signal.far = (2 * bits % 2**self._window for bits in (signal.unhealthy, signal.far))
         on_device = [loss] if isinstance(loss, Tensor) else []
         tensors = [on_device, second_moments(self._modules), *map(_counts_value_threshold, monitors)]
         self.has_any = self.has_any or loss is not None or any(tensors)
@@ -162,7 +164,7 @@ class Triggers:
         findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         signal = self._note(findings, name, math.inf if math.isnan(value) else value, threshold, spike or reset)
         if reset and signal.unhealthy & 1:
-            findings.add(f"the threshold of {name} was reset", signal.age())
+            findings.add(f"the threshold of {name} was reset", signal.unhealthy.bit_length())
 
     def _detect(self, findings: Findings, name: str, numbers: float | list[float]) -> None:
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -182,8 +184,7 @@ class Triggers:
             rule.observe(values)
         elif not signal.unhealthy & 2:  # only the first of several consecutive spikes updates the statistics
             rule.observe(torch.fmin(values, limit))
-        if signal.has_lasted(patience):
-            age = min(signal.age(), 3 * patience // 2)
+        if age := signal.lasts(patience):
             findings.add(f"the {name} exceeded its threshold in {patience} iterations", age)
 
     def _note(self, findings: Findings, name: str, value: float, threshold: float, is_spike: bool) -> Signal:
@@ -196,9 +197,8 @@ class Triggers:
             if math.isfinite(value):
                 signal.peak = max(signal.peak, value)
                 signal.far |= value > FAR * threshold > 0.0
-            if signal.has_lasted(_PATIENCE, far=True):
-                text = f"{name} exceeded {FAR:g} times its threshold in {_PATIENCE} iterations"
-                findings.add(text, signal.age())
+            if age := signal.lasts(_PATIENCE, far=True):
+                findings.add(f"{name} exceeded {FAR:g} times its threshold in {_PATIENCE} iterations", age)
         return signal
 
     def state_dict(self) -> dict[str, Any]:
