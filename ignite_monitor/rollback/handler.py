@@ -35,7 +35,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. Iterations
-    that exceed the thresholds of that time are then discarded one by one, until five in a row are healthy. 48
+    that exceed the thresholds of that time are then discarded one by one, until eight in a row are healthy. 48
     iterations after the first sign a regime change is assumed and accepted; its values are no instability again.
     Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the loss, running
     statistics, non-finite state and :meth:`request`.
@@ -50,7 +50,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             ``load_state_dict``. The trainer and monitors need not be in it.
         every: distance of snapshots in iterations.
         keep: number of older snapshots; the three newest ones are kept as well.
-        patience: number of losses above the threshold, of ``patience + 2``, that trigger a rollback; or of losses in
+        patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; or of losses in
             a row that are not finite.
         max_rollbacks: number of rollbacks within 1,000 iterations, after which a regime change is assumed.
         lr_factor: factor of learning rates from the second rollback within 1,000 iterations on, in (0, 1].

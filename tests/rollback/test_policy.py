@@ -7,6 +7,7 @@ import pytest
 from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
 
 LETTERS = {"h": Event.HEALTHY, "u": Event.UNHEALTHY, "n": Event.NONFINITE, "t": Event.UNSTABLE, "r": Event.RUINED}
+H = "h" * 8
 ACTIONS = {".": Action.NONE, "B": Action.ROLL_BACK, "D": Action.DISCARD, "A": Action.ACCEPT, "E": Action.END}
 
 
@@ -22,24 +23,30 @@ def make_policy():
         ("hr", ".B"),
         ("nnn", "..B"),  # a non-finite batch is left to the train step, three in a row are not
         ("nnunnhnn", "........"),
-        ("tuuhuhhhhhu", "BDD.D......"),  # one healthy iteration does not end the recovery, five do
-        ("tuhhhhuhhhhhu", "BD....D......"),
+        ("tuuhu" + "h" * 8 + "u", "BDD.D" + "." * 9),  # one healthy iteration does not end the recovery, eight do
+        ("tu" + "h" * 7 + "u" + "h" * 8 + "u", "BD" + "." * 7 + "D" + "." * 9),
         ("tnrt", "BDDD"),
-        ("t" + "u" * 52, "B" + "D" * 49 + "A.."),  # accepted 50 iterations after the first sign
-        ("uuuuuuuuut" + "u" * 42, "." * 9 + "B" + "D" * 40 + "A."),
-        ("t" + "n" * 51, "B" + "D" * 49 + "E."),  # non-finite values are never accepted
-        ("t" + "u" * 48 + "nu", "B" + "D" * 49 + "A"),
-        ("t" + "u" * 49 + "nnn", "B" + "D" * 49 + "DDE"),
-        ("thhhhhthhhhht", "B.....B.....A"),  # max_rollbacks
-        ("thhhhhthhhhhr", "B.....B.....E"),
-        ("thhhhhthhhhh" + "h" * 988 + "t", "B.....B....." + "." * 988 + "B"),  # the first is 1,000 iterations ago
-        ("thhhhhthhhhh" + "h" * 987 + "t", "B.....B....." + "." * 987 + "A"),
+        ("t" + "u" * 50, "B" + "D" * 47 + "A.."),  # accepted 48 iterations after the first sign
+        ("t" + "n" * 49, "B" + "D" * 47 + "E."),  # non-finite values are never accepted
+        ("t" + "u" * 46 + "nu", "B" + "D" * 47 + "A"),
+        ("t" + "u" * 46 + "nnn", "B" + "D" * 46 + "DDE"),
+        (f"t{H}t{H}t", "B........B........A"),  # max_rollbacks
+        (f"t{H}t{H}r", "B........B........E"),
+        (f"t{H}t" + "h" * 990 + "t", "B........B" + "." * 990 + "B"),  # the first is 1,000 iterations ago
+        (f"t{H}t" + "h" * 989 + "t", "B........B" + "." * 989 + "A"),
     ],
 )
 def test_table(events, actions):
     policy = make_policy()
     done = [policy.next(LETTERS[letter], i) for i, letter in enumerate(events, start=1)]
     assert done == [ACTIONS[letter] for letter in actions]
+
+
+def test_a_slow_trigger_counts_from_its_first_sign():
+    policy = make_policy()
+    assert policy.next(Event.UNSTABLE, 60, age=15) == Action.ROLL_BACK
+    done = [policy.next(Event.UNHEALTHY, i) for i in range(61, 96)]
+    assert done == [Action.DISCARD] * 33 + [Action.ACCEPT, Action.NONE]
 
 
 @pytest.mark.parametrize("cut", range(1, 14))

@@ -41,9 +41,9 @@ SCHEDULES = {
     "wrapped": lambda o: LRScheduler(of_torch.StepLR(o, 7, 0.5)),
     "groups": lambda o: ParamGroupScheduler([LinearCyclicalScheduler(o, "lr", 0.1, 0.5, 20)], names=["all"]),
 }
-# A rollback is requested in two iterations; the first restores the state after iteration 10, the second, before that is
-# confirmed again, the state after iteration 0.
-ASKED, AGAIN, FIRST, SECOND = 14, 22, 10, 0
+# A rollback is requested in two iterations; the first restores the state after iteration 10, the second, before that
+# has proved healthy, the state after iteration 5.
+ASKED, AGAIN, FIRST, SECOND = 14, 24, 10, 5
 
 
 def of_schedule(make, **kwargs):

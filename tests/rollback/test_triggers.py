@@ -90,9 +90,7 @@ def test_a_nonfinite_loss_updates_nothing(loss):
     state = copy.deepcopy(watch.triggers.state_dict())
     findings = watch.triggers.collect(loss, [])
     assert (findings.check_state, findings.is_nonfinite, findings.is_unhealthy) == (True, True, False)
-    torch.testing.assert_close(
-        watch.triggers.state_dict()["detectors"], state["detectors"], rtol=0, atol=0, equal_nan=True
-    )
+    torch.testing.assert_close(watch.triggers.state_dict()["rules"], state["rules"], rtol=0, atol=0, equal_nan=True)
 
 
 class Monitor:
