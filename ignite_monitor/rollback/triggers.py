@@ -68,9 +68,9 @@ class Signal:
     accepted: float = -math.inf  # values up to this one are healthy
 
     def lasts(self, patience: int, far: bool = False) -> int:
-        """Iterations since the first sign if ``patience`` of the last ``1.5 * patience`` were unhealthy, or far, else 0.
+        """Iterations since the first sign if ``patience`` of the last ``1.5 * patience`` were unhealthy, else 0.
 
-        The newest has to be one of them.
+        The newest one has to be among them.
         """
         bits = (self.far if far else self.unhealthy) % 2 ** _window(patience)
         return bits.bit_length() if bits & 1 and bits.bit_count() >= patience else 0
