@@ -58,7 +58,9 @@ SPIKES = {
     ),
     "not handled": (grad(with_spike([50]), [50], skipped=False), ["warning"], "No step was skipped or clipped"),
     "culprit": (
-        grad(with_spike([50]), [50]) | {"grad/culprit/head.weight": (np.array([50]), np.array([0.7]))},
+        grad(with_spike([50]), [50])
+        | {"grad/culprit/head.weight": (np.array([50]), np.array([0.7]))}
+        | {"grad/culprit/other": (np.array([90]), np.array([0.8]))},
         ["warning"],
         "its threshold of 6 (share of the excess: head.weight 70 %)",
     ),
