@@ -227,7 +227,7 @@ def test_plot(files, tmp_path, capsys):
         (["demo", "--iterations", "3"], "--iterations"),
     ],
 )
-def test_bad_input_is_told_in_one_line(files, monkeypatch, capsys, arguments, reported):
+def test_bad_input_is_reported_in_one_line(files, monkeypatch, capsys, arguments, reported):
     monkeypatch.chdir(files)
     before = sorted(files.iterdir())
     assert main(arguments) == 2
@@ -277,7 +277,7 @@ def test_file_names_are_printed_without_control_characters(files, tmp_path, monk
     "arguments",
     [["summary"], ["sumary", "x"], ["summary", "a", "b"], ["plot", "x", "--colour"], ["demo", "--iterations", "many"]],
 )
-def test_bad_arguments_are_told_in_one_line(capsys, arguments):
+def test_bad_arguments_are_reported_in_one_line(capsys, arguments):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2

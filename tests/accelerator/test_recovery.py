@@ -50,7 +50,7 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
 
 @pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("kind", ["plain", "accumulated"])
-def test_it_goes_back_to_the_last_bit(kind, where, device):
+def test_it_rolls_back_to_the_last_bit(kind, where, device):
     training = Training(device, kind)
     rollback = RollbackHandler({"model": training.model, "optimizer": training.optimizer}, every=4, where=where)
     rollback.attach(training.trainer)

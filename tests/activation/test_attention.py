@@ -170,7 +170,7 @@ def test_large_common_scores_do_not_cancel():
 
 
 @pytest.mark.usefixtures("block")
-def test_fully_masked_rows_are_left_out():
+def test_fully_masked_rows_are_skipped():
     query, key = draw(2, 3, 6, 8), draw(2, 3, 7, 8, seed=1)
     mask = torch.ones(2, 3, 6, 7, dtype=torch.bool)
     mask[0, 1, 2:4], mask[1, 2] = False, False
@@ -183,7 +183,7 @@ def test_fully_masked_rows_are_left_out():
 
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rows_that_are_not_finite_are_left_out(bad):
+def test_rows_that_are_not_finite_are_skipped(bad):
     query, key = draw(2, 3, 6, 8), draw(2, 3, 7, 8, seed=1)
     spoilt = query.clone()
     spoilt[0, 1, 4, 2] = bad

@@ -210,7 +210,7 @@ def test_curvature_is_that_of_the_ranks_batches_together(results, name):
 
 
 @pytest.mark.parametrize("name", ["loss fails", "product fails", "unreached loss"])
-def test_a_rank_whose_curvature_fails_stops_nobody(results, name):
+def test_a_rank_whose_curvature_fails_stops_no_rank(results, name):
     alone = curvature(net(), None)
     for result in results(f"curvature, {name}"):
         for seen, expected in zip(result["seen"], alone["seen"], strict=True):
@@ -260,7 +260,7 @@ def test_a_training_after_the_process_group_has_ended(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])
-def test_tensors_are_judged_the_same_on_all_ranks(results, name):
+def test_tensors_are_compared_the_same_on_all_ranks(results, name):
     reaction = {"on_spike": "clip"} if "clip" in name else {"on_spike": "skip"} if "skip" in name else {}
     alone = train(OneTensor(), None, per_parameter=True, **reaction)
     ranks = results(name)

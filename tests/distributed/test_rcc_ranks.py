@@ -106,7 +106,7 @@ def test_a_sharded_model_needs_a_module(results):
     assert results("fsdp refused") == [{}, {}]
 
 
-def test_a_rank_that_cannot_measure_holds_nobody_up(results):
+def test_a_rank_that_cannot_measure_delays_no_rank(results):
     first, second = results("failing")
     assert [bool(values) for values in first["published"]] == [True] * COUNT
     assert second == first

@@ -120,13 +120,13 @@ def test_each_rank_can_make_its_step_again(results):
     assert [(item["same"], item["losses"], item["source"]) for item in results("spike")] == [(True, True, None)] * 2
 
 
-def test_what_begins_on_both_ranks_is_named_on_both(results):
+def test_what_starts_on_both_ranks_is_named_on_both(results):
     assert [(item["source"]["name"], item["source"]["kind"]) for item in results("nan on both")] == [
         ("norm", "forward")
     ] * 2
 
 
-def test_what_begins_on_another_rank_is_not_named(results):
+def test_what_starts_on_another_rank_is_not_named(results):
     first, second = results("nan on one")
     assert first["source"] is None
     assert ["all values of this rank are finite" in text for text in first["said"]] == [True]
@@ -134,7 +134,7 @@ def test_what_begins_on_another_rank_is_not_named(results):
 
 
 @pytest.mark.parametrize(("name", "reason"), [("communicating", "communicates"), ("fsdp", "sharded")])
-def test_nobody_communicates_for_it(results, name, reason):
+def test_no_rank_communicates_for_it(results, name, reason):
     for result in results(name):
         assert result["source"] is None
         assert [reason in text for text in result["said"]] == [True]

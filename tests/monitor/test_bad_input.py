@@ -282,7 +282,7 @@ def test_a_cell_of_a_notebook_that_is_run_again():
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_nothing_chosen_is_said_once(reported, caplog):
+def test_nothing_chosen_is_reported_once(reported, caplog):
     model, _, trainer = make_trainer()
     ActivationHandler(model, activations=None if reported else {"std": True}).attach(trainer)
     with caplog.at_level(logging.WARNING):

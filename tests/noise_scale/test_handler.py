@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from ignite_monitor import GradientNoiseScaleHandler
 from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
-from tests._helpers import mse_loss, split
+from tests._helpers import mse_loss, run_monitored, split
 
 ITEMS = 4096
 
@@ -183,7 +183,7 @@ def test_absent_where_the_gradients_do_not_tell():
 
 
 @pytest.mark.parametrize("what", ["parts", "not zeroed", "filter", "penalty", "overflow"])
-def test_what_is_left_out(what):
+def test_what_is_skipped(what):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
@@ -213,7 +213,7 @@ def test_what_is_left_out(what):
         assert all(item["low"] * 0.8 < expected < item["high"] * 1.25 for item in reported[-10:])
 
 
-def test_a_step_that_is_made_otherwise_is_said_once(caplog):
+def test_a_step_that_is_made_otherwise_is_reported_once(caplog):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with caplog.at_level(logging.WARNING):
@@ -242,8 +242,25 @@ def test_bad_input(kwargs, error, text):
         GradientNoiseScaleHandler(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
 
 
+def test_a_resumed_run_publishes_what_the_uninterrupted_one_does():
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    data, values = list(batches(x, y, 64, 120)), []
+    for parts in ([data], [data[:50], data[50:]]):
+        state = None
+        for part in parts:
+            monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+            if state is not None:
+                monitor.load_state_dict(state)
+            run_monitored(step_of(model, optimizer), part, monitor)
+            state = monitor.state_dict()
+        values.append(measured(monitor))
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+    assert values[0]
+
+
 @pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])
-def test_a_step_whose_parts_were_changed_on_the_way_is_left_out(what):
+def test_a_step_whose_parts_were_changed_on_the_way_is_skipped(what):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 

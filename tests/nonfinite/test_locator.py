@@ -243,7 +243,7 @@ def test_nan_in_the_data_is_no_modules():
 
 
 @pytest.mark.parametrize("of_loss", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt() + loss])
-def test_what_begins_in_the_loss(of_loss):
+def test_what_starts_in_the_loss(of_loss):
     counter = iter(range(9))
     result, _ = trained(
         make(nn.Linear, 4, 3),
@@ -304,7 +304,7 @@ def test_a_mask_of_minus_infinity_is_nothing_bad(name):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_the_call_that_makes_it_is_looked_into(which):
+def test_the_call_that_makes_it_is_inspected(which):
     """Several calls before one backward, each with random numbers of its own."""
 
     def planting(model):
@@ -356,7 +356,7 @@ def test_dropout_is_that_of_the_training():
     assert [model.get_submodule(item.name) for item in result] == chosen
 
 
-def test_a_row_is_looked_into_once(caplog):
+def test_a_row_is_inspected_once(caplog):
     model = make(nn.Linear, 4, 3)
     batches = vectors(6)
     for place in (1, 2, 3, 5):
@@ -369,7 +369,7 @@ def test_a_row_is_looked_into_once(caplog):
     assert all("It comes from the model's inputs, which are not finite" in line for line in lines)
 
 
-def test_an_overflow_is_told_of_only_where_forward_is_not_finite(caplog):
+def test_an_overflow_is_reported_only_where_forward_is_not_finite(caplog):
     def train_scaled(planting):
         model = make(Careless, "")
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -399,7 +399,7 @@ def test_an_overflow_is_told_of_only_where_forward_is_not_finite(caplog):
     assert "It comes from the forward of norm" in lines[0]
 
 
-def test_what_cannot_be_run_again_is_said_to_be_so(caplog):
+def test_what_cannot_be_run_again_is_reported(caplog):
     class InPlace(nn.Linear):
         def forward(self, x):
             return super().forward(x.mul_(2))
@@ -419,7 +419,7 @@ def test_a_device_whose_rng_state_is_not_kept_is_named():
     assert text.endswith("could not be located: RNG state is kept for the CPU and CUDA only")
 
 
-def test_a_loss_that_is_judged_elsewhere_has_the_origin_too():
+def test_a_loss_of_another_monitor_has_the_origin_too():
     model = make(Careless, "")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     result = []

@@ -244,7 +244,7 @@ def test_top_k_are_named_by_the_model():
         assert top.keys() <= dict(model.named_parameters()).keys()
 
 
-def test_what_is_not_kept_is_absent_and_said_once(caplog):
+def test_what_is_not_kept_is_absent_and_reported_once(caplog):
     class EightBit(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -260,7 +260,7 @@ def test_what_is_not_kept_is_absent_and_said_once(caplog):
         assert len([item for item in caplog.messages if "exp_avg" in item]) == 1
 
 
-def test_an_optimizer_that_makes_no_step_is_told_of(caplog):
+def test_an_optimizer_that_makes_no_step_is_reported(caplog):
     model = make_model()
     handler = OptimizerStateHandler(model, torch.optim.Adam(model.parameters()))
     run_monitored(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), make_batches(3), handler)
@@ -355,7 +355,7 @@ def test_a_cosine_of_tiny_numbers_is_right_or_absent(scale):
         assert (result is None) if scale == 1e-160 else result == pytest.approx(true[-1], rel=1e-9)
 
 
-def test_a_second_moment_that_is_not_a_number_says_nothing():
+def test_a_second_moment_that_is_not_a_number_is_not_reported():
     model = nn.Linear(3, 3, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     trainer = Engine(make_step(model, optimizer))
@@ -370,7 +370,7 @@ def test_a_second_moment_that_is_not_a_number_says_nothing():
     assert seen[1].keys() == {"o/momentum_cosine_median", "o/momentum_cosine_min"}
 
 
-def test_complex_parameters_are_left_out():
+def test_complex_parameters_are_skipped():
     model = nn.ParameterDict(
         {"z": nn.Parameter(torch.ones(3, dtype=torch.complex64)), "w": nn.Parameter(torch.ones(3))}
     )
@@ -382,7 +382,7 @@ def test_complex_parameters_are_left_out():
     assert "optimizer/update_norm" not in published  # the complex tensor moved too
 
 
-def test_momentum_of_sparse_gradients_is_left_out():
+def test_momentum_of_sparse_gradients_is_skipped():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -460,7 +460,7 @@ def test_an_empty_batch_has_nothing_to_measure():
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
-def test_copies_made_in_a_train_step_are_not_looked_at(duplicate, caplog):
+def test_copies_made_in_a_train_step_are_not_measured(duplicate, caplog):
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     handler = RCCHandler(model)
     runs, values = [], []

@@ -35,7 +35,7 @@ class Hyper(nn.Module):
 
 @pytest.mark.parametrize("size", [0.0, 0.1])
 @pytest.mark.parametrize("monitor", [RCCHandler, AlignmentHandler])
-def test_a_layer_whose_weights_are_lent_is_left_out(monitor, size, caplog):
+def test_a_layer_whose_weights_are_lent_is_skipped(monitor, size, caplog):
     torch.manual_seed(0)
     model, x = Hyper(), torch.randn(6, 8)
     handler = monitor(model)

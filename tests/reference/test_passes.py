@@ -163,7 +163,7 @@ def test_root_called_within_itself():
     assert len(warnings) == 1
 
 
-def test_calls_that_do_not_pair_are_left_out():
+def test_calls_that_do_not_pair_are_skipped():
     class Routed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,7 +219,7 @@ def test_a_model_that_makes_a_backward_pass_in_its_forward():
 
 
 @pytest.mark.parametrize("where", ["enter", "leave"])
-def test_errors_of_the_comparison_leave_the_call_out(where):
+def test_errors_of_the_comparison_skip_the_call(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     passes, recorder, warnings = watch(model)
     original = getattr(recorder, where)

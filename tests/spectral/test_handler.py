@@ -288,7 +288,7 @@ def test_looking_at_parametrized_weights_changes_nothing():
 
 
 @pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
-def test_weight_that_is_not_finite_is_left_out_with_one_warning(batches, method, caplog):
+def test_weight_that_is_not_finite_is_skipped_with_one_warning(batches, method, caplog):
     model, *_, handler = make(batches, method=method, per_parameter=True, top_k=1)
     model.hidden.weight.requires_grad_(False)[3, 4] = math.nan
     with caplog.at_level(logging.WARNING):

@@ -166,7 +166,7 @@ class Observed:
 
 @given(runs())
 @examples(120)
-def test_what_is_said_of_any_sequence_of_norms(run):
+def test_values_of_any_sequence_of_norms(run):
     observed = Observed(run)
     monitor = observed.monitor()
     observed.train(monitor, run.norms[: run.resume_at])

@@ -649,7 +649,7 @@ def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
     assert handler.diagnostics == after
 
 
-def test_run_without_an_optimizer_step_says_so_once(caplog):
+def test_run_without_an_optimizer_step_is_reported_once(caplog):
     model = make_model()
     with caplog.at_level(logging.WARNING, LOGGER):
         run_monitored(lambda _, batch: mse_loss(model, batch).backward(), make_batches(3), WeightUpdateHandler(model))
