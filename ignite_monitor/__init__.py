@@ -23,6 +23,7 @@ _MODULE_OF = {
     "ReplicaCheckHandler": "replicas.handler",
     "RobustThreshold": "detection.robust",
     "RollbackHandler": "rollback.handler",
+    "RoutingHandler": "routing.handler",
     "Schema": "schema",
     "SetupCheck": "setup_check.handler",
     "SpectralNormHandler": "spectral.handler",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
     from ignite_monitor.replicas.handler import ReplicaCheckHandler as ReplicaCheckHandler
     from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
+    from ignite_monitor.routing.handler import RoutingHandler as RoutingHandler
     from ignite_monitor.schema import Key as Key
     from ignite_monitor.schema import Schema as Schema
     from ignite_monitor.setup_check.handler import SetupCheck as SetupCheck

@@ -228,7 +228,16 @@ HISTOGRAMS = Schema("histograms", "histograms", (
     Key("activations_count", "number of activation histograms in this iteration"),
 ))
 
+ROUTING = Schema("routing", "routing", (
+    Key("load_entropy/{layer}", "effective number of experts over their number: exp(entropy of their load) / N",
+        chart="routing: load entropy"),
+    Key("max_share/{layer}", "largest share of an expert in all assignments of tokens", chart="routing: largest share"),
+    Key("dead_share/{layer}", "share of experts without a token", chart="routing: experts without a token"),
+    Key("logit_max/{layer}", "largest logit of the router", chart="routing: largest logit"),
+    Key("margin/{layer}", "mean over tokens: smallest logit of a chosen expert minus largest of another"),
+))
+
 SCHEMAS = (
     *(GRADIENT, SPIKE, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS, HISTOGRAMS),
-    *(RCC, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP),
+    *(RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP),
 )

@@ -66,7 +66,7 @@ LAYERS = (
     {"nonfinite"},
     {
         *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
-        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback", "histograms"),
+        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback", "histograms", "routing"),
     },
     {"scaling", "spike_recorder", "healthy_checkpoint", "setup_check"},
 )

@@ -19,6 +19,7 @@ from ignite_monitor import (
     RCCHandler,
     ReplicaCheckHandler,
     RollbackHandler,
+    RoutingHandler,
     SetupCheck,
     SpectralNormHandler,
     SpikeMonitor,
@@ -40,6 +41,11 @@ class EveryCurvature(CurvatureHandler):
 def mse_of(model, batch):
     torch.manual_seed(0)  # for the dropout of runs that are resumed; restored afterwards
     return F.mse_loss(model(batch[0]), batch[1])
+
+
+def routing(model, optimizer):
+    model.top_k = 1
+    return RoutingHandler(model, routers="^[04]$")
 
 
 # name -> (model, optimizer) -> monitor
@@ -79,6 +85,7 @@ HANDLERS = {
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),
     "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=4),
     "SetupCheck": lambda model, optimizer: SetupCheck(model, optimizer),
+    "RoutingHandler": routing,
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(
         model, optimizer, peak_flops=1e12, flops_per_item=1e3
     ),

@@ -1,0 +1,125 @@
+"""Decisions of the routers in one iteration: sums that add up over calls and ranks, and the values computed of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.model.devices import move_like, wide_dtype
+from ignite_monitor.model.forward import ModuleHook, is_recomputation
+from ignite_monitor.model.isolation import is_reference_run
+from ignite_monitor.model.modes import aside, is_plain
+
+VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
+
+NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts: %s"
+NO_CHOICE = "only logit_max is reported of routers without an attribute top_k, the number of experts per token: %s"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Return True for a router of transformers 5 that returns which experts it chose, also if it is wrapped."""
+    return any(
+        kind.__module__.startswith("transformers.") and re.search("Top[kK1]Router$", kind.__name__)
+        for kind in type(module).__mro__
+    )
+
+
+class RouterDecisions(ModuleHook):
+    """Sums up the decisions of routers in training mode, as a hook on them.
+
+    Args:
+        root: the model without wrappers.
+        routers: router -> name for loggers, number of experts per token if known.
+
+    Attributes:
+        sums: name -> sums and largest logit, as :func:`routing_sums` returns them.
+        skipped: reason why something is not reported -> names of routers.
+    """
+
+    def __init__(self, root: nn.Module, routers: Mapping[nn.Module, tuple[str, int | None]]) -> None:
+        self._root = root
+        self._routers = {id(module): router for module, router in routers.items()}
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.skipped: dict[str, set[str]] = {NOT_LOGITS: set(), NO_CHOICE: set()}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        router = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
+        if router is None or is_recomputation() or is_reference_run() or not self._root.training:
+            return
+        name, k = router
+        logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
+        known = self.sums.get(name)
+        if not _fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):
+            self.skipped[NOT_LOGITS].add(name)
+        elif logits.numel():
+            with aside():
+                if choice is None and k is not None and k <= logits.shape[-1]:
+                    choice = logits.topk(k).indices
+                elif choice is None:
+                    self.skipped[NO_CHOICE].add(name)
+                sums, largest = routing_sums(logits, choice, is_mask)
+                if known:
+                    sums, largest = known[0] + move_like(sums, known[0]), known[1].maximum(move_like(largest, known[1]))
+                self.sums[name] = sums, largest
+
+
+def _parts(output: Any) -> tuple[Any, Any, bool]:
+    """Return the logits and the chosen experts in (logits, weights, indices) or, with True, (mask, weight, logits)."""
+    first, _, third = output[:3] if isinstance(output, tuple) and len(output) > 2 else (None,) * 3
+    is_mask = isinstance(first, Tensor) and not first.is_floating_point()
+    return (third, first, True) if is_mask else (first, third, False)
+
+
+def _fits(logits: Any, choice: Any) -> bool:
+    tensors = [logits] if choice is None else [logits, choice]
+    if not all(isinstance(tensor, Tensor) and is_plain(tensor) and tensor.ndim for tensor in tensors):
+        return False
+    return logits.dtype in _DTYPES and logits.shape[-1] > 1 and all(t.shape[:-1] == logits.shape[:-1] for t in tensors)
+
+
+def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -> tuple[Tensor, Tensor]:
+    """Sum up one call of a router.
+
+    Args:
+        logits: of shape (tokens ..., experts), not empty.
+        choice: indices of chosen experts, of shape (tokens ..., k); None if not known.
+        is_mask: whether ``choice`` is a mask of chosen experts, of the shape of the logits.
+
+    Returns:
+        Tokens per expert, number of tokens with a margin, and sum of the margins: of shape (experts + 2,), NaN without
+        a choice, and if a logit is NaN, an index is no expert's, or a token has an expert twice. Largest logit: of
+        shape (1,).
+    """
+    logits = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.device))
+    largest, experts = logits.amax().reshape(1), logits.shape[1]
+    if choice is None:
+        return torch.full_like(logits[0, :1], math.nan).expand(experts + 2), largest
+    chosen, is_known = choice.reshape(len(logits), -1), ~logits.isnan().any()
+    if is_mask:
+        chosen = chosen > 0
+    else:
+        index = torch.where((chosen >= 0) & (chosen < experts), chosen, experts).long()
+        mask = torch.zeros(len(logits), experts + 1, dtype=torch.bool, device=logits.device)
+        chosen = mask.scatter_(1, index, True)[:, :experts]
+        is_known &= chosen.sum() == index.numel()
+    # A token beyond an expert's capacity has no expert, and where all experts are chosen, there is no margin.
+    has_margin = chosen.any(1) & ~chosen.all(1)
+    margins = torch.where(chosen, logits, math.inf).amin(1) - torch.where(chosen, -math.inf, logits).amax(1)
+    margin = torch.where(has_margin, margins, 0.0).sum()
+    sums = torch.cat([chosen.sum(0), has_margin.sum().reshape(1), margin.reshape(1)])
+    return torch.where(is_known, sums, math.nan), largest
+
+
+def routing_values(sums: Tensor, largest: Tensor) -> Tensor:
+    """Compute the :data:`VALUES` of a router from its sums over calls and ranks, NaN for what is not known."""
+    counts, tokens, margin = sums[:-2], sums[-2], sums[-1]
+    shares = counts / counts.sum()
+    entropy, dead = torch.special.entr(shares).sum(), (shares == 0).to(shares.dtype).mean()
+    dead = torch.where(shares.isnan().any(), math.nan, dead)
+    return torch.stack([entropy.exp() / len(counts), shares.amax(), dead, largest[0], margin / tokens])

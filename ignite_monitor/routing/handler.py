@@ -1,0 +1,127 @@
+"""RoutingHandler: load and logits of the routers in a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import nn
+
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.keys import ROUTING
+from ignite_monitor.model.devices import device_of, move
+from ignite_monitor.model.forward import outputs_to
+from ignite_monitor.model.modes import Eager
+from ignite_monitor.model.names import Pattern, Selection, hookable, modules_by_name, tags, unwrapped
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.ranks import RankReduction, all_take_part, world_size
+from ignite_monitor.monitor.transfer import NamedValues
+from ignite_monitor.routing.decisions import NOT_LOGITS, VALUES, RouterDecisions, is_of_transformers, routing_values
+
+
+class RoutingHandler(Monitor, schema=ROUTING):
+    r"""Load and logits of the routers in a mixture of experts, per layer.
+
+    {keys}
+
+    All forward passes, micro-batches and ranks of an iteration count as one batch, padding included. Passes in
+    evaluation mode and recomputations by activation checkpointing are not measured. Compiled models run eagerly in
+    monitored iterations. With several ranks, attach the handler on all of them: it takes two collectives per iteration.
+
+    Routers of transformers 5 return which experts they chose: classes named ``*TopKRouter``, and ``*Top1Router`` of
+    Switch Transformers, where a token beyond the expert's capacity has none. Of other routers the experts with the k
+    largest logits count as chosen. k is the attribute ``top_k`` or ``num_experts_per_tok``, or the latter of
+    ``config``, of the router or the nearest module around it; without it only ``logit_max`` is reported.
+
+    Args:
+        model: the model, as the train step uses it (wrapped, if it is wrapped).
+        routers: a regular expression; the modules with a match in their names are the routers, and return the logits
+            over experts. None for the routers of transformers.
+        prefix: prefix of the keys.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if ``routers`` is not a regular expression, or the model has no router.
+
+    Examples:
+        .. code-block:: python
+
+            routing = RoutingHandler(model, routers=r"\.gate$")
+            routing.attach(trainer, Events.ITERATION_STARTED(every=10))
+            routing.log_to(tensorboard_logger, trainer)
+    """
+
+    def __init__(self, model: nn.Module, *, routers: Pattern = None, prefix: str = "routing") -> None:
+        super().__init__(model, prefix)
+        self._selection = None if routers is None else Selection(routers)
+        if not self._routers():
+            missing = "routers of transformers: give routers" if routers is None else f"a module named like {routers!r}"
+            raise ValueError(f"Argument model should have {missing}")
+        self.reset_run_state()
+
+    def handlers(self) -> Handlers:
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
+        if not self._is_running:
+            return []
+        routers = self._routers()
+        self._decisions = RouterDecisions(unwrapped(self.model), routers)
+        return [Eager(self.model), outputs_to(routers, self._decisions)]
+
+    def reset_run_state(self) -> None:
+        self._decisions: RouterDecisions | None = None
+        self._over_ranks = RankReduction()
+
+    def _routers(self) -> dict[nn.Module, tuple[str, int | None]]:
+        """Routers -> name for loggers, number of experts per token if known."""
+        modules = modules_by_name(self.model)
+        names = [name for name, module in hookable(modules).items() if self._is_router(name, module)]
+        routers: dict[nn.Module, tuple[str, int | None]] = {}
+        for name, tag in zip(names, tags(name or "_root_" for name in names), strict=True):
+            around = [modules[outer] for outer in modules if not outer or f"{name}.".startswith(f"{outer}.")]
+            routers[modules[name]] = tag, _experts_per_token(reversed(around))
+        return routers
+
+    def _is_router(self, name: str, module: nn.Module) -> bool:
+        return is_of_transformers(module) if self._selection is None else (name or "_root_") in self._selection
+
+    @torch.no_grad()
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        decisions, self._decisions = self._decisions, None
+        if decisions is None:
+            return
+        for reason, names in decisions.skipped.items():
+            if names:
+                self._warn_once(reason, ", ".join(sorted(names)))
+        if not decisions.sums and not any(decisions.skipped.values()):
+            self._warn_once("iteration %d called no router in training mode", engine.state.iteration)
+        device = device_of(self.model)
+        measured = {name: pair for name, pair in decisions.sums.items() if name not in decisions.skipped[NOT_LOGITS]}
+        sums, largest = (
+            {name: NamedValues([name], move(pair[part], device)[None]) for name, pair in measured.items()}
+            for part in (0, 1)
+        )
+        if world_size() > 1:
+            if not all_take_part(self.model):
+                self._warn_once("ranks may have run out of data under join(), so nothing is reported")
+                return
+            sums, largest = self._over_ranks(sums, largest, device)
+        names = [f"{value}/{name}" for name in sums for value in VALUES]
+        if names:
+            rows = [routing_values(own.values[0], largest[name].values[0]) for name, own in sums.items()]
+            self.publish_table(names, torch.cat(rows))
+
+
+def _experts_per_token(modules: Iterable[nn.Module]) -> int | None:
+    """Return the number of experts per token from the attributes of a router and the modules around it."""
+    for module in modules:
+        config = getattr(module, "config", None)  # its top_k may be that of text generation
+        values = [getattr(module, name, None) for name in ("top_k", "num_experts_per_tok")]
+        for value in (*values, getattr(config, "num_experts_per_tok", None)):
+            if type(value) is int and value > 0:
+                return value
+    return None
