@@ -70,8 +70,8 @@ class Selection:
     """Names in which the regular expression ``include`` matches, and ``exclude`` does not; None for all, and none."""
 
     def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:
-        self._include = _compiled("include", include)
-        self._exclude = _compiled("exclude", exclude)
+        self._include = compiled("include", include)
+        self._exclude = compiled("exclude", exclude)
 
     def of(self, names: Iterable[str]) -> list[str]:
         """The selected names, in their order."""
@@ -82,7 +82,8 @@ class Selection:
         return included and (self._exclude is None or self._exclude.search(name) is None)
 
 
-def _compiled(name: str, pattern: object) -> re.Pattern[str] | None:
+def compiled(name: str, pattern: object) -> re.Pattern[str] | None:
+    """Compile the regular expression that a user has given for an argument."""
     if pattern is None:
         return None
     if not isinstance(pattern, (str, re.Pattern)):

@@ -15,7 +15,7 @@ from ignite_monitor.keys import ROUTING
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.forward import outputs_to
 from ignite_monitor.model.modes import Eager
-from ignite_monitor.model.names import Pattern, Selection, hookable, modules_by_name, tags, unwrapped
+from ignite_monitor.model.names import Pattern, compiled, hookable, modules_by_name, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import RankReduction, all_take_part, world_size
 from ignite_monitor.monitor.transfer import NamedValues
@@ -56,7 +56,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
 
     def __init__(self, model: nn.Module, *, routers: Pattern = None, prefix: str = "routing") -> None:
         super().__init__(model, prefix)
-        self._selection = None if routers is None else Selection(routers)
+        self._pattern = compiled("routers", routers)
         if not self._routers():
             missing = "routers of transformers: give routers" if routers is None else f"a module named like {routers!r}"
             raise ValueError(f"Argument model should have {missing}")
@@ -87,7 +87,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         return routers
 
     def _is_router(self, name: str, module: nn.Module) -> bool:
-        return is_of_transformers(module) if self._selection is None else (name or "_root_") in self._selection
+        return bool(is_of_transformers(module) if self._pattern is None else self._pattern.search(name or "_root_"))
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:

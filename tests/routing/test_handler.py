@@ -1,0 +1,271 @@
+"""Shares of experts and margins are those counted by hand, whatever the train step does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ignite_monitor import RoutingHandler
+from ignite_monitor.routing.decisions import routing_sums, routing_values
+from tests._helpers import run_monitored
+
+EXPERTS, K = 5, 2
+
+
+class Mixture(nn.Module):
+    def __init__(self, k: int = K) -> None:
+        super().__init__()
+        self.top_k = self.k = k
+        self.gate = nn.Linear(4, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(EXPERTS))
+        self.chosen: list[torch.Tensor] = []
+
+    def forward(self, x):
+        weights, indices = self.gate(x).topk(self.k)
+        self.chosen.append(indices)
+        outputs = torch.stack([expert(x) for expert in self.experts], -2)
+        return (
+            weights.softmax(-1).unsqueeze(-1) * outputs.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, 4))
+        ).sum(-2)
+
+
+class Model(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Mixture(**options), nn.Tanh(), Mixture(**options))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def router_class(name: str, forward) -> type[nn.Module]:
+    """A class as transformers has them, which returns what is given."""
+    return type(name, (nn.Module,), {"forward": forward, "__module__": "transformers.models.some"})
+
+
+def train_step(model, parts=1, before=lambda batch: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(engine, batch):
+        before(batch)
+        optimizer.zero_grad()
+        for part in batch.chunk(parts):
+            model(part).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def batches(count=3, rows=12):
+    return list(torch.randn(count, rows, 3, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def counted(indices, logits):
+    """The values of a layer in plain Python, from all its chosen experts and logits."""
+    counts = [0] * logits.shape[1]
+    margins = []
+    for chosen, row in zip(indices.tolist(), logits.double().tolist(), strict=True):
+        for i in chosen:
+            counts[i] += 1
+        others = [value for i, value in enumerate(row) if i not in chosen]
+        if chosen and others:
+            margins.append(min(row[i] for i in chosen) - max(others))
+    shares = np.array(counts) / sum(counts)
+    entropy = -sum(share * math.log(share) for share in shares if share)
+    values = {"load_entropy": math.exp(entropy) / len(counts), "max_share": max(shares)}
+    values |= {"dead_share": counts.count(0) / len(counts), "logit_max": float(logits.max())}
+    return values | ({"margin": float(np.mean(margins))} if margins else {})
+
+
+def of_layer(row, layer):
+    return {name.split("/")[1]: value for name, value in row.items() if name.endswith(f"/{layer}")}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_are_those_counted_by_hand(parts, dtype):
+    model = Model().to(dtype)
+    seen = {name: ([], module.chosen) for name, module in model.named_modules() if isinstance(module, Mixture)}
+    for name, (logits, _) in seen.items():
+        model.get_submodule(f"{name}.gate").register_forward_hook(lambda m, a, out, kept=logits: kept.append(out))
+    expected = []
+
+    def count():
+        for name, (logits, chosen) in seen.items():
+            expected.append((name, counted(torch.cat(chosen).flatten(0, 1), torch.cat(logits).detach().flatten(0, 1))))
+            logits.clear(), chosen.clear()
+
+    step = train_step(model, parts)
+    rows = run_monitored(
+        lambda engine, batch: (step(engine, batch.to(dtype)), count()),
+        batches(),
+        RoutingHandler(model, routers="gate$"),
+    )
+    for place, (name, values) in enumerate(expected):
+        assert of_layer(rows[place // 2], f"{name}.gate") == pytest.approx(values, rel=1e-12), name
+    assert len(expected) == 6
+
+
+def test_evaluation_passes_and_recomputations_are_not_counted():
+    def published(passes):
+        model = Model()
+        handler = RoutingHandler(model, routers="gate$")
+
+        def evaluate(batch):
+            model.eval()
+            model(batch + 1)
+            model.train()
+
+        if passes == "evaluation":
+            return run_monitored(train_step(model, before=evaluate), batches(), handler)
+        if passes is not None:
+            blocks = model.blocks
+            model.forward = lambda x: checkpoint(blocks, x.requires_grad_(), use_reentrant=passes == "reentrant")
+        return run_monitored(train_step(model), batches(), handler)
+
+    expected = published(None)
+    assert len(expected[0]) == 10
+    for passes in ("evaluation", "reentrant", "not reentrant"):
+        assert published(passes) == expected, passes
+
+
+def test_compiled_models_are_measured():
+    model, compiled = Model(), Model()
+    expected = run_monitored(train_step(model), batches(), RoutingHandler(model, routers="gate$"))
+    wrapped = torch.compile(compiled, backend="eager")
+    wrapped(batches()[0])
+    found = run_monitored(train_step(wrapped), batches(), RoutingHandler(wrapped, routers="gate$"))
+    assert [row == pytest.approx(other) for row, other in zip(found, expected, strict=True)] == [True] * 3
+
+
+def test_routers_of_transformers_report_the_experts_that_they_chose():
+    """A bias for the choice alone, groups of experts or a capacity: the k largest logits are not what was chosen."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 4.0], [5.0, 1.0, 1.0, 0.0]])
+    indices = torch.tensor([[0, 3], [3, 0], [0, 1]])
+    mask = torch.tensor([[[1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]])
+    weight = torch.ones(1)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.top = router_class("SomeTopkRouter", lambda self, x: (x * logits, x, indices))()
+            self.one = router_class("SomeTop1Router", lambda self, x: (mask, x, x * logits.unsqueeze(0)))()
+            self.not_one = router_class("SomeTop2Router", lambda self, x: (mask, x, x * logits))()
+
+        def forward(self, x):
+            self.top(self.scale), self.one(self.scale), self.not_one(self.scale)
+            return x * self.scale
+
+    model = Model()
+    (row,) = run_monitored(train_step(model), [weight], RoutingHandler(model))
+    assert of_layer(row, "top") == pytest.approx(counted(indices, logits))
+    assert row["routing/margin/top"] == pytest.approx((-2 - 2 + 0) / 3)
+    assert of_layer(row, "one") == pytest.approx(
+        {"load_entropy": 0.5, "max_share": 0.5, "dead_share": 0.5, "logit_max": 5.0, "margin": 1.5}
+    )
+    assert not of_layer(row, "not_one")
+
+
+def test_all_experts_chosen_have_no_margin():
+    (row,) = run_monitored(train_step(model := Model(k=EXPERTS)), batches(1), RoutingHandler(model, routers="gate$"))
+    assert of_layer(row, "blocks.0.gate").keys() == {"load_entropy", "max_share", "dead_share", "logit_max"}
+    assert row["routing/load_entropy/blocks.0.gate"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("logits", "indices"),
+    [
+        ([3.0, 2.0, 1.0], [[0, 3]]),
+        ([3.0, 2.0, 1.0], [[0, -1]]),
+        ([3.0, 2.0, 1.0], [[1, 1]]),
+        ([3.0, math.nan, 1.0], [[0, 2]]),
+        ([3.0, 2.0, 1.0], None),
+    ],
+    ids=["too large", "negative", "twice", "NaN", "no choice"],
+)
+def test_a_choice_that_is_not_known_has_no_values(logits, indices):
+    logits = torch.tensor([logits])
+    sums, largest = routing_sums(logits, None if indices is None else torch.tensor(indices))
+    expected = [math.nan] * 3 + [float(logits.max()), math.nan]
+    assert routing_values(sums, largest).tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_without_tokens_nothing_is_known():
+    sums, largest = routing_sums(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int64), is_mask=True)
+    values = routing_values(sums, largest).tolist()
+    assert values == pytest.approx([math.nan] * 3 + [1.0, math.nan], nan_ok=True)
+
+
+@pytest.mark.parametrize("place", ["router", "config", "nowhere", "too many", "of text generation"])
+def test_number_of_experts_per_token(place, caplog):
+    model = Model()
+    expected = run_monitored(train_step(model), batches(1), RoutingHandler(model, routers="0.gate$"))[0]
+    model = Model()
+    mixture = model.blocks[0]
+    del mixture.top_k
+    if place == "router":
+        mixture.gate.num_experts_per_tok = K
+    elif place == "too many":
+        mixture.gate.top_k = EXPERTS + 1
+    else:
+        names = {"config": "num_experts_per_tok", "of text generation": "top_k", "nowhere": "other"}
+        model.config = type("Config", (), {names[place]: K})()
+    (row,) = run_monitored(train_step(model), batches(1), RoutingHandler(model, routers="0.gate$"))
+    if place in ("router", "config"):
+        assert row == expected
+        assert caplog.messages == []
+    else:
+        assert row == {name: value for name, value in expected.items() if "logit_max" in name}
+        assert caplog.messages == [
+            "RoutingHandler (routing): only logit_max is reported of routers without an attribute top_k, the number of "
+            "experts per token: blocks.0.gate"
+        ]
+
+
+def test_modules_that_return_no_logits_are_not_reported(caplog):
+    class Changing(nn.Linear):
+        def forward(self, x):
+            logits = super().forward(x)
+            return logits if x.mean() > 0 else logits[..., :3]
+
+    model = Model()
+    model.blocks[0].top_k = model.top_k = 1
+    model.blocks[0].experts[0] = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))  # a single number
+    model.blocks.extend([nn.LSTM(4, 4), router_class("TupleTopKRouter", lambda self, x: x[0])(), Changing(4, 6)])
+    data = torch.randn(2, 1, 3, 4)
+    model.blocks.forward = lambda x: (
+        torch.cat([model.blocks[5](part)[..., :3] for part in (x.abs(), -x.abs())]),
+        model.blocks[4](model.blocks[3](x.flatten(0, 1))),
+        model.blocks[2](model.blocks[0](x)),
+    )[2]
+    handler = RoutingHandler(model, routers=r"^blocks\.0\.experts\.0\.0|^blocks\.[345]|2.gate$")
+    rows = run_monitored(train_step(model), data, handler)
+    assert {name.split("/")[2] for row in rows for name in row} == {"blocks.2.gate"}
+    assert caplog.messages == [
+        "RoutingHandler (routing): nothing is reported of modules that do not return a plain tensor of logits over "
+        "two or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5"
+    ]
+
+
+def test_an_iteration_without_a_router_is_reported_once(caplog):
+    model = Model()
+    run_monitored(lambda engine, batch: None, batches(), RoutingHandler(model, routers="gate$"))
+    assert caplog.messages == ["RoutingHandler (routing): iteration 1 called no router in training mode"]
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="routers of transformers: give routers"):
+        RoutingHandler(Model())
+    with pytest.raises(ValueError, match="a module named like 'door'"):
+        RoutingHandler(Model(), routers="door")
+    with pytest.raises(ValueError, match="routers should be a regular expression"):
+        RoutingHandler(Model(), routers="(")
+    with pytest.raises(TypeError, match="routers should be a regular expression"):
+        RoutingHandler(Model(), routers=3)
