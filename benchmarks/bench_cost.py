@@ -100,6 +100,12 @@ def setup_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.SetupC
     return im.SetupCheck(model, optimizer, iterations=NEVER)
 
 
+def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RoutingHandler:
+    """The first layer of each MLP as a router."""
+    model.top_k = 2  # type: ignore[assignment]
+    return im.RoutingHandler(model, routers=r"linear1$")
+
+
 Make = Callable[[nn.Module, torch.optim.Optimizer], Any]
 # The second entry is the comparison that the cost is a multiple of.
 MONITORS: dict[str, tuple[Make, str]] = {
@@ -113,6 +119,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "SpectralNormHandler": (lambda m, _: im.SpectralNormHandler(m), CLONE),
     "RCCHandler": (lambda m, _: im.RCCHandler(m), PASSES),
     "HistogramHandler": (lambda m, _: im.HistogramHandler(m), CLONE),
+    "RoutingHandler": (routing, CLOSURES),
     "ReplicaCheckHandler": (replica_check, CLONE),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
     "SetupCheck": (setup_check, CLIP),

@@ -13,6 +13,7 @@ PAGES = {
     "OPTIMIZER_STATE": ("OptimizerStateHandler", "optimizer_state"),
     "ACTIVATION": ("ActivationHandler", "activation"),
     "HISTOGRAMS": ("HistogramHandler", "histograms"),
+    "ROUTING": ("RoutingHandler", "routing"),
     "STEP_STATS": ("StepStatsHandler", "step_stats"),
     "REPLICAS": ("ReplicaCheckHandler", "replica_check"),
     "RCC": ("RCCHandler", "rcc"),
@@ -26,10 +27,13 @@ PAGES = {
 
 RANGES = (
     (r"[_/]count$|/iterations$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
-    (r"fraction$|share(/|$)|/culprit/|epsilon_dominated|/mfu$", "0 to 1"),
+    (r"fraction$|share(/|$)|/load_entropy/|/culprit/|epsilon_dominated|/mfu$", "0 to 1"),
     (r"cosine", "−1 to 1"),
     (r"stable_rank|^noise_scale/batch$", "≥ 1"),
-    (r"^alignment/|^maxp/c/|^spike/(value|threshold)$|^recorded/|attention_logit|/\{metric\}$", "any number"),
+    (
+        r"^alignment/|^maxp/c/|^routing/(logit_max|margin)/|^spike/(value|threshold)$|^recorded/|attention_logit|/\{metric\}$",
+        "any number",
+    ),
     (r"^curvature/(along|hessian_max_eigenvalue(_preconditioned)?$)", "any number"),
     (r"norm|^grad/|^monitor/|ratio|rms|_ms$|_mb$|_per_s$|/lr/|error|condition|max_abs|entropy", "≥ 0"),
     (r"^rcc/|^noise_scale/|stability_threshold|/topk/|/embedding/", "≥ 0"),

@@ -49,7 +49,8 @@ class RoutingHandler(Monitor, schema=ROUTING):
     Examples:
         .. code-block:: python
 
-            routing = RoutingHandler(model, routers=r"\.gate$")
+            model.top_k = 2
+            routing = RoutingHandler(model, routers=r"\.2$")  # the layer that returns logits over experts
             routing.attach(trainer, Events.ITERATION_STARTED(every=10))
             routing.log_to(tensorboard_logger, trainer)
     """
@@ -58,8 +59,10 @@ class RoutingHandler(Monitor, schema=ROUTING):
         super().__init__(model, prefix)
         self._pattern = compiled("routers", routers)
         if not self._routers():
-            missing = "routers of transformers: give routers" if routers is None else f"a module named like {routers!r}"
-            raise ValueError(f"Argument model should have {missing}")
+            raise ValueError(
+                "Argument model should have routers of transformers, or others that the argument routers matches, "
+                f"but given {routers!r} it has none"
+            )
         self.reset_run_state()
 
     def handlers(self) -> Handlers:
@@ -79,15 +82,16 @@ class RoutingHandler(Monitor, schema=ROUTING):
     def _routers(self) -> dict[nn.Module, tuple[str, int | None]]:
         """Routers -> name for loggers, number of experts per token if known."""
         modules = modules_by_name(self.model)
-        names = [name for name, module in hookable(modules).items() if self._is_router(name, module)]
+        names = [
+            name
+            for name, module in hookable(modules).items()
+            if (is_of_transformers(module) if self._pattern is None else self._pattern.search(name or "_root_"))
+        ]
         routers: dict[nn.Module, tuple[str, int | None]] = {}
         for name, tag in zip(names, tags(name or "_root_" for name in names), strict=True):
             around = [modules[outer] for outer in modules if not outer or f"{name}.".startswith(f"{outer}.")]
             routers[modules[name]] = tag, _experts_per_token(reversed(around))
         return routers
-
-    def _is_router(self, name: str, module: nn.Module) -> bool:
-        return bool(is_of_transformers(module) if self._pattern is None else self._pattern.search(name or "_root_"))
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -110,18 +114,16 @@ class RoutingHandler(Monitor, schema=ROUTING):
                 self._warn_once("ranks may have run out of data under join(), so nothing is reported")
                 return
             sums, largest = self._over_ranks(sums, largest, device)
-        names = [f"{value}/{name}" for name in sums for value in VALUES]
-        if names:
+        if sums:
             rows = [routing_values(own.values[0], largest[name].values[0]) for name, own in sums.items()]
-            self.publish_table(names, torch.cat(rows))
+            self.publish_table([f"{value}/{name}" for name in sums for value in VALUES], torch.cat(rows))
 
 
 def _experts_per_token(modules: Iterable[nn.Module]) -> int | None:
     """Return the number of experts per token from the attributes of a router and the modules around it."""
     for module in modules:
         config = getattr(module, "config", None)  # its top_k may be that of text generation
-        values = [getattr(module, name, None) for name in ("top_k", "num_experts_per_tok")]
-        for value in (*values, getattr(config, "num_experts_per_tok", None)):
-            if type(value) is int and value > 0:
+        for owner, name in ((module, "top_k"), (module, "num_experts_per_tok"), (config, "num_experts_per_tok")):
+            if type(value := getattr(owner, name, None)) is int and value > 0:
                 return value
     return None

@@ -23,6 +23,7 @@ from ignite_monitor import (
     RCCHandler,
     ReplicaCheckHandler,
     RobustThreshold,
+    RoutingHandler,
     SpectralNormHandler,
     SpikeMonitor,
     StaticThreshold,
@@ -74,6 +75,11 @@ def _loss(engine: Engine) -> Tensor:
     return engine.state.loss
 
 
+def _routing(model: nn.Module, *_: Any) -> RoutingHandler:
+    model.top_k = 2
+    return RoutingHandler(model, routers="head$")
+
+
 # Each is given model, optimizer and scaler.
 MONITORS: dict[str, Make] = {
     "GradMonitor": lambda m, o, s: GradMonitor(m, o, scaler=s),
@@ -105,6 +111,7 @@ MONITORS: dict[str, Make] = {
     "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(m, o),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
     "HistogramHandler": lambda m, o, s: HistogramHandler(m),
+    "RoutingHandler": _routing,
 }
 _OF_THE_MACHINE = (
     "time_ms",

@@ -261,9 +261,9 @@ def test_an_iteration_without_a_router_is_reported_once(caplog):
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="routers of transformers: give routers"):
+    with pytest.raises(ValueError, match="should have routers of transformers"):
         RoutingHandler(Model())
-    with pytest.raises(ValueError, match="a module named like 'door'"):
+    with pytest.raises(ValueError, match="given 'door' it has none"):
         RoutingHandler(Model(), routers="door")
     with pytest.raises(ValueError, match="routers should be a regular expression"):
         RoutingHandler(Model(), routers="(")
