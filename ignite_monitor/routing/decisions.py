@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,14 +15,12 @@ from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.modes import aside, is_plain
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
-
 NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts: %s"
 NO_CHOICE = "only logit_max is reported of routers without an attribute top_k, the number of experts per token: %s"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Return True for a router of transformers 5 that returns which experts it chose, also if it is wrapped."""
+    """Return True for a router of transformers 5, which returns the chosen experts, also if it is wrapped."""
     return any(
         kind.__module__.startswith("transformers.") and re.search("Top[kK1]Router$", kind.__name__)
         for kind in type(module).__mro__
@@ -38,11 +35,11 @@ class RouterDecisions(ModuleHook):
         routers: router -> name for loggers, number of experts per token if known.
 
     Attributes:
-        sums: name -> sums and largest logit, as :func:`routing_sums` returns them.
+        sums: name -> result of :func:`routing_sums`, over all calls.
         skipped: reason why something is not reported -> names of routers.
     """
 
-    def __init__(self, root: nn.Module, routers: Mapping[nn.Module, tuple[str, int | None]]) -> None:
+    def __init__(self, root: nn.Module, routers: dict[nn.Module, tuple[str, int | None]]) -> None:
         self._root = root
         self._routers = {id(module): router for module, router in routers.items()}
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -80,7 +77,8 @@ def _fits(logits: Any, choice: Any) -> bool:
     tensors = [logits] if choice is None else [logits, choice]
     if not all(isinstance(tensor, Tensor) and is_plain(tensor) and tensor.ndim for tensor in tensors):
         return False
-    return logits.dtype in _DTYPES and logits.shape[-1] > 1 and all(t.shape[:-1] == logits.shape[:-1] for t in tensors)
+    is_real = logits.is_floating_point() and logits.itemsize > 1  # float8 has no arithmetic
+    return is_real and logits.shape[-1] > 1 and all(tensor.shape[:-1] == logits.shape[:-1] for tensor in tensors)
 
 
 def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -> tuple[Tensor, Tensor]:
@@ -92,9 +90,8 @@ def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -
         is_mask: whether ``choice`` is a mask of chosen experts, of the shape of the logits.
 
     Returns:
-        Tokens per expert, number of tokens with a margin, and sum of the margins: of shape (experts + 2,), NaN without
-        a choice, and if a logit is NaN, an index is no expert's, or a token has an expert twice. Largest logit: of
-        shape (1,).
+        Tokens per expert, number of tokens with a margin, and sum of margins: of shape (experts + 2,), NaN if a logit
+        is NaN or the choice is not known, has other indices or an index twice. Largest logit: of shape (1,).
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.device))
     largest, experts = logits.amax().reshape(1), logits.shape[1]
@@ -120,6 +117,5 @@ def routing_values(sums: Tensor, largest: Tensor) -> Tensor:
     """Compute the :data:`VALUES` of a router from its sums over calls and ranks, NaN for what is not known."""
     counts, tokens, margin = sums[:-2], sums[-2], sums[-1]
     shares = counts / counts.sum()
-    entropy, dead = torch.special.entr(shares).sum(), (shares == 0).to(shares.dtype).mean()
-    dead = torch.where(shares.isnan().any(), math.nan, dead)
+    entropy, dead = torch.special.entr(shares).sum(), torch.where(shares == 0, 1.0, 0.0 * shares).mean()
     return torch.stack([entropy.exp() / len(counts), shares.amax(), dead, largest[0], margin / tokens])

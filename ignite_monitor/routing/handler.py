@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,10 +30,10 @@ class RoutingHandler(Monitor, schema=ROUTING):
     evaluation mode and recomputations by activation checkpointing are not measured. Compiled models run eagerly in
     monitored iterations. With several ranks, attach the handler on all of them: it takes two collectives per iteration.
 
-    Routers of transformers 5 return which experts they chose: classes named ``*TopKRouter``, and ``*Top1Router`` of
-    Switch Transformers, where a token beyond the expert's capacity has none. Of other routers the experts with the k
-    largest logits count as chosen. k is the attribute ``top_k`` or ``num_experts_per_tok``, or the latter of
-    ``config``, of the router or the nearest module around it; without it only ``logit_max`` is reported.
+    Routers of transformers 5, classes named ``*TopKRouter`` or ``*Top1Router``, return which experts they chose. Of
+    others the experts with the k largest logits count as chosen: k is ``top_k``, ``num_experts_per_tok`` or
+    ``config.num_experts_per_tok`` of the router or of the nearest module around it. Without it, only ``logit_max``
+    is reported.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -52,18 +51,18 @@ class RoutingHandler(Monitor, schema=ROUTING):
             model.top_k = 2
             routing = RoutingHandler(model, routers=r"\.2$")  # the layer that returns logits over experts
             routing.attach(trainer, Events.ITERATION_STARTED(every=10))
-            routing.log_to(tensorboard_logger, trainer)
     """
 
     def __init__(self, model: nn.Module, *, routers: Pattern = None, prefix: str = "routing") -> None:
         super().__init__(model, prefix)
         self._pattern = compiled("routers", routers)
         if not self._routers():
-            raise ValueError(
-                "Argument model should have routers of transformers, or others that the argument routers matches, "
-                f"but given {routers!r} it has none"
-            )
+            raise ValueError(f"Argument model should have routers of transformers or of routers, but given {routers!r}")
         self.reset_run_state()
+
+    def reset_run_state(self) -> None:
+        self._decisions: RouterDecisions | None = None
+        self._over_ranks = RankReduction()
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -74,10 +73,6 @@ class RoutingHandler(Monitor, schema=ROUTING):
         routers = self._routers()
         self._decisions = RouterDecisions(unwrapped(self.model), routers)
         return [Eager(self.model), outputs_to(routers, self._decisions)]
-
-    def reset_run_state(self) -> None:
-        self._decisions: RouterDecisions | None = None
-        self._over_ranks = RankReduction()
 
     def _routers(self) -> dict[nn.Module, tuple[str, int | None]]:
         """Routers -> name for loggers, number of experts per token if known."""
@@ -90,10 +85,9 @@ class RoutingHandler(Monitor, schema=ROUTING):
         routers: dict[nn.Module, tuple[str, int | None]] = {}
         for name, tag in zip(names, tags(name or "_root_" for name in names), strict=True):
             around = [modules[outer] for outer in modules if not outer or f"{name}.".startswith(f"{outer}.")]
-            routers[modules[name]] = tag, _experts_per_token(reversed(around))
+            routers[modules[name]] = tag, _experts_per_token(around[::-1])
         return routers
 
-    @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         decisions, self._decisions = self._decisions, None
         if decisions is None:
@@ -105,10 +99,8 @@ class RoutingHandler(Monitor, schema=ROUTING):
             self._warn_once("iteration %d called no router in training mode", engine.state.iteration)
         device = device_of(self.model)
         measured = {name: pair for name, pair in decisions.sums.items() if name not in decisions.skipped[NOT_LOGITS]}
-        sums, largest = (
-            {name: NamedValues([name], move(pair[part], device)[None]) for name, pair in measured.items()}
-            for part in (0, 1)
-        )
+        sums = {name: NamedValues([name], move(own, device)[None]) for name, (own, _) in measured.items()}
+        largest = {name: NamedValues([name], move(own, device)[None]) for name, (_, own) in measured.items()}
         if world_size() > 1:
             if not all_take_part(self.model):
                 self._warn_once("ranks may have run out of data under join(), so nothing is reported")
@@ -119,7 +111,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
             self.publish_table([f"{value}/{name}" for name in sums for value in VALUES], torch.cat(rows))
 
 
-def _experts_per_token(modules: Iterable[nn.Module]) -> int | None:
+def _experts_per_token(modules: list[nn.Module]) -> int | None:
     """Return the number of experts per token from the attributes of a router and the modules around it."""
     for module in modules:
         config = getattr(module, "config", None)  # its top_k may be that of text generation
