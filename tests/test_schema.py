@@ -28,6 +28,7 @@ from ignite_monitor import (
     RCCHandler,
     ReplicaCheckHandler,
     RollbackHandler,
+    SetupCheck,
     SpectralNormHandler,
     SpikeMonitor,
     SpikeRecorder,
@@ -49,7 +50,8 @@ KINDS = [
     value
     for package in (ignite_monitor, scaling)
     for name in package.__all__
-    if inspect.isclass(value := getattr(package, name)) and issubclass(value, Monitor) and value is not Monitor
+    if inspect.isclass(value := getattr(package, name)) and issubclass(value, Monitor)
+    if value not in (Monitor, SetupCheck)  # these publish nothing
 ]
 
 

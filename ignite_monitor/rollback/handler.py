@@ -193,9 +193,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
 
     def _check_batch_size(self, engine: Engine) -> None:
-        """Accept a batch with less than half as many items as any before, whose gradients and loss are noisier."""
+        """Accept a batch with less than half as many items as any before, whose gradients and loss are noisier.
+
+        The last batch of an epoch is small in any run, and changes nothing.
+        """
+        is_last = engine.state.epoch_length and engine.state.iteration % engine.state.epoch_length == 0
         # Ranks may have batches of different lengths, and have to reset their thresholds together.
-        items = count_items(engine.state.batch) if world_size() == 1 else None
+        items = count_items(engine.state.batch) if world_size() == 1 and not is_last else None
         if items:
             smallest = self._smallest_batch or items
             if 2 * items < smallest:

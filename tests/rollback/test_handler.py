@@ -392,12 +392,20 @@ def test_weights_loaded_by_the_user_are_not_rolled_back_after_forget_or_a_new_ru
     assert training.model.layers[0].weight.mean() < -6.0
 
 
-@pytest.mark.parametrize(("sizes", "resets"), [((16, 4, 16), 1), ((16, 9, 16), 0)])
+@pytest.mark.parametrize(
+    ("sizes", "resets"),
+    [
+        ([16] * 40 + [4] * 40 + [16] * 40, 1),
+        ([16] * 40 + [9] * 40 + [16] * 40, 0),
+        ([16] * 119 + [4], 0),  # the last batch of an epoch
+        ([16] * 118 + [4] * 2, 1),
+    ],
+)
 def test_a_batch_of_less_than_half_the_size_resets_all_thresholds(sizes, resets, caplog):
     caplog.set_level(logging.INFO)
     training = Training(monitor={}, names=["model", "optimizer"])
     batches = make_batches(120)
-    batches = [(x[:size], y[:size]) for i, (x, y) in enumerate(batches) for size in [sizes[i // 40]]]
+    batches = [(x[:size], y[:size]) for (x, y), size in zip(batches, sizes, strict=True)]
     training.run(batches)
     assert len([text for text in messages(caplog, logging.INFO) if "all thresholds are reset" in text]) == resets
     assert training.of("count")[120] == 0
