@@ -49,7 +49,7 @@ def test_grad_monitor(on_spike, what, caplog):
 
 def test_one_line_with_a_rollback_handler_and_other_monitors(caplog):
     model, optimizer, trainer = make()
-    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: None)
     for monitor in (rollback, GradMonitor(model, optimizer, on_spike="skip"), SpikeMonitor(lambda e: e.state.output)):
         monitor.attach(trainer)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
@@ -61,7 +61,7 @@ def test_one_line_with_a_rollback_handler_and_other_monitors(caplog):
 
 def test_rollback_handler_alone_counts_every_run_anew(caplog):
     model, optimizer, trainer = make()
-    rollback = RollbackHandler({"model": model, "optimizer": optimizer})
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: None)
     rollback.attach(trainer)
     handler = trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
     line = "RollbackHandler (rollback): end of run: {} optimizer steps in monitored iterations, {} rolled back, "
