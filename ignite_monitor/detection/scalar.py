@@ -1,0 +1,70 @@
+"""Base of the monitors that follow one number of the iteration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ignite.engine import Engine
+from torch import Tensor
+
+from ignite_monitor.checks import check_function
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.monitor.base import Handlers, Monitor
+
+
+class ScalarMonitor(Monitor):
+    """Reads a function of the engine after the train step, when the other monitors have published.
+
+    Attributes:
+        value: function of the engine that returns a number, a tensor with one element, or None for no value.
+    """
+
+    value: Callable[[Engine], float | Tensor | None]
+    _missing = 0  # iterations without a value, as long as there was none
+    _PATIENCE = 50
+
+    def handlers(self) -> Handlers:
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def _on_train_step_completed(self, engine: Engine) -> Callable[[], None] | None:
+        # Once all monitors have published: the value may be one of theirs.
+        return functools.partial(self._detect, engine) if self._is_running else None
+
+    def _detect(self, engine: Engine) -> None:
+        raise NotImplementedError
+
+    def _set_value(self, value: Callable[[Engine], float | Tensor | None]) -> None:
+        check_function("value", value, "the engine", optional=False)
+        self.value = value
+
+    def _read(self, engine: Engine) -> Tensor | None:
+        """Return the value as a 0-dim tensor; None without one."""
+        value = self.value(engine)
+        if value is None:
+            self._missing += 1
+            if self._missing == self._PATIENCE:
+                self.logger.warning(
+                    "%s: iteration %d: %d iterations had no value, so nothing can be detected. Likely cause: the "
+                    "function given as value reads a name that these iterations do not publish, or the train step "
+                    "returns None.",
+                    *(self._title, engine.state.iteration, self._PATIENCE),
+                )
+            return None
+        self._missing = self._PATIENCE
+        return _as_number(value)
+
+
+def _as_number(value: Any) -> Tensor:
+    """Convert a number to a 0-dim tensor of the widest dtype of its device; a TypeError if it is not one number."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(()).to(wide_dtype(value.device))
+    try:
+        if isinstance(value, Tensor):
+            raise TypeError("not one real number")
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"Argument value should return one number or None, but it returned {value!r}") from error
