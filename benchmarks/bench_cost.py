@@ -124,6 +124,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
     "SetupCheck": (setup_check, CLIP),
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
+    "DriftMonitor": (lambda m, _: im.DriftMonitor(lambda engine: 1.0), CLIP),
     "RollbackHandler between snapshots": (rollback, CLONE),
     NOISE: (lambda m, o: im.GradientNoiseScaleHandler(m, o, micro_batches=2), CLIP),
     CURVATURE: (lambda m, o: im.CurvatureHandler(m, o, loss=loss_of), PASSES),

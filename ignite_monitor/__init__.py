@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 _MODULE_OF = {
     "ActivationHandler": "activation.handler",
     "CurvatureHandler": "curvature.handler",
+    "DriftMonitor": "drift.handler",
     "GradMonitor": "gradient.handler",
     "GradientNoiseScaleHandler": "noise_scale.handler",
     "HDF5Logger": "hdf5.logger",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two
     from ignite_monitor.detection.thresholds import MeanStdThreshold as MeanStdThreshold
     from ignite_monitor.detection.thresholds import StaticThreshold as StaticThreshold
     from ignite_monitor.detection.thresholds import ThresholdRule as ThresholdRule
+    from ignite_monitor.drift.handler import DriftMonitor as DriftMonitor
     from ignite_monitor.events.monitor_events import MonitorEvents as MonitorEvents
     from ignite_monitor.gradient.handler import GradMonitor as GradMonitor
     from ignite_monitor.hdf5.logger import HDF5Logger as HDF5Logger

@@ -158,9 +158,20 @@ MAXP = Schema("maxp", "maxp", (
 
 SPIKE = Schema("spike", "spike", (
     Key("value", "the value", nonfinite="any", chart=_VALUE),
-    Key("threshold", "threshold; a larger value is a spike; not reported during the warm-up of the rule", chart=_VALUE),
+    Key("threshold", "threshold; a larger value (with ``direction='down'`` a smaller one) is a spike; not reported "
+        "during the warm-up of the rule", chart=_VALUE),
+    Key("lower_threshold", "lower threshold; a smaller value is a spike", when="with ``direction='both'``",
+        chart=_VALUE),
     Key("spike", "1 if the value is a spike, else 0"),
     Key("spike_count", "number of spikes so far"),
+))
+
+_SUMS = "sums of a drift monitor"
+
+DRIFT = Schema("drift", "drift", (
+    Key("drift", "1 if the value drifts from its trend, else 0"),
+    Key("sum_up", "upward CUSUM, in standard deviations; 0 during the warm-up", chart=_SUMS),
+    Key("sum_down", "downward CUSUM, in standard deviations; 0 during the warm-up", chart=_SUMS),
 ))
 
 ROLLBACK = Schema("rollback", "rollback", (
@@ -238,6 +249,6 @@ ROUTING = Schema("routing", "routing", (
 ))
 
 SCHEMAS = (
-    *(GRADIENT, SPIKE, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS, HISTOGRAMS),
-    *(RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP),
+    *(GRADIENT, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
+    *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP),
 )

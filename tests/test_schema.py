@@ -19,6 +19,7 @@ import ignite_monitor
 from ignite_monitor import (
     ActivationHandler,
     CurvatureHandler,
+    DriftMonitor,
     GradientNoiseScaleHandler,
     GradMonitor,
     HistogramHandler,
@@ -32,7 +33,6 @@ from ignite_monitor import (
     SpectralNormHandler,
     SpikeMonitor,
     SpikeRecorder,
-    StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
     record,
@@ -93,7 +93,7 @@ def make_all():
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
-    never = SpikeMonitor(lambda engine: engine.state.iteration, threshold=StaticThreshold(10.0))
+    never = SpikeMonitor(lambda engine: engine.state.iteration, direction="both", threshold=MeanStdThreshold(warmup=2))
 
     def loss(engine):
         return math.inf if engine.state.iteration == 5 else 1.0
@@ -110,6 +110,7 @@ def make_all():
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
         never,
+        DriftMonitor(lambda engine: engine.state.iteration),
         SpikeRecorder(never, "spikes"),
         AlignmentHandler(model),
     ]  # fmt: skip

@@ -12,13 +12,13 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_choice
-from ignite_monitor.detection.scalar import ScalarMonitor
 from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import NEGLIGIBLE, loaded
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import DRIFT
 from ignite_monitor.model.devices import move_like, upload
 from ignite_monitor.monitor.base import NoModel
+from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.monitor.transfer import DeferredFlag
 
 _SIDES = {"up": (1.0, 0.0), "down": (0.0, 1.0), "both": (1.0, 1.0)}
@@ -27,12 +27,12 @@ _SIDES = {"up": (1.0, 0.0), "down": (0.0, 1.0), "both": (1.0, 1.0)}
 class DriftMonitor(ScalarMonitor, schema=DRIFT):
     r"""Detect a slow rise or fall of any scalar by a two-sided CUSUM of its deviation from its trend.
 
-    The reference is an exponentially weighted mean (decay 0.995) with its linear trend. The upward sum ignores a falling
-    trend, and the downward sum a rising one, so a loss that falls or flattens does not raise the upward sum. DRIFT_DETECTED
-    is fired when a sum exceeds 12; then all statistics are reset, and the next 150 values are a warm-up.
+    The reference is an exponentially weighted mean (decay 0.995), continued by its linear trend. The upward sum ignores
+    a falling trend, the downward sum a rising one: a loss that falls or flattens does not raise the upward sum.
+    DRIFT_DETECTED is fired when a sum exceeds 12; then all statistics are reset. The first 150 values are a warm-up.
 
     Non-finite values are ignored. Every rank uses the value of its own function. A tensor stays on its device, without
-    synchronization.
+    synchronization. (E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954.)
 
     {keys}
 

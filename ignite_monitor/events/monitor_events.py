@@ -19,6 +19,7 @@ class MonitorEvents(EventEnum):
     - GRADIENTS_READY : a backward that reached a monitored model has ended, and its gradients are reduced.
     - SPIKE_DETECTED : a value exceeded its threshold. ``engine.state.spike`` describes it.
     - THRESHOLD_RESET : several consecutive spikes reset a threshold; ``engine.state.spike`` is the last one.
+    - DRIFT_DETECTED : a value drifts from its trend.
     - ROLLED_BACK : an earlier state was restored; fires before other handlers of ITERATION_COMPLETED.
     - OPTIMIZER_STEP_STARTED : an optimizer of a monitored model starts its step; after the first call of a closure.
     - OPTIMIZER_STEP_COMPLETED : the step has returned.
@@ -28,6 +29,7 @@ class MonitorEvents(EventEnum):
     GRADIENTS_READY = "gradients_ready"
     SPIKE_DETECTED = "spike_detected"
     THRESHOLD_RESET = "threshold_reset"
+    DRIFT_DETECTED = "drift_detected"
     ROLLED_BACK = "rolled_back"
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"

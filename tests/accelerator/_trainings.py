@@ -32,6 +32,7 @@ from ignite_monitor import (
     record,
 )
 from tests.accelerator._device import Device
+from tests.monitor._handlers import EarlyDrift
 
 Make = Callable[..., Any]
 Rows = list[dict[str, float]]
@@ -105,6 +106,8 @@ MONITORS: dict[str, Make] = {
     "SpectralNormHandler, ns5": lambda m, o, s: SpectralNormHandler(m, method="ns5-fast", top_k=0),
     "StepStatsHandler": lambda m, o, s: StepStatsHandler(m, o, items=lambda batch: batch[0].numel()),
     "SpikeMonitor": lambda m, o, s: SpikeMonitor(_loss, threshold=MeanStdThreshold(warmup=3)),
+    "SpikeMonitor, both": lambda m, o, s: SpikeMonitor(_loss, threshold=MeanStdThreshold(warmup=3), direction="both"),
+    "DriftMonitor": lambda m, o, s: EarlyDrift(_loss, direction="both"),
     "GradMonitor, tensors": lambda m, o, s: GradMonitor(
         m, o, scaler=s, threshold=StaticThreshold(1.5), per_parameter=True
     ),

@@ -13,6 +13,7 @@ from torch import nn
 from ignite_monitor import (
     ActivationHandler,
     CurvatureHandler,
+    DriftMonitor,
     GradientNoiseScaleHandler,
     GradMonitor,
     HistogramHandler,
@@ -113,6 +114,7 @@ class Monitored(Training):
             self.setup_check,
             GradMonitor(of, optimizer),
             losses,
+            DriftMonitor(lambda engine: engine.state.output),
             SpikeRecorder(losses, directory),
             RollbackHandler({"model": of, "optimizer": optimizer}, every=1),
             GradientNoiseScaleHandler(of, optimizer, micro_batches=MICRO_BATCHES, items=count_items),

@@ -11,6 +11,7 @@ from ignite.engine import Events
 from ignite_monitor import (
     ActivationHandler,
     CurvatureHandler,
+    DriftMonitor,
     GradientNoiseScaleHandler,
     GradMonitor,
     HistogramHandler,
@@ -36,6 +37,10 @@ OTHER = make_model(7)
 class EveryCurvature(CurvatureHandler):
     def attach(self, engine, event=Events.ITERATION_STARTED):
         return super().attach(engine, event)
+
+
+class EarlyDrift(DriftMonitor):
+    _WARMUP, _LIMIT = 3, 1.0
 
 
 def mse_of(model, batch):
@@ -80,6 +85,12 @@ HANDLERS = {
     "AlignmentHandler": lambda model, optimizer: AlignmentHandler(model, reference=copy.deepcopy(OTHER)),
     "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
         lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
+    ),
+    "SpikeMonitor, both": lambda model, optimizer: SpikeMonitor(
+        lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3), direction="both"
+    ),
+    "DriftMonitor": lambda model, optimizer: EarlyDrift(
+        lambda engine: [*model.parameters()][-1].detach().norm(), direction="both"
     ),
     "GradientNoiseScaleHandler": lambda model, optimizer: GradientNoiseScaleHandler(model, optimizer, micro_batches=2),
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),

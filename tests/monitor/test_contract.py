@@ -43,6 +43,7 @@ from torch import Tensor
 from ignite_monitor import (
     ActivationHandler,
     CurvatureHandler,
+    DriftMonitor,
     GradMonitor,
     HistogramHandler,
     MonitorEvents,
@@ -72,6 +73,7 @@ from tests.monitor._handlers import HANDLERS
 # What these say is there without a backward as well.
 WITHOUT_BACKWARD = (
     CurvatureHandler,
+    DriftMonitor,
     HistogramHandler,
     ReplicaCheckHandler,
     SpectralNormHandler,
@@ -966,7 +968,7 @@ def test_parameters_without_data_are_skipped(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
-    if factory in (HANDLERS["SpikeMonitor"], HANDLERS["RollbackHandler"]):
+    if isinstance(factory(*make_trainer()[:2]), (SpikeMonitor, DriftMonitor, RollbackHandler)):
         pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):

@@ -1,0 +1,169 @@
+"""Iterations between the warnings of several signals and the doubling of the loss when the learning rate grows.
+
+Small runs train 300 iterations at a suitable learning rate, which then grows by 2, 5 or 10 % per iteration for up to
+300 iterations, or stays as it is (the control). The loss has doubled when the mean of 10 losses exceeds twice the
+smallest such mean. A fifth of the labels of the CNN is random, so that its loss does not approach 0. Every signal but
+the last two is followed by a ``DriftMonitor`` with its defaults. The last two are spikes of ``GradMonitor``, and a
+curvature (for AdamW the preconditioned one) above half the stability threshold in two of three measurements, one in
+five iterations. A warning after iteration 150 that comes before the growth, or in a control, is a false alarm.
+
+    PYTHONPATH=. python benchmarks/early_warning.py [--seeds 3] [--models gpt cnn]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from trainings import Training, batches, loss_of, make_model, make_optimizer
+
+from ignite_monitor import (
+    ActivationHandler,
+    CurvatureHandler,
+    DriftMonitor,
+    GradMonitor,
+    Metric,
+    OptimizerStateHandler,
+)
+
+FIRST, WARMUP, LAST, EVERY, CONTROL = 300, 150, 600, 5, 1.0
+GROWTHS = (1.02, 1.05, 1.10)
+TRAININGS = [
+    Training("gpt, AdamW", 32, 2, 8, "AdamW", 3e-3),
+    Training("gpt, SGD", 32, 2, 8, "SGD", 0.3),
+    Training("cnn, AdamW", 8, 2, 64, "AdamW", 3e-3),
+    Training("cnn, SGD", 8, 2, 64, "SGD", 0.05),
+]
+LOSS, SPIKE, CURVATURE = "loss", "spike of the gradient norm", "curvature"
+# Name -> how its key begins and, for the largest of several values, ends.
+SIGNALS = {
+    "gradient norm": "grad/norm",
+    "largest attention logit": "activation/attention_logit_max/",
+    "second-moment RMS": "optimizer/rms_median",
+    "kurtosis of activations": "activation/activation/",
+}
+COLUMNS = (LOSS, *SIGNALS, SPIKE, CURVATURE)
+
+
+class Run(NamedTuple):
+    """Iteration at which the loss doubled, and the iterations of all warnings by signal."""
+
+    doubled: int | None
+    warnings: dict[str, list[int]]
+
+
+def kurtosis(x: Tensor) -> Tensor:
+    centred = x - x.mean()
+    return centred.pow(4).mean() / centred.square().mean().square()
+
+
+def largest(start: str) -> Callable[[Engine], float | None]:
+    return lambda engine: max(
+        (value for key, value in engine.state.metrics.items() if key.startswith(start)), default=None
+    )
+
+
+def train(training: Training, seed: int, growth: float) -> Run:
+    torch.manual_seed(seed)
+    model = make_model(training)
+    optimizer = make_optimizer(training, model)
+    generator = torch.Generator().manual_seed(seed)
+    draw, means, losses = batches(training, generator), list[float](), list[float]()
+    warnings: dict[str, list[int]] = {name: [] for name in COLUMNS}
+    doubled: int | None = None
+    high: list[bool] = []
+
+    def data() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(LAST):
+            inputs, labels = draw()
+            if not training.is_gpt:
+                noise = torch.rand(labels.shape, generator=generator) < 0.2
+                labels[noise] = torch.randint(10, labels.shape, generator=generator)[noise]
+            yield inputs, labels
+
+    def step(engine: Engine, batch: tuple[Tensor, Tensor]) -> float:
+        optimizer.param_groups[0]["lr"] *= growth if engine.state.iteration > FIRST else 1.0
+        optimizer.zero_grad()
+        loss = loss_on(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def loss_on(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model(batch[0]), batch[1])
+
+    trainer = Engine(step)
+    GradMonitor(model, optimizer).attach(trainer)
+    OptimizerStateHandler(model, optimizer).attach(trainer)
+    ActivationHandler(
+        model, activations={"kurtosis": Metric(kurtosis)}, attention=training.is_gpt, prefix="activation"
+    ).attach(trainer)
+    every = Events.ITERATION_STARTED(event_filter=lambda _, i: i > WARMUP and i % EVERY == 0)
+    CurvatureHandler(model, optimizer, loss=loss_on, lanczos_steps=1).attach(trainer, every)
+    values = {LOSS: lambda engine: engine.state.output, **{name: largest(start) for name, start in SIGNALS.items()}}
+    monitors = {name: DriftMonitor(value, prefix=f"drift{i}") for i, (name, value) in enumerate(values.items())}
+    for monitor in monitors.values():
+        monitor.attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        nonlocal doubled
+        iteration, metrics = engine.state.iteration, engine.state.metrics
+        found = {name: metrics.get(f"{monitor.prefix}/drift", 0.0) for name, monitor in monitors.items()}
+        found[SPIKE] = metrics["grad/spike"]
+        if "curvature/stability_threshold" in metrics:
+            plain = metrics.get("curvature/along_gradient", math.nan)
+            value = metrics.get("curvature/along_gradient_preconditioned", plain)
+            high.append(value > 0.5 * metrics["curvature/stability_threshold"])
+            found[CURVATURE] = high[-1] and sum(high[-3:]) >= 2
+        for name, is_warning in found.items():
+            if is_warning and iteration > WARMUP:
+                warnings[name].append(iteration)
+        losses.append(engine.state.output)
+        means.append(sum(losses[-10:]) / 10 if len(losses) >= 10 else math.inf)
+        if iteration > FIRST and not means[-1] <= 2 * min(means):
+            doubled = iteration
+            engine.terminate()
+
+    trainer.run(data(), max_epochs=1, epoch_length=LAST)
+    return Run(doubled, warnings)
+
+
+def cell(name: str, runs: list[Run]) -> str:
+    """Number of runs with a warning before the loss doubled, and the median lead."""
+    leads = []
+    for doubled, warnings in runs:
+        first = [i for i in warnings[name] if i > FIRST and (doubled is None or i < doubled)]
+        leads += [(doubled or LAST) - first[0]] if first else []
+    return f"{len(leads)}, {median(leads):.0f}" if leads else "0"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=["gpt", "cnn"])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    print(f"| run | growth | doubled | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 3)}")
+    for training, growth in itertools.product(TRAININGS, (CONTROL, *GROWTHS)):
+        if training.name[:3] not in args.models:
+            continue
+        runs = [train(training, seed, growth) for seed in range(args.seeds)]
+        early = [sum(bool(i <= FIRST or growth == CONTROL) for run in runs for i in run.warnings[n]) for n in COLUMNS]
+        cells = [str(n) for n in early] if growth == CONTROL else [cell(name, runs) for name in COLUMNS]
+        doubled = sum(run.doubled is not None for run in runs)
+        words = "none: false alarms" if growth == CONTROL else f"{growth - 1:.0%}"
+        print(f"| {training.name} | {words} | {doubled} of {len(runs)} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
