@@ -163,3 +163,46 @@ def test_one_value_far_below_hides_no_later_spike(rule, low):
         values[i] = 1000.0
     flags = [flag for _, flag in run(values, SpikeMonitor(output, threshold=rule()))]
     assert [i for i, flag in enumerate(flags) if flag] == [50] * (low == -1e200) + spikes
+
+
+@pytest.mark.parametrize("rule", [MeanStdThreshold, RobustThreshold])
+def test_direction_down_detects_what_up_detects_in_the_negated_values(rule):
+    values = [value - 5 for value in values_of(200, spikes=(60, 61, *range(120, 150)))]
+    up = run(values, SpikeMonitor(output, threshold=rule()))
+    down = run([-value for value in values], SpikeMonitor(output, threshold=rule(), direction="down"))
+    negated = ("spike/value", "spike/threshold")
+    assert [({k: -v if k in negated else v for k, v in named.items()}, flag) for named, flag in down] == up
+    assert sum(flag for _, flag in up) > 2
+
+
+def test_direction_both_detects_what_up_and_down_detect():
+    values = values_of(200, spikes=(60, 61, 120))
+    values[90] = values[91] = -100.0
+    seen = {kind: run(values, SpikeMonitor(output, direction=kind)) for kind in ("up", "down", "both")}
+    assert [i for i, (_, flag) in enumerate(seen["both"]) if flag] == [60, 61, 90, 91, 120]
+    for (up, is_up), (down, is_down), (both, flag) in zip(*seen.values(), strict=True):
+        assert flag is (is_up or is_down)
+        assert both.get("spike/threshold") == up.get("spike/threshold")
+        assert both.get("spike/lower_threshold") == down.get("spike/threshold")
+
+
+def test_spike_of_the_lower_side_and_resuming_of_both():
+    values, spikes = values_of(60), []
+    values[50] = -100.0
+    first, second = (SpikeMonitor(output, direction="both") for _ in range(2))
+    whole = run(values, SpikeMonitor(output, direction="both"), [
+        (MonitorEvents.SPIKE_DETECTED, lambda engine: spikes.append(engine.state.spike)),
+    ])  # fmt: skip
+    assert [spike.value for spike in spikes] == [-100.0]
+    assert spikes[0].threshold == whole[50][0]["spike/lower_threshold"]
+    head = run(values[:30], first)
+    second.load_state_dict(first.state_dict())
+    assert [*head, *run(values[30:], second)] == whole
+
+
+@pytest.mark.parametrize("direction", ["down", "both"])
+def test_a_number_is_no_threshold_of_both_directions(direction):
+    with pytest.raises(ValueError, match="threshold"):
+        SpikeMonitor(output, threshold=10.0, direction=direction)
+    with pytest.raises(ValueError, match="direction"):
+        SpikeMonitor(output, direction="left")
