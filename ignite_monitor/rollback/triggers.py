@@ -164,7 +164,7 @@ class Triggers:
         findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         signal = self._note(findings, name, math.inf if math.isnan(value) else value, threshold, spike or reset)
         if reset and signal.unhealthy & 1:
-            findings.add(f"the threshold of {name} was reset", signal.unhealthy.bit_length())
+            findings.add(f"the statistics of {name} were reset", signal.unhealthy.bit_length())
 
     def _detect(self, findings: Findings, name: str, numbers: float | list[float]) -> None:
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 
-from ignite_monitor import DriftMonitor, HealthyCheckpoint, MonitorEvents
+from ignite_monitor import DriftMonitor, HealthyCheckpoint, MonitorEvents, RollbackHandler
 
 
 def noise(count, seed=0):
@@ -180,6 +180,26 @@ def test_a_healthy_checkpoint_waits_after_a_drift(tmp_path, caplog):
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint)
     engine.run(values.tolist(), max_epochs=1)
     assert "no checkpoint is saved, since drift had a spike" in caplog.text
+
+
+def test_a_drift_is_an_instability_for_a_rollback(caplog):
+    model = torch.nn.Linear(1, 1)
+    values = (5 + noise(320)).tolist()
+
+    def train_step(engine, value):
+        with torch.no_grad():
+            model.weight.fill_(engine.state.iteration)
+        return {"value": value + 4.0 * (engine.state.iteration > 300)}
+
+    engine = Engine(train_step)
+    DriftMonitor(lambda engine: engine.state.output["value"]).attach(engine)
+    RollbackHandler({"model": model}, every=10).attach(engine)
+    weights = []
+    engine.add_event_handler(MonitorEvents.ROLLED_BACK, lambda engine: weights.append(model.weight.item()))
+    with caplog.at_level(logging.WARNING):
+        engine.run(values, max_epochs=1)
+    assert weights == [300.0]
+    assert "the statistics of drift were reset; rolled back to iteration 300" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"direction": "left"}, {"direction": None}, {"value": 3}])
