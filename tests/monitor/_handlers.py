@@ -40,7 +40,7 @@ class EveryCurvature(CurvatureHandler):
 
 
 class EarlyDrift(DriftMonitor):
-    _WARMUP, _LIMIT = 3, 1.0
+    _WARMUP = 3
 
 
 def mse_of(model, batch):
