@@ -105,8 +105,7 @@ def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -
         mask = torch.zeros(len(logits), experts + 1, dtype=torch.bool, device=logits.device)
         chosen = mask.scatter_(1, index, True)[:, :experts]
         is_known &= chosen.sum() == index.numel()
-    # A token beyond an expert's capacity has no expert, and where all experts are chosen, there is no margin.
-    has_margin = chosen.any(1) & ~chosen.all(1)
+    has_margin = chosen.any(1)  # a token beyond an expert's capacity has no expert; infinite if all are chosen
     margins = torch.where(chosen, logits, math.inf).amin(1) - torch.where(chosen, -math.inf, logits).amax(1)
     margin = torch.where(has_margin, margins, 0.0).sum()
     sums = torch.cat([chosen.sum(0), has_margin.sum().reshape(1), margin.reshape(1)])

@@ -27,6 +27,11 @@ class Case(NamedTuple):
     batch: Callable[[], dict[str, Any]]
     loss: Callable[[Any], Tensor]
 
+    @property
+    def has_routers(self) -> bool:
+        """Whether it is a mixture of experts whose routers are known."""
+        return self in [CASES[f"transformers {name}"] for name in MIXTURES]
+
 
 def squares(output: Any) -> Tensor:
     """A loss of any output: its own, or how far its numbers are from some that are all different."""
@@ -58,6 +63,7 @@ def tokens(**more: Callable[[], Tensor]) -> Callable[[], dict[str, Any]]:
 
 
 CASES: dict[str, Case] = {}
+MIXTURES = ("Mixtral", "Qwen3Moe", "Olmoe", "GptOss", "DeepseekV3", "SwitchTransformers")
 
 
 def vision(name: str, make: Callable[[Any], nn.Module], size: int = 32, module: str = "torchvision.models") -> None:
@@ -230,6 +236,8 @@ for kind, config in {
         "pad_token_id": 0,
     },
     "Qwen3Moe": _GROUPED | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "Olmoe": _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": _GROUPED | {"head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": _TEXT
     | {
         "num_key_value_heads": 4,
@@ -258,6 +266,10 @@ hugging("DebertaV2", "ForMaskedLM", _TEXT | {"relative_attention": True, "pos_at
 hugging("T5", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24,
         "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "dropout_rate": 0.0, "use_cache": False},
         words)  # fmt: skip
+hugging("SwitchTransformers", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4,
+        "d_ff": 24, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_decoder_layers": 2,
+        "num_sparse_decoder_layers": 1, "num_heads": 4, "num_experts": 4, "expert_capacity": 3, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False}, words)  # fmt: skip
 hugging("Bart", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1,
         "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
         "decoder_ffn_dim": 24, "max_position_embeddings": 16, "dropout": 0.0, "use_cache": False,

@@ -22,6 +22,7 @@ from ignite_monitor import (
     RCCHandler,
     ReplicaCheckHandler,
     RollbackHandler,
+    RoutingHandler,
     SetupCheck,
     SpectralNormHandler,
     SpikeMonitor,
@@ -129,6 +130,8 @@ class Monitored(Training):
             AlignmentHandler(of, sample_size=10**6),
         ):
             monitor.attach(self.engine)
+        if case.has_routers:
+            RoutingHandler(of).attach(self.engine)
         curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))
         self.published: list[dict[str, float]] = []
         self.engine.add_event_handler(

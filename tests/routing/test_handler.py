@@ -11,10 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import RoutingHandler
+from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.routing.decisions import routing_sums, routing_values
 from tests._helpers import run_monitored
 
 EXPERTS, K = 5, 2
+DURING = ("evaluation", "reference")  # other passes than those of training
 
 
 class Mixture(nn.Module):
@@ -122,16 +124,27 @@ def test_evaluation_passes_and_recomputations_are_not_counted():
             model(batch + 1)
             model.train()
 
-        if passes == "evaluation":
-            return run_monitored(train_step(model, before=evaluate), batches(), handler)
-        if passes is not None:
-            blocks = model.blocks
-            model.forward = lambda x: checkpoint(blocks, x.requires_grad_(), use_reentrant=passes == "reentrant")
+        def compare(batch):
+            with isolated_pass(model):
+                model(batch + 1)
+
+        blocks = model.blocks
+        options = {"use_reentrant": passes == "reentrant"}
+
+        def forward(x):
+            x = x.requires_grad_()
+            first = blocks(x + 1) if passes in (None, *DURING) else checkpoint(blocks, x + 1, **options)
+            return first + blocks(x)  # counted once too
+
+        model.forward = forward
+        if passes in DURING:
+            before = evaluate if passes == "evaluation" else compare
+            return run_monitored(train_step(model, before=before), batches(), handler)
         return run_monitored(train_step(model), batches(), handler)
 
     expected = published(None)
     assert len(expected[0]) == 10
-    for passes in ("evaluation", "reentrant", "not reentrant"):
+    for passes in (*DURING, "reentrant", "not reentrant"):
         assert published(passes) == expected, passes
 
 
@@ -212,6 +225,7 @@ def test_number_of_experts_per_token(place, caplog):
     del mixture.top_k
     if place == "router":
         mixture.gate.num_experts_per_tok = K
+        model.top_k = 1
     elif place == "too many":
         mixture.gate.top_k = EXPERTS + 1
     else:
@@ -252,6 +266,9 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
         "RoutingHandler (routing): nothing is reported of modules that do not return a plain tensor of logits over "
         "two or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5"
     ]
+    caplog.clear()
+    run_monitored(train_step(model), data, RoutingHandler(model, routers=r"^blocks\.3"))
+    assert len(caplog.messages) == 1
 
 
 def test_an_iteration_without_a_router_is_reported_once(caplog):
@@ -263,6 +280,9 @@ def test_an_iteration_without_a_router_is_reported_once(caplog):
 def test_arguments():
     with pytest.raises(ValueError, match="should have routers of transformers"):
         RoutingHandler(Model())
+    own = type("OwnTopKRouter", (nn.Linear,), {})(4, 4)
+    with pytest.raises(ValueError, match="should have routers of transformers"):
+        RoutingHandler(nn.Sequential(own))
     with pytest.raises(ValueError, match="given 'door'"):
         RoutingHandler(Model(), routers="door")
     with pytest.raises(ValueError, match="routers should be a regular expression"):
