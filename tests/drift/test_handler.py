@@ -158,15 +158,16 @@ def test_event_log_counts_and_reset(caplog):
     assert monitor.counts().tolist() == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("stop", [100, 250, 330])
+@pytest.mark.parametrize("stop", [100, 250, 400])
 def test_a_resumed_run_publishes_the_same(stop):
     values = noise(600)
     values[300:400] += 0.1 * torch.arange(100)
-    whole = run(values, DriftMonitor(output, direction="both"))
-    first, second = DriftMonitor(output, direction="both"), DriftMonitor(output, direction="both")
+    never_stopped, first, second = (DriftMonitor(output, direction="both") for _ in range(3))
+    whole = run(values, never_stopped)
     head = run(values[:stop], first)
     second.load_state_dict(first.state_dict())
     assert [*head, *run(values[stop:], second)] == whole
+    assert second.counts().tolist() == never_stopped.counts().tolist() == [1.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="state_dict"):
         second.load_state_dict({"statistics": {}, "counts": torch.zeros(3)})
 
