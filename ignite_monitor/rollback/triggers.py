@@ -125,8 +125,11 @@ class Triggers:
         self._rules: dict[str, ThresholdRule] = {"loss": LossRule(decay=0.95), "statistics": StatisticsRule(decay=0.95)}
 
     def accept_peaks(self, limit: float = math.inf) -> None:
-        """Accept the values since the last rollback, up to a multiple of the thresholds, as those of a regime."""
-        for signal in self._signals.values():
+        """Accept values since the last rollback, up to a multiple of the thresholds, as those of a regime.
+
+        A monitor's values are not accepted: it resets its own threshold.
+        """
+        for signal in (self._signals[name] for name in self._rules if name in self._signals):
             signal.accepted = max(signal.accepted, min(signal.peak, limit * signal.threshold))
 
     def forget_peaks(self) -> None:
