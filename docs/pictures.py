@@ -251,10 +251,10 @@ def watch_replicas(rank, file, iterations=200, flipped=120):
 
 
 def make_scaled(width):
-    def perceptron(n):
+    def mlp(n):
         return nn.Sequential(nn.Linear(32, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
 
-    parametrization = parametrize(perceptron, (16, width), sample_input=torch.zeros(1, 32), lr_prefactor=0.01)
+    parametrization = parametrize(mlp, (16, width), sample_input=torch.zeros(1, 32), lr_prefactor=0.01)
     return parametrization, torch.optim.Adam(parametrization.param_groups)
 
 

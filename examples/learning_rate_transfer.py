@@ -1,6 +1,6 @@
 """The best learning rate of a narrow model is that of a wide one, where the layers follow the width, and else is not.
 
-A perceptron with three hidden layers learns scikit-learn's handwritten digits with Adam, at widths 64 and 512, over a
+An MLP with three hidden layers learns scikit-learn's handwritten digits with Adam, at widths 64 and 512, over a
 sweep of learning rates that are four times apart: under muP (ignite_monitor.scaling.parametrize), and in the standard
 parametrization with one learning rate for all layers. What counts is the training loss at the end, of the mean of some
 seeds. Nothing is downloaded.
@@ -11,7 +11,7 @@ broad, and a finer sweep or other seeds move them by a step; how well models gen
 learning rate, as depth, batch size and the length of the training do.
 
     python examples/learning_rate_transfer.py               half a minute on one core
-    python examples/learning_rate_transfer.py --steps 200   longer trainings
+    python examples/learning_rate_transfer.py --steps 200   longer training runs
 """
 
 import argparse
@@ -100,7 +100,7 @@ def draw(results: dict[tuple[str, int], list[float]], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Learning rates at two widths, under muP and without it.")
     parser.add_argument("--steps", type=int, default=60, help="how long to train (default: 60)")
-    parser.add_argument("--seeds", type=int, default=2, help="trainings at each learning rate (default: 2)")
+    parser.add_argument("--seeds", type=int, default=2, help="training runs at each learning rate (default: 2)")
     parser.add_argument("-o", "--output", default="learning_rate_transfer.png", help="where to draw the figure")
     args = parser.parse_args()
 

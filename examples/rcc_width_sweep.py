@@ -1,6 +1,6 @@
-"""Which layers learn, and which diverge, as a perceptron in standard parametrisation gets wider.
+"""Which layers learn, and which diverge, as an MLP in standard parametrisation gets wider.
 
-Perceptrons of three hidden layers learn handwritten digits (scikit-learn's, nothing is downloaded) with SGD and
+MLPs of three hidden layers learn handwritten digits (scikit-learn's, nothing is downloaded) with SGD and
 cross-entropy, at widths 64 to 2048. RCCHandler tells what each layer's weights do to its output, apart from what the
 layers before have done. The exponents of the width are printed, and drawn into ``runs/rcc_width_sweep.png``.
 

@@ -22,7 +22,7 @@ from ignite_monitor import SpectralNormHandler, StepStatsHandler
 HIDDEN = r"^hidden\.\d+\.weight$"
 
 
-class Perceptron(nn.Module):
+class MLP(nn.Module):
     def __init__(self, width: int = 256, depth: int = 3) -> None:
         super().__init__()
         self.inputs = nn.Linear(64, width)
@@ -51,7 +51,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     train_loader, test_loader = load_data()
-    model = Perceptron()
+    model = MLP()
     hidden = [layer.weight for layer in model.hidden]
     rest = [parameter for parameter in model.parameters() if all(parameter is not weight for weight in hidden)]
     muon = torch.optim.Muon(hidden, lr=args.muon_lr, weight_decay=0.0)

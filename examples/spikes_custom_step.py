@@ -71,7 +71,7 @@ def main() -> None:
         return {"loss": loss.item()}
 
     trainer = Engine(train_step)
-    progress = ProgressBar(disable=None)  # not where nobody looks
+    progress = ProgressBar(disable=None)  # only in a terminal
     progress.attach(trainer, output_transform=lambda output: output)
 
     # These lines are all that the monitor needs.

@@ -1,6 +1,6 @@
 """Let the handler skip the step at a spike: ``create_supervised_trainer``, and not a line in the train step.
 
-A perceptron learns handwritten digits (scikit-learn's, nothing is downloaded) with AdamW. Some batches are damaged;
+An MLP learns handwritten digits (scikit-learn's, nothing is downloaded) with AdamW. Some batches are damaged;
 ``on_spike="skip"`` makes ``optimizer.step()`` do nothing at those, weight decay and momentum included.
 
     python examples/spikes_skipped.py              damaged batches are skipped
