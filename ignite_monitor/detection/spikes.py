@@ -138,9 +138,9 @@ class SpikeDetector:
 
     def copy(self) -> SpikeDetector:
         """Return a detector of the same rule and state; it shares the tensors, which are never changed in place."""
-        twin = copy.copy(self)
-        twin.rule, twin._state = copy.copy(self.rule), dict(self._state)
-        return twin
+        duplicate = copy.copy(self)
+        duplicate.rule, duplicate._state = copy.copy(self.rule), dict(self._state)
+        return duplicate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and a dict of tensors."""

@@ -241,8 +241,6 @@ class EventSource:
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
             self._handles.append(register_optimizer_step_pre_hook(self._on_step))
             self._handles.append(register_optimizer_step_post_hook(self._on_step_end))
-            # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
-            self._hops = 3 if dist.is_available() and dist.is_initialized() else 1
         self._reset()
         self._awaits_step = True
 
@@ -258,6 +256,8 @@ class EventSource:
         monitored = [monitor for monitor in self.monitors if monitor._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
+        # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
+        self._hops = 3 if dist.is_available() and dist.is_initialized() else 1
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()

@@ -219,24 +219,24 @@ class GradientDetector:
             detector.reset_threshold()
 
     def _copy(self) -> GradientDetector:
-        twin = copy.copy(self)
-        twin._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
-        return twin
+        duplicate = copy.copy(self)
+        duplicate._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
+        return duplicate
 
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
-        twin = self._copy()
-        twin.settle()
-        state = {name: detector.state_dict() for name, detector in twin._detectors.items()}
-        return state | {"counts": torch.stack([*twin._counts])}
+        duplicate = self._copy()
+        duplicate.settle()
+        state = {name: detector.state_dict() for name, detector in duplicate._detectors.items()}
+        return state | {"counts": torch.stack([*duplicate._counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self._counts])}, {"counts": state_dict["counts"]})["counts"]
-        twin = self._copy()
-        for name in twin._detectors.keys() & state_dict.keys():
-            twin._detectors[name].load_state_dict(state_dict[name])
-        self._detectors = twin._detectors
+        duplicate = self._copy()
+        for name in duplicate._detectors.keys() & state_dict.keys():
+            duplicate._detectors[name].load_state_dict(state_dict[name])
+        self._detectors = duplicate._detectors
         self._counts = counts.clone().unbind()
         self.drop_pending()
 

@@ -396,7 +396,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         known = self.scaler is not None or self._is_known_spike(detection.spike)
         is_nonfinite = known and torch.is_nonzero(nonfinite)
         alone = is_nonfinite and world_size() == 1
-        text = self._locator.look(not is_nonfinite, self.scaler is not None, alone=alone)
+        text = self._locator.locate(not is_nonfinite, self.scaler is not None, alone=alone)
         self._source.nonfinite_source = self._locator.found or self._source.nonfinite_source
         if text is not None:
             self._log(logging.WARNING, text)

@@ -47,7 +47,7 @@ class NonFiniteLocator:
         self.calls = ModelCalls(model)
         self.found: NonFiniteSource | None = None
 
-    def look(self, is_finite: bool, is_overflow: bool, alone: bool) -> str | None:
+    def locate(self, is_finite: bool, is_overflow: bool, alone: bool) -> str | None:
         """Handle the end of a backward pass; return the text of a warning.
 
         Args:

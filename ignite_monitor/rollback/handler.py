@@ -36,7 +36,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. Iterations
     that exceed the thresholds of that time are then discarded one by one, until eight in a row are healthy. 48
-    iterations after the first sign a regime change is assumed and accepted; its values are no instability again.
+    iterations after the first sign a regime change is assumed and accepted; its losses are no instability again.
     Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the loss, running
     statistics, non-finite state and :meth:`request`.
 

@@ -91,7 +91,7 @@ class SetupCheck(Monitor):
             self._measured = MeasuredStep(self.model, 1024, self.optimizer)
             self._measured.start()
         self._probe, hooks = tracker.accumulation_probe(self.optimizer), ExitStack()
-        if evidence.others:  # then no event may tell of the optimizer's steps
+        if evidence.others:  # then no event may announce the optimizer's steps
             hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self._on_step))).remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
             pairs = [(module, module.module) for module in modules if isinstance(module, DistributedDataParallel)]

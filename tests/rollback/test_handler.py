@@ -287,6 +287,23 @@ def test_thirty_bad_batches_cost_at_most_ten_more():
     assert training.metrics[130]["grad/spike_count"] == 30
 
 
+def test_weights_ruined_after_a_long_data_fault_are_restored():
+    """The gradient is smaller than in the fault, in which the loss alone was accepted."""
+    training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
+
+    @training.trainer.on(Events.ITERATION_STARTED(once=160))
+    def damage(engine):
+        with torch.no_grad():
+            training.model.layers[4].bias += 4.0
+
+    training.run(make_batches(220, bad=range(47, 77)))
+    norms = {iteration: values["grad/norm"] for iteration, values in training.metrics.items()}
+    assert norms[160] < max(norms[iteration] for iteration in range(47, 77))
+    assert training.of("count")[159] == 1
+    assert training.of("count")[220] == 2
+    assert training.model.layers[4].bias.abs().max() < 1
+
+
 def test_a_probe_of_an_older_snapshot_finds_that_the_newest_is_damaged():
     """The weights are damaged without a sign before a snapshot, and show it after: an older snapshot recovers."""
     training = Training(names=["model", "optimizer"], loss=lambda engine: engine.state.seen)
