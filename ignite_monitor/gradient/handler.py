@@ -184,7 +184,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if self._source is None:
             return []
         tracker = self._source.tracker(self.model)
-        self._locator.calls.device = tracker.parameters[0].device
+        if tracker.parameters:
+            self._locator.calls.device = tracker.parameters[0].device
         contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
         contexts += self._action.contexts(self._source.step_completed)
         return contexts + self._detector.probe_contexts(tracker, self.optimizer)

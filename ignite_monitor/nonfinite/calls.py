@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, is_reference_run
 from ignite_monitor.model.names import named_modules, unwrapped
@@ -99,7 +100,7 @@ class ModelCalls(ModuleHook):
 
     def _find_generators(self) -> list[torch.Generator]:
         """Return the generators of devices; none if reading a state would synchronize."""
-        device = self.device or next(self._called.parameters()).device
+        device = self.device or device_of(self._called)
         if device != self._device:
             self._device = device
             try:

@@ -155,6 +155,9 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if not self._is_running:
             return
         weights = self._effective()
+        if not weights:
+            self._warn_once("the model has no weight matrices any more, so nothing is published")
+            return
         measured = self._weights.measure(part for weight in weights for part in as_weights(weight, weight.value()))
         values = _summary(measured, self._weights.steps)
         self._names, self._norms = measured.names, measured.norms

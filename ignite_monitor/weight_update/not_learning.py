@@ -30,7 +30,7 @@ class FrozenParameters:
         still = move(self.still.to(like.dtype), like.device)
         known = {name: index for index, name in enumerate(self._names)}
         # A new name takes the zero at the end.
-        at = torch.tensor([known.get(name, len(known)) for name in names], device="cpu")
+        at = torch.tensor([known.get(name, len(known)) for name in names], dtype=torch.long, device="cpu")
         self.still = torch.cat([still, still.new_zeros(1)])[move(at, like.device)]
         self._names = list(names)
 

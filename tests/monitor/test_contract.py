@@ -55,6 +55,7 @@ from ignite_monitor import (
     StepStatsHandler,
 )
 from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import (
     ListLogger,
@@ -551,6 +552,22 @@ def test_memory_and_handlers_do_not_grow(setup):
     trainer.run(make_batches(20), max_epochs=11)
     assert min(later - earlier for earlier, later in itertools.pairwise(blocks)) < 40
     assert min(cycles[1:]) < 20
+
+
+def test_a_model_that_loses_its_parameters_ends_nothing(setup):
+    model, _, _, monitor = setup
+    if isinstance(monitor, ScalarMonitor):
+        pytest.skip("its function here reads a parameter")
+    engine = Engine(lambda engine, batch: 1.0)
+    monitor.attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED(once=2))
+    def lose(engine):
+        for module in model.modules():
+            module._parameters.clear()
+
+    engine.run(make_batches(5))
+    assert engine.state.iteration == 5
 
 
 def test_no_tensor_of_the_run_is_kept_after_its_end(setup):
