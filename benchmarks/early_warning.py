@@ -7,7 +7,7 @@ the last two is followed by a ``DriftMonitor`` with its defaults. The last two a
 curvature (for AdamW the preconditioned one) above half the stability threshold in two of three measurements, one in
 five iterations. In a control, warnings after iteration 150 are counted, all of them false alarms.
 
-    PYTHONPATH=. python benchmarks/early_warning.py [--seeds 3]
+    PYTHONPATH=. python benchmarks/early_warning.py [--seeds 0 1 2]
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ def cell(name: str, runs: list[Run]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     print(f"| run | growth | doubled | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 3)}")
     for training, growth in itertools.product(TRAININGS, (CONTROL, *GROWTHS)):
-        runs = [train(training, seed, growth) for seed in range(args.seeds)]
+        runs = [train(training, seed, growth) for seed in args.seeds]
         false_alarms = [str(sum(len(warnings[name]) for _, warnings in runs)) for name in COLUMNS]
         cells = false_alarms if growth == CONTROL else [cell(name, runs) for name in COLUMNS]
         doubled = sum(at is not None for at, _ in runs)
