@@ -16,7 +16,7 @@ from ignite_monitor.model.tensors import is_same, leaves_of
 
 TEXTS = {
     "not_optimized": "in no optimizer, but with requires_grad=True: {}. Add them to one, or set requires_grad=False",
-    "no_gradient": "in the optimizer, but without a gradient in the first {} iterations: {}",
+    "no_gradient": "in the optimizer ({:.0%} of its elements), but without a gradient in the first {} iterations: {}",
     "gradients_not_zeroed": "every backward adds to the gradients of the previous step: call optimizer.zero_grad()",
     "stale_optimizer": "{} parameters of the optimizer are not the model's, {} are in none: create the optimizer last",
     "zero_learning_rate": "the learning rate of all parameter groups was 0 in {} optimizer steps",
@@ -39,15 +39,14 @@ class Finding(NamedTuple):
 class Evidence:
     """Measurements of the checked iterations; tensors among ``values`` become numbers before :meth:`findings`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, parameters: list[Any], first: int, batch: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, parameters: list[Any], state: Any) -> None:
         self.model, self.optimizer, ids = model, optimizer, held_by(optimizer)
-        self.first, self._batch = first, leaves_of(batch)  # number of the first iteration, and its batch
+        self.first, self._batch = state.iteration, leaves_of(state.batch)
         self.held = [item for item in parameters if id(item) in ids]
         others = [item for item in parameters if id(item) not in ids and item.requires_grad and is_measurable(item)]
         self.others = [item for item in others if local(item).numel()]  # also on this rank
-        self.values: dict[str, list[Any]] = defaultdict(list)
+        self.norm, self.values = total_norm(self.others), defaultdict[str, list[Any]](list)
         self.seen: set[int] = set()  # ids of parameters with a gradient
-        self.norm = total_norm(self.others)
 
     def start(self, batch: Any) -> None:
         """Note the start of an iteration."""
@@ -69,24 +68,25 @@ class Evidence:
         is_warm_up = any(rate != rates[i % groups] for i, rate in enumerate(rates))
         is_kept = all(values["before"][1:]) and values["before"][1:] == norms[:-1]
         is_constant = norms and losses[0] and all(item == group[0] for group in (losses, norms) for item in group)
-        is_inner = values["call"] and not any(values["call"])
+        calls = [is_wrapper for is_wrapper, has_gradient in values["call"] if has_gradient]
         conditions: dict[str, tuple[Any, list[Any]]] = {
             **self._of_parameters(),
             "gradients_not_zeroed": (always and is_kept and values["backward"] == values["step"] == [1] * count, []),
             "zero_learning_rate": (len(rates) > groups and not any(rates), [len(rates) // groups]),
             "eval_mode": (self.seen and not any(values["mode"]), []),
-            "wrapper_bypassed": (any(values["step"]) and is_inner, []),
+            "wrapper_bypassed": (any(values["step"]) and calls and not any(calls), []),
             "scaler_not_given": (values["unscaled"], [", ".join(values["unscaled"])]),
             "repeated_batch": (count > 1 and epoch_length != 1 and all(values["same"]), [count]),
             "constant_loss": (always and is_constant, [losses[0], count]),
             "low_precision_updates": (is_lost and not is_warm_up, values["lost"] and [min(values["lost"])]),
         }
-        found = {kind: words for kind, (is_true, words) in conditions.items() if is_true}
-        return [Finding(kind, TEXTS[kind].format(*found[kind])) for kind in TEXTS if kind in found]
+        return [Finding(kind, TEXTS[kind].format(*words)) for kind, (is_true, words) in conditions.items() if is_true]
 
     def _of_parameters(self) -> dict[str, tuple[Any, list[Any]]]:
         names = {id(parameter): name for name, parameter, _ in named_parameters(self.model)}
-        idle = [item for item in self.held if item.requires_grad and id(item) not in self.seen]
+        trained = [item for item in self.held if item.requires_grad]
+        idle = [item for item in trained if id(item) not in self.seen]
+        share = sum(item.numel() for item in idle) / max(sum(item.numel() for item in trained), 1)
         is_left = any(self.values["step"]) and all(self.values["unchanged"])
         left = [item for item in self.others if id(item) in self.seen and is_left]
         if left:  # an optimizer that has not made a step yet may hold them
@@ -98,7 +98,8 @@ class Evidence:
         rest = [item for item in left if all(item.shape != other.shape for other in gone)]
         words = [listed([names.get(id(item), "?") for item in items], 5) for items in (idle, stale, rest)]
         return {
-            "no_gradient": (idle and self.seen & {*map(id, self.held)}, [len(self.values["step"]), words[0]]),
-            "stale_optimizer": (stale, [len(gone), words[1]]),
             "not_optimized": (rest, [words[2]]),
+            # Smaller shares are mask tokens, poolers and prompt encoders of released models.
+            "no_gradient": (0.05 <= share < 1, [share, len(self.values["step"]), words[0]]),
+            "stale_optimizer": (stale, [len(gone), words[1]]),
         }

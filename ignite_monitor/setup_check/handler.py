@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,8 +32,9 @@ from ignite_monitor.weight_update.train_step import MeasuredStep
 class SetupCheck(Monitor):
     """Check model, optimizer, batches and loss in the first iterations of a run.
 
-    Then the log has one block: "no problems found", or a list of findings. Only what is certain is reported. A run from
-    iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
+    Then the log has one block: "no problems found", or a list of findings. Only what is certain is reported. Parameters
+    without a gradient are reported if they have at least 5 % of the optimizer's elements. A run from iteration 1 is
+    checked again. Nothing is published. Host and device are synchronized once, when the check ends.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -82,25 +81,20 @@ class SetupCheck(Monitor):
         if engine is None or source is None:
             return []
         reshard(self.model)
-        tracker, batch, modules = source.tracker(self.model), engine.state.batch, [*self.model.modules()]
-        if self._evidence is None:
-            self._evidence = Evidence(self.model, self.optimizer, tracker.parameters, engine.state.iteration, batch)
-        evidence = self._evidence
-        evidence.start(batch)
+        tracker, state, modules = source.tracker(self.model), engine.state, [*self.model.modules()]
+        evidence = self._evidence = self._evidence or Evidence(self.model, self.optimizer, tracker.parameters, state)
+        evidence.start(state.batch)
         if any(item.dtype in NARROW for item in evidence.held):
             self._measured = MeasuredStep(self.model, 1024, self.optimizer)
             self._measured.start()
         self._probe, hooks = tracker.accumulation_probe(self.optimizer), ExitStack()
-        if evidence.others:  # then no event may announce the optimizer's steps
-            hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self._on_step))).remove)
+        # No event announces the steps of an optimizer that the model's monitors were not given.
+        hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self._on_step))).remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
-            pairs = [(module, module.module) for module in modules if isinstance(module, DistributedDataParallel)]
-            hooks.enter_context(before_forward(chain.from_iterable(pairs), self._on_forward))
+            wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+            pairs, note = [*wrappers, *(wrapper.module for wrapper in wrappers)], evidence.values["call"].append
+            hooks.enter_context(before_forward(pairs, lambda m, *_: note((m in wrappers, torch.is_grad_enabled()))))
         return [hooks, self._probe]
-
-    def _on_forward(self, module: nn.Module, *_: Any) -> None:
-        if self._evidence is not None and torch.is_grad_enabled():
-            self._evidence.values["call"].append(isinstance(module, DistributedDataParallel))
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._evidence is not None:
@@ -113,15 +107,13 @@ class SetupCheck(Monitor):
         if evidence is None or not step.is_of(self.optimizer):
             return None
         evidence.note()
-        if not evidence.others:
-            self._on_step(step.optimizer)
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         evidence.values["rate"] += [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
         gradients = [item.grad for item in evidence.held if item.grad is not None]
-        norm = total_norm(gradients, math.inf) if gradients and not any_sharded(gradients) else math.nan
-        evidence.values["norm"].append(norm)
+        is_whole = gradients and not any_sharded(gradients)
+        evidence.values["norm"].append(total_norm(gradients, math.inf) if is_whole else math.nan)
         # After the other monitors, which may hide gradients.
-        return None if measured is None else lambda: functools.partial(measured.measured_step_started, step)
+        return None if measured is None else lambda: lambda: measured.measured_step_started(step)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running:
@@ -150,8 +142,8 @@ class SetupCheck(Monitor):
         engine, source, evidence, numbers = self._attached_to(), self._source, self._evidence, iter(extra)
         if engine is None or source is None or evidence is None:
             return {}
-        monitors = [monitor for monitor in source.monitors if monitor.model is self.model]
-        evidence.values["unscaled"] += sorted(item._title for item in monitors if item.lacks_scaler)
+        unscaled = [item._title for item in source.monitors if item.model is self.model and item.lacks_scaler]
+        evidence.values["unscaled"] += sorted(unscaled)
         for members in evidence.values.values():
             members[:] = [next(numbers)[0] if isinstance(value, Tensor) else value for value in members]
         self.findings, self.is_finished = evidence.findings(engine.state.epoch_length), True

@@ -307,7 +307,12 @@ def segment_anything() -> nn.Module:
     return of.SamModel(config)
 
 
-CASES["transformers Detr"] = Case("transformers", detr, pictures(32, "pixel_values"), squares)
+CASES["transformers Detr"] = Case(
+    "transformers",
+    detr,
+    pictures(32, "pixel_values"),
+    lambda output: squares(output.logits) + squares(output.pred_boxes),
+)
 CASES["transformers Sam"] = Case(
     "transformers",
     segment_anything,
