@@ -54,12 +54,6 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "median update ratio about 1e-3, at most {persistent[large_updates]:g}",
         "[CS231n](https://cs231n.github.io/neural-networks-3/#ratio)",
     ),
-    "update_ratio_outlier": (
-        "One parameter is updated far more than the others",
-        "weight_update",
-        "largest update ratio at most {NOTED_SPREAD:g} × the median",
-        "",
-    ),
     "large_curvature": (
         "Sharpness exceeds the stability threshold of the learning rate",
         "curvature",
@@ -110,12 +104,6 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "",
     ),
     "nonfinite_metric": ("A metric of your own is inf or NaN", "grad_monitor", "finite", ""),
-    "regime_change": (
-        "Data or learning rate have changed for good",
-        "grad_monitor",
-        "fewer than {CONSECUTIVE} consecutive spikes",
-        "",
-    ),
     "rolled_back": (
         "Training diverged and was rolled back",
         "rollback",
@@ -221,7 +209,6 @@ SYMPTOMS = {
         "large_curvature",
         "near_curvature",
         "early_norms",
-        "regime_change",
     ),
     "The loss rises and does not recover": (
         "loss_rose",
@@ -245,7 +232,6 @@ SYMPTOMS = {
     "Some layers learn differently from the others": (
         "dead_units",
         "activation_outlier",
-        "update_ratio_outlier",
         "attention_collapse",
     ),
     "Ranks disagree": ("ranks_differ",),

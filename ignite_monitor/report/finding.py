@@ -55,7 +55,6 @@ KINDS: dict[str, Kind] = {
         "Find the first non-finite value: the log names the module and the iteration.",
         *(0, _RATE | {"nonfinite_gradients", "nonfinite_activations"}),
     ),
-    "regime_change": Kind("Check what changed there (data, learning rate); if nothing did, it is a spike.", 0, _RATE),
     "rolled_back": Kind("Inspect the batches that were skipped, and the learning rate there.", 0, _RATE),
     "overflows": Kind("Give the GradScaler a larger growth_interval, or use bfloat16."),
     # consequences
@@ -66,7 +65,6 @@ KINDS: dict[str, Kind] = {
     "activation_outlier": Kind(
         "If the module gets raw inputs, scale them; else scale its initial weights down.", 0, _EVENTS
     ),
-    "update_ratio_outlier": Kind("Give that parameter a learning rate of its own.", 0, _STILL),
     "attention_collapse": Kind("Normalize queries and keys, or scale their initial weights down."),
     "exploding_gradients": Kind("Clip the gradient, or scale loss and targets down.", 0, _EVENTS),
     "frozen_parameters": Kind("Check that the loss depends on them, and that their learning rate is not 0.", 0, _STILL),

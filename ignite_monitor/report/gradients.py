@@ -11,7 +11,6 @@ from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
 from ignite_monitor.report.run import Array, Recorded, Run, Series
-from ignite_monitor.report.training import rollbacks
 
 
 @dataclass
@@ -44,15 +43,15 @@ def norms(monitor: Recorded) -> Norms | None:
     if not norm or not flags:
         return None
     spikes, missing = _counted(flags, monitor.get("spike_count"))
-    made, not_made = stepped.where(stepped.values > 0), stepped.where(stepped.values == 0)
+    made, not_made = stepped.steps[stepped.values > 0], stepped.steps[stepped.values == 0]
     if len(made):  # of accumulated gradients only the last norm, spikes and overflows
         keep = ~np.isin(norm.steps, not_made) | np.isin(norm.steps, spikes)
-        keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flags.where(flags.values > 0))
+        keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flags.steps[flags.values > 0])
         norm = norm.part(keep)
     sizes = norm.at(spikes)
     of_loss = (monitor.get("loss_spike").at(spikes) > 0) & ~(sizes > threshold.at(spikes)) & np.isfinite(sizes)
     skips, clips = monitor.get("skipped_count"), monitor.get("clipped_count")
-    skipped, clipped = (counts.where(np.diff(counts.values, prepend=0.0) > 0) for counts in (skips, clips))
+    skipped, clipped = (counts.steps[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
     if skips.last >= monitor.get("spike_count").last > 0:
         skipped = spikes
     outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made, "made": made}
@@ -80,13 +79,12 @@ def gradient_findings(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if known is not None:
         for rule in (_nonfinite, _spikes, _loss_spikes, _first_norms):
             yield from rule(monitor, known)
-        yield from _regime_changes(monitor, known, run)
 
 
 def _steps(monitor: Recorded, known: Norms | None) -> Iterator[Finding]:
     """Steps that were never made, or no longer; and norms of which none was compared with a threshold."""
     stepped, name = monitor.get("stepped"), monitor.name("stepped")
-    made = stepped.where(stepped.values > 0)
+    made = stepped.steps[stepped.values > 0]
     since = stepped.steps[stepped.steps > made[-1]] if len(made) else stepped.steps
     lasting = len(since) >= limits.STEPLESS
     kind, severity, advice = "no_step", "problem" if len(made) else "warning", ""
@@ -108,7 +106,7 @@ def _steps(monitor: Recorded, known: Norms | None) -> Iterator[Finding]:
 def _nonfinite(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     """Non-finite gradients, without a GradScaler that handles them and with one."""
     norm, name = known.norm, monitor.name("norm")
-    bad = norm.where(~np.isfinite(norm.values))
+    bad = norm.steps[~np.isfinite(norm.values)]
     at, overflows = np.intersect1d(bad, known.spikes), np.setdiff1d(bad, known.spikes)
     if len(at):
         outcome, unhandled = known.outcome(at)
@@ -120,15 +118,12 @@ def _nonfinite(monitor: Recorded, known: Norms) -> Iterator[Finding]:
             if at[0] >= known.threshold.finite.first_step:
                 advice = f"Restore a checkpoint from before, and inspect the batch of iteration {at[0]}."
         yield Finding("nonfinite_gradients", severity, what, (name,), at, {"count": len(at)}, advice)
-    if len(overflows):
-        rate = len(overflows) / len(norm.steps)
-        many = rate > limits.OVERFLOW_RATE and len(overflows) > limits.OVERFLOW_ALLOWANCE
-        assessment = "far more than a GradScaler needs to find its scale" if many else "as expected of a GradScaler"
-        what = f"{plural(len(overflows), 'overflow')} of the scaled gradient, {assessment} "
+    rate = len(overflows) / len(norm.steps)
+    if rate > limits.OVERFLOW_RATE and len(overflows) > limits.OVERFLOW_ALLOWANCE:
+        what = f"{len(overflows)} overflows of the scaled gradient, far more than a GradScaler needs to find its scale "
         what += f"({100 * rate:.2g} % of the norms): {iterations(overflows)}."
-        severity, advice = ("warning", "") if many else ("note", "No action needed.")
-        values = {"count": len(overflows), "share": rate}
-        yield Finding("overflows", severity, what, (name, monitor.name("nonfinite_count")), overflows, values, advice)
+        names, values = (name, monitor.name("nonfinite_count")), {"count": len(overflows), "share": rate}
+        yield Finding("overflows", "warning", what, names, overflows, values)
 
 
 def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
@@ -141,12 +136,10 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     sizes, thresholds = norm.at(at), known.threshold.at(at)
     factors = np.nan_to_num(sizes / np.where(thresholds > 0, thresholds, np.nan))
     factor, rate = float(factors.max(initial=0.0)), total / max(1, len(norm.steps))
-    few = 0 < factor < limits.SPIKE_FACTOR and rate <= limits.SPIKE_RATE and not missing
-    small = 0 < factor < limits.SMALL_EXCESS and rate <= limits.SMALL_EXCESS_RATE and not missing
-    unmade = np.concatenate([known.outcomes["skipped"], known.outcomes["not made by the train step"]])
-    after = _aftermath(norm, np.setdiff1d(at[factors >= limits.SPIKE_FACTOR], unmade), at)
+    allowed = limits.SMALL_EXCESS_RATE if factor < limits.SMALL_EXCESS else limits.SPIKE_RATE
+    noise = 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not missing
     recent = float(np.isin(norm.steps[-limits.RECENT :], at).mean()) if norm else 0.0
-    values = {"count": total, "aftermath_factor": after, "recent_share": recent}
+    values = {"count": total, "recent_share": recent}
     where = f"{iterations(at)}{_period(at)}" if len(at) else ""
     if missing:
         where += f"{f'; {missing} of them' if len(at) else 'all'} in iterations that are not in the file"
@@ -160,14 +153,8 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
         values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
     outcome, unhandled = known.outcome(at)
     what, severity, advice = f"{what} {outcome}", "warning", "" if unhandled or missing else "Inspect these batches."
-    if after > limits.AFTERMATH_FACTOR:
-        what += f" Afterwards the norm stayed {times(after)} as large as before: the spike did damage."
-        severity, advice = "problem", 'Restore a checkpoint from before; GradMonitor(on_spike="skip") skips such steps.'
-    elif few:
+    if noise:
         what, severity, advice = f"{what} So few, so near the threshold, are noise.", "note", "No action needed."
-    elif small:
-        what, severity = f"{what} So near the threshold, they are hardly spikes.", "note"
-        advice = "With threshold=RobustThreshold() there may be fewer."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding("spikes", severity, what, (name, monitor.name("spike")), at, values, advice, onset)
 
@@ -189,27 +176,6 @@ def _excess(monitor: Recorded, step: int) -> str:
     return f" (share of the excess: {listed(named)})" if named else ""
 
 
-def _aftermath(norm: Series, made: Array, spikes: Array) -> float:
-    """The largest ratio of the norms after a spike to those before it.
-
-    A norm that returns soon, or at the end of the run, has not stayed.
-
-    Args:
-        made: the spikes whose step was made, and that are far above the threshold.
-    """
-    finite, window = norm.finite, limits.AFTERMATH_WINDOW
-    calm = finite.part(~np.isin(finite.steps, spikes))
-    largest = 0.0
-    for place, until in zip(np.searchsorted(calm.steps, made), np.searchsorted(finite.steps, made) + 1, strict=True):
-        before, after = calm.values[max(0, place - window) : place], calm.values[place:]
-        if 2 * len(after) < window:  # it spikes to the end
-            after = finite.values[until:]
-        if 2 * min(len(before), len(after)) >= window:
-            stayed = min(float(np.median(after[:window])), float(np.median(after[-window:])))
-            largest = max(largest, stayed / max(float(np.median(before)), np.finfo(float).tiny))
-    return largest
-
-
 def _loss_spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     at, name = known.loss_spikes, monitor.name("loss_spike")
     if len(at):
@@ -227,27 +193,12 @@ def value_spikes(monitor: Recorded, run: Run) -> Iterator[Finding]:
         yield Finding("loss_spikes", "note" if few else "warning", what, names, at, {"count": len(at)})
 
 
-def _regime_changes(monitor: Recorded, known: Norms, run: Run) -> Iterator[Finding]:
-    """Consecutive spikes, at which a rule resets; not those in iterations that a rollback undid."""
-    spiked = np.isin(known.norm.steps, known.spikes) & np.isfinite(known.norm.values)
-    lengths = np.arange(1, len(spiked) + 1)
-    lengths = lengths - np.maximum.accumulate(np.where(spiked, 0, lengths))
-    resets = known.norm.steps[lengths == limits.CONSECUTIVE]
-    for rollback in rollbacks(run):
-        resets = resets[(resets <= rollback.target) | (resets > rollback.end)]
-    if len(resets):
-        name = monitor.name("spike")
-        what = f"{limits.CONSECUTIVE} or more consecutive spikes ({name}), up to {iterations(resets)}: the norm's "
-        what += "baseline has changed, and GradMonitor resets the threshold statistics there."
-        yield Finding("regime_change", "warning", what, (name,), resets)
-
-
 def _first_norms(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     """Norms in the threshold's warm-up that are far above the run's own."""
     norm, threshold, name = known.norm.finite, known.threshold.finite, monitor.name("norm")
     first = norm.part(slice(limits.EARLY_WINDOW))
     usual = max(norm.median, first.median)
-    at = norm.where((norm.steps < threshold.first_step) & (norm.values > limits.EARLY_FACTOR * usual))
+    at = norm.steps[(norm.steps < threshold.first_step) & (norm.values > limits.EARLY_FACTOR * usual)]
     if threshold and len(at) and usual > 0:
         largest = float(norm.at(at).max())
         what = f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({name}), "

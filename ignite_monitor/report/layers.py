@@ -34,10 +34,7 @@ def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
     # The bias of attention keys, and one before a BatchNorm, has no gradient.
     if len(onsets) == count and all(item.endswith(".bias") and f"{item[:-4]}weight" not in onsets for item in onsets):
         what, severity, advice = f"{what} These are biases whose weights move.", "note", "No action needed."
-    names, begins = (
-        (name, *monitor.names("topk_frozen/{}", order)),
-        sorted(set(onsets.values())) or [since],
-    )
+    names, begins = (name, *monitor.names("topk_frozen/{}", order)), sorted({*onsets.values()} or {since})
     yield Finding("frozen_parameters", severity, what, names, begins, {"count": count}, advice)
 
 
@@ -88,25 +85,6 @@ def _relative(monitor: Recorded, ratios: Series) -> Series:
     usual = monitor.get("update_ratio_median").at(ratios.steps)
     known = (ratios.values > 0) & (usual > limits.SMALL_UPDATE)
     return Series(ratios.steps[known], ratios.values[known] / usual[known])
-
-
-def update_ratios(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """A parameter whose updates are far larger than the others', and do not become smaller."""
-    largest, name = monitor.get("update_ratio_max").finite, monitor.name("update_ratio_max")
-    factors = _relative(monitor, largest)
-    count = len(factors.values)
-    if count < limits.RATIO_POINTS or factors.steps[-1] < largest.last_quarter.steps[0]:
-        return
-    end, second = factors.last_quarter.median, float(np.median(factors.values[count // 4 : count // 2]))
-    if end >= limits.NOTED_SPREAD and end >= limits.LASTING_SHARE * second:
-        items, since = monitor.items("largest_update_ratio/{}"), factors.last_quarter.steps[0]
-        fastest = max(items, key=lambda item: items[item].values[items[item].steps >= since].sum(), default="")
-        parameter = printable(fastest.partition("/")[2]) or "One parameter"
-        what = f"{parameter} moves {times(end)} more for its size than the median parameter, to the end ({name}, about "
-        what += f"{number(largest.last_quarter.median, 3)})."
-        severity = "warning" if end >= limits.UPDATE_SPREAD else "note"
-        names, at = (name, monitor.name("update_ratio_median")), (factors.since(factors.values >= limits.NOTED_SPREAD),)
-        yield Finding("update_ratio_outlier", severity, what, names, at, {"factor": end})
 
 
 def shrinking(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -182,7 +160,7 @@ def _group_updates(run: Run, root: str, group: str) -> tuple[Series, float, str]
 def nonfinite(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Activations that are inf or NaN."""
     counts = monitor.items("activation/{}/nonfinite_count")
-    bad = {module: at for module, series in counts.items() if len(at := series.where(series.values > 0))}
+    bad = {module: at for module, series in counts.items() if len(at := series.steps[series.values > 0])}
     if not bad:
         return
     begin = min(int(at[0]) for at in bad.values())
@@ -237,44 +215,26 @@ def _about(monitor: Recorded, pattern: str, items: Mapping[str, Beyond], finding
 
 
 def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
-    """Units that are 0 over the whole batch.
-
-    Units that were dead before the first step are a matter of initialization; those that died, of the learning rate.
-    """
-    fractions = monitor.items("activation/{}/dead_fraction")
-    if modules := _beyond(fractions, limits.DEAD_FRACTION):
-        worst, it = next(iter(modules.items()))
-        severity = "problem" if it.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
-        advice, fix = "", "raise the biases before the activation, or re-initialize that layer"
-        if it.initially and fractions[worst].steps[0] <= 1:
-            advice = f"{fix.capitalize()}; a lower rate does not help."
-        elif it.initially:
-            advice = f"Lower the learning rate; if they are 0 before the first step too, {fix}."
-            if _calm_until(run, it.since):
-                advice = f"{fix.capitalize()}; if they are not 0 before the first step, lower the learning rate."
+    """Units that are 0 over the whole batch: from initialization on, or since the learning rate killed them."""
+    if modules := _beyond(monitor.items("activation/{}/dead_fraction"), limits.DEAD_FRACTION):
+        worst = next(iter(modules.values()))
+        severity = "problem" if worst.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
+        advice = "Raise the biases before the activation, or re-initialize that layer; if they are not 0 before the "
+        advice = f"{advice}first step, lower the learning rate." if worst.initially else ""
         what = "Fractions of units that are 0 over the whole batch, at the end"
         finding = Finding("dead_units", severity, what, advice=advice)
         yield _about(monitor, "activation/{}/dead_fraction", modules, finding)
 
 
-def _calm_until(run: Run, step: int) -> bool:
-    """Check that gradient norms until an iteration were recorded and not far above the first one."""
-    norms = [series.finite.values[series.finite.steps <= step] for it in run.of("grad") if (series := it.get("norm"))]
-    return any(len(norm) for norm in norms) and all(norm.max() <= limits.CALM * norm[0] for norm in norms if len(norm))
-
-
 def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Modules whose outputs are far larger than the others', or all of them far too large."""
     std = monitor.items("activation/{}/std")
-    first = {module: series.part(slice(1)) for module, series in std.items()}
-    for when, stage in (("at the end", std), ("in the first measurement", first)):
-        usual = float(np.median([series.last_quarter.median for series in stage.values()] or [0.0]))
-        limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
-        if far := _beyond(stage, limit):
-            what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, {when}"
-            finding = Finding("activation_outlier", "warning", what, values={"median": usual})
-            yield _about(monitor, "activation/{}/std", far, finding)
-            return
+    usual = float(np.median([series.last_quarter.median for series in std.values()] or [0.0]))
+    limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
+    if far := _beyond(std, limit):
+        what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, at the end"
+        finding = Finding("activation_outlier", "warning", what, values={"median": usual})
+        yield _about(monitor, "activation/{}/std", far, finding)
 
 
 def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -284,12 +244,11 @@ def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
     # Some heads of a module may always have been sharp, but not all of them.
     wide = {head.rpartition("/")[0] for head in heads if head not in low}
     always = {head for head in low if heads[head].values.max() <= fallen and head.rpartition("/")[0] in wide}
-    if sharp := {head: it for head, it in low.items() if head not in always}:
-        single = not any(series.values.any() for series in heads.values())
+    single = not any(series.values.any() for series in heads.values())  # position, so that entropies are 0
+    if not single and (sharp := {head: it for head, it in low.items() if head not in always}):
         what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, by their entropy in nats"
-        severity = "note" if single else "problem" if 2 * len(sharp) >= len(heads) else "warning"
-        advice = "No action needed if there is a single position." if single else ""
-        finding = Finding("attention_collapse", severity, what, values={"heads": len(heads)}, advice=advice)
+        severity = "problem" if 2 * len(sharp) >= len(heads) else "warning"
+        finding = Finding("attention_collapse", severity, what, values={"heads": len(heads)})
         yield _about(monitor, "attention_entropy/{}", sharp, finding)
 
 

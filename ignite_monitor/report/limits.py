@@ -11,9 +11,6 @@ SMALL_EXCESS = 1.5  # times the threshold; while norms rise, healthy ones exceed
 SMALL_EXCESS_RATE = 0.1  # spikes per norm of this size: twice those of a healthy run of 300 iterations whose norm rises
 RECENT = 1000  # latest norms of which the share of spikes is reported
 PERIODIC, PERIODIC_SHARE = 4, 0.8  # spikes, and share of equal distances, of a periodic fault
-CONSECUTIVE = 10  # spikes after which GradMonitor resets its threshold, by default
-AFTERMATH_WINDOW = 20  # norms on either side of a spike: the warm-up of the threshold rules
-AFTERMATH_FACTOR = 3.0  # norms after a spike to those before; medians of 20 healthy norms differ by less than 2
 EARLY_FACTOR = 50.0  # a norm in the warm-up to the run's median; first norms of healthy runs reach 15
 EARLY_WINDOW = 50  # first norms whose median counts too: the norm of a run that overfits falls to 0
 STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
@@ -35,10 +32,6 @@ RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
 GROUP_RATIO = 4.0  # times the median update ratio that the largest must be, to be more than a note
 GROUP_GROWTH = 2.0  # of the parameters' norm from the first measurement on, to be more than a note: 1.5 in healthy runs
-UPDATE_SPREAD, NOTED_SPREAD = 15.0, 12.0  # largest update ratio to the median; 2 to 10 in healthy runs, 14 to 30 with
-# 100 times the learning rate
-LASTING_SHARE = 0.8  # of the second quarter's spread; that of biases and norms, which start at 0, falls by 0.7 or more
-RATIO_POINTS = 8  # measurements, for quarters to be compared
 FEW_VANISHING, VANISHING_SHARE = 2, 1 / 3  # gradients that vanish from the start: a convolution's bias before a
 # BatchNorm, and that of an attention's keys, which softmax cancels
 SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
@@ -46,7 +39,6 @@ SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a 
 # Layers.
 DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3
 MOSTLY_DEAD_FRACTION = 0.9
-CALM = 10.0  # times the first gradient norm; norms beyond it precede units that a too large learning rate kills
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks
 USUAL_ACTIVATION = 20.0  # a standard deviation that is not too large, whatever the others are
 LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever the others are

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.finding import Finding
 from ignite_monitor.report.run import Array, Recorded, Run, Series, natural
-from ignite_monitor.report.summary import assessment, find
+from ignite_monitor.report.summary import summarise
 from ignite_monitor.report.training import rollbacks
 
 if TYPE_CHECKING:
@@ -31,9 +30,7 @@ _SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
 # Legible on white and on black.
 LINES = ("#2f7fc1", "#e07b00", "#2a9d4a", "#9b6bd0", "#a0704f", "#d060a0")
 SPIKE, ROLLBACK, GRID = "#e5383b", "#2a9d4a", "#80808040"
-SEVERITIES = {"problem": SPIKE, "warning": "#c27c0e", "note": "#7d8590"}
 FEW = len(LINES)
-MOST_FINDINGS = 8
 LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
 LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
 SIGNED_RANGE = 1e4  # ratio of largest to median size from which on a scale for both signs is logarithmic
@@ -65,9 +62,7 @@ class Picture:
     panels: list[Panel]
     spikes: tuple[int, ...] = ()  # iterations with a gradient spike
     rollbacks: tuple[int, ...] = ()  # iterations with a rollback
-    assessment: str = ""  # the run in a few words, empty if metrics were selected
-    findings: list[Finding] = field(default_factory=list)
-    omitted: int = 0  # number of panels that are not shown
+    words: str = ""  # about the run and the omitted panels; empty if metrics were selected
 
 
 def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
@@ -78,16 +73,16 @@ def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = Fa
         every: whether to show all panels, and lines that are constant.
     """
     flags = [monitor.get("spike") for monitor in run.of("grad")]
-    spikes = tuple(sorted({step for series in flags for step in series.where(series.values > 0).tolist()}))
-    marks = spikes, tuple(rollback.step for rollback in rollbacks(run))
+    spikes = tuple(sorted({step for series in flags for step in series.steps[series.values > 0].tolist()}))
+    marks = spikes, tuple(sorted(finding.onset for finding in rollbacks(run)))
     panels = [*_own(run), *(panel for monitor in run.monitors for panel in _panels(monitor))]
     if selection is not None:
         chosen = [(panel, [line for line in panel.lines if selection.search(line.name)]) for panel in panels]
         return Picture([replace(panel, lines=lines) for panel, lines in chosen if lines], *marks)
-    findings = find(run)
-    shown = panels if every else _most_important(panels, findings)
-    words = assessment(findings, bool(run.monitors))
-    return Picture(shown, *marks, words, findings, len(panels) - len(shown))
+    summary = summarise("", run)
+    shown = panels if every else _most_important(panels, summary.findings)
+    omitted = f"   ({len(panels) - len(shown)} more panels with --all)" if len(panels) > len(shown) else ""
+    return Picture(shown, *marks, f"{summary.assessment}{omitted}")
 
 
 def _most_important(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
@@ -118,7 +113,7 @@ def _panels(monitor: Recorded) -> Iterator[Panel]:
     flags = monitor.get("spike")
     for chart, lines in charts.items():
         value = next((line.series for line in lines if line.label in ("norm", "value")), None)
-        spikes = flags.where(flags.values > 0)
+        spikes = flags.steps[flags.values > 0]
         marked = Series(spikes, value.at(spikes)) if value is not None and flags else None
         is_chart = chart != lines[0].label
         title = f"{monitor.root or monitor.kind}: {chart}" if is_chart else lines[0].name
@@ -168,31 +163,13 @@ def draw(picture: Picture, path: str | Path, title: str = "", dark: bool = False
     style = context(["default", "dark_background"] if dark else "default")
     with style, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
-        head = _head(picture, printable(title), 60 * columns)
-        width, heights = 0.4 + 4.0 * columns, (0.1 + 0.2 * len(head), 0.3 + 2.1 * rows)
-        figure = Figure(figsize=(width, sum(heights)), dpi=110, layout="constrained")
-        above, body = cast(Any, figure.subfigures(2, 1, height_ratios=heights))
-        for row, (text, colour, weight) in enumerate(head):
-            y = 1 - (row + 0.7) / (len(head) + 0.5)
-            above.text(0.1 / width, y, text, color=colour, fontweight=weight, fontsize=9, parse_math=False, va="center")
+        figure = Figure(figsize=(0.4 + 4.0 * columns, 0.4 + 2.1 * rows), dpi=110, layout="constrained")
+        head = _shortened(": ".join(filter(None, [printable(title), picture.words])), 60 * columns)
+        figure.suptitle(head, x=0.01, ha="left", fontsize=9, fontweight="bold", parse_math=False)
         for index, panel in enumerate(picture.panels, 1):
             with np.errstate(all="ignore"):
-                _panel(body.add_subplot(rows, columns, index), panel, picture)
+                _panel(figure.add_subplot(rows, columns, index), panel, picture)
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
-
-
-def _head(picture: Picture, title: str, length: int) -> list[tuple[str, str | None, str]]:
-    """The lines above the panels: text, colour and weight."""
-    omitted = f"   ({picture.omitted} more panels with --all)" if picture.omitted else ""
-    first = f"{title}{': ' * bool(title and picture.assessment)}{picture.assessment}{omitted}"
-    lines: list[tuple[str, str | None, str]] = [(first, None, "bold")] if first else []
-    for finding in picture.findings[:MOST_FINDINGS]:
-        text = textwrap.wrap(f"{finding.severity}: {finding.text}", length, max_lines=3, placeholder=" …")
-        lines += [(line, SEVERITIES[finding.severity], "normal") for line in text]
-    if len(picture.findings) > MOST_FINDINGS:
-        more = f"{len(picture.findings) - MOST_FINDINGS} more: ignite-monitor summary"
-        lines.append((more, SEVERITIES["note"], "normal"))
-    return lines
 
 
 def _panel(axes: Axes, panel: Panel, picture: Picture) -> None:
@@ -214,7 +191,7 @@ def _panel(axes: Axes, panel: Panel, picture: Picture) -> None:
             linewidth=1.2 if count <= FEW else 0.8,
         )
         handles.append(handle)
-    bad = np.unique(np.concatenate([line.series.where(~np.isfinite(line.series.values)) for line in lines]))
+    bad = np.unique(np.concatenate([line.series.steps[~np.isfinite(line.series.values)] for line in lines]))
     if len(bad):
         top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
         axes.plot(bad, np.full(len(bad), 0.985), "v", color=SPIKE, markersize=4, **top)
@@ -238,12 +215,9 @@ def _scale(axes: Axes, values: Array) -> None:
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     sizes = np.abs(_drawable(values[values != 0]))
-    if not len(values):
-        axes.set_yticks([])
-    elif not len(sizes):
-        axes.set_ylim(-0.05, 1)
-        axes.set_yticks([0, 1])
-    elif (values >= 0).all() and (values == 0).mean() < 0.5 and sizes.max() / sizes.min() > 10**LOG_DECADES:
+    if not len(sizes):
+        return
+    if (values >= 0).all() and (values == 0).mean() < 0.5 and sizes.max() / sizes.min() > 10**LOG_DECADES:
         axes.set_yscale("log", nonpositive="mask")
     elif sizes.max() > SIGNED_RANGE * np.median(sizes):
         axes.set_yscale("symlog", linthresh=float(max(np.quantile(sizes, 0.05), sizes.max() * 1e-8)))

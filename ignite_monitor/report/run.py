@@ -80,10 +80,6 @@ class Series(NamedTuple):
         index = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
         return np.where(self.steps[index] == steps, self.values[index], math.nan)
 
-    def where(self, condition: Array) -> Array:
-        """Return the steps at which a condition holds."""
-        return np.asarray(self.steps[condition])
-
     def since(self, condition: Array) -> int:
         """Return the step from which on a condition holds to the end, or else the last step."""
         failing = np.flatnonzero(~condition)

@@ -23,7 +23,7 @@ NOISE = 2.0  # ratio of the difference to the noise within the runs
 RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),
     "spike": (value_spikes, training.monitored_value),
-    "weights": (layers.frozen, layers.update_ratios),
+    "weights": (layers.frozen,),
     "activation": (layers.nonfinite, layers.dead, layers.outliers, layers.collapsed, layers.large_logits),
     "replicas": (training.disagreement,),
     "step": (layers.group_rates, layers.shrinking),
@@ -36,7 +36,7 @@ RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
 
 def find(run: Run) -> list[Finding]:
     """Return the findings of a run in the order of what happened; notes last."""
-    findings = [*training.curves(run), *training.rolled_back(run), *layers.persistent(run)]
+    findings = [*training.curves(run), *training.rollbacks(run), *layers.persistent(run)]
     for monitor in run.monitors:
         for rule in RULES.get(monitor.kind, ()):
             findings += rule(monitor, run)
@@ -45,26 +45,6 @@ def find(run: Run) -> list[Finding]:
         what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
         findings.append(Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger."))
     return in_order(findings)
-
-
-def healthy(findings: list[Finding]) -> bool | None:
-    """Return True if all findings are notes; None if, in addition, the gradients were not monitored."""
-    if any(finding.severity != "note" for finding in findings):
-        return False
-    return None if any(finding.kind == "not_monitored" for finding in findings) else True
-
-
-def assessment(findings: list[Finding], monitored: bool) -> str:
-    """Describe a run in a few words; ``monitored``: whether the file has metrics of a monitor."""
-    counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning")}
-    parts = [plural(count, kind) for kind, count in counts.items() if count]
-    if parts:
-        return f"Needs attention: {' and '.join(parts)}."
-    if not monitored:
-        return "The file has no metrics of a monitor, so little can be detected."
-    if healthy(findings) is None:
-        return "Nothing unusual, but the gradients were not monitored."
-    return "Healthy: nothing in this run needs attention."
 
 
 def measured(run: Run) -> list[str]:
@@ -105,7 +85,22 @@ class Summary:
     @property
     def healthy(self) -> bool | None:
         """True if all findings are notes; None if, in addition, the gradients were not monitored."""
-        return healthy(self.findings)
+        if any(finding.severity != "note" for finding in self.findings):
+            return False
+        return None if any(finding.kind == "not_monitored" for finding in self.findings) else True
+
+    @property
+    def assessment(self) -> str:
+        """The run in a few words."""
+        counts = {kind: sum(finding.severity == kind for finding in self.findings) for kind in ("problem", "warning")}
+        parts = [plural(count, kind) for kind, count in counts.items() if count]
+        if parts:
+            return f"Needs attention: {' and '.join(parts)}."
+        if not self.measured:
+            return "The file has no metrics of a monitor, so little can be detected."
+        if self.healthy is None:
+            return "Nothing unusual, but the gradients were not monitored."
+        return "Healthy: nothing in this run needs attention."
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""

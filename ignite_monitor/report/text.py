@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report.finding import Finding, listed, number, plural
-from ignite_monitor.report.summary import Comparison, Difference, Statistics, Summary, assessment
+from ignite_monitor.report.summary import Comparison, Difference, Statistics, Summary
 
 if TYPE_CHECKING:
     from ignite_monitor.spike_recorder.record import SpikeRecord
@@ -37,7 +37,7 @@ def findings_text(summary: Summary) -> list[RenderableType]:
     """Describe what happened in a run."""
     worst = {finding.severity for finding in summary.findings}
     style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
-    parts: list[RenderableType] = [Text(assessment(summary.findings, bool(summary.measured)), style)]
+    parts: list[RenderableType] = [Text(summary.assessment, style)]
     parts += map(_finding, summary.findings)
     if summary.measured:
         parts.append(Text(f"Measured: {printable('; '.join(summary.measured))}.", "dim"))
@@ -128,18 +128,12 @@ def _cell(value: float) -> str:
 
 
 def spikes_text(path: Path) -> list[RenderableType]:
-    """Describe a directory's spike files, the earliest first, or one file; ValueError if none can be read."""
+    """Describe a directory's spike files, the earliest first, or one file; ValueError if one can't be read."""
     from ignite_monitor.spike_recorder.record import ENDING, load_spike
 
-    records: list[SpikeRecord] = []
-    damaged: list[ValueError] = []
-    for file in sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]:
-        try:
-            records.append(load_spike(file))
-        except ValueError as error:
-            damaged.append(error)
+    records = [load_spike(file) for file in (path.glob(f"*{ENDING}") if path.is_dir() else [path])]
     if not records:
-        raise damaged[0] if damaged else ValueError(f"{path} holds no spike files (*{ENDING})")
+        raise ValueError(f"{path} holds no spike files (*{ENDING})")
     parts: list[RenderableType] = []
     for record in sorted(records, key=lambda record: (record.iteration, record.name, record.rank, record.path)):
         table = Table.grid(padding=(0, 2))
@@ -149,7 +143,7 @@ def spikes_text(path: Path) -> list[RenderableType]:
             if text:
                 table.add_row(f"  {name}", Text(printable(text)))
         parts += [Text(_title(record), style="bold"), table, Text()]
-    return [*parts, Text(plural(len(records), "record")), *(Text(printable(str(error))) for error in damaged)]
+    return [*parts, Text(plural(len(records), "record"))]
 
 
 def _title(record: SpikeRecord) -> str:

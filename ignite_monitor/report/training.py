@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,11 +30,11 @@ def curves(run: Run) -> Iterator[Finding]:
         bad = ~np.isfinite(series.values)
         if bad.any():
             stays = bool(bad[-1])
-            where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.where(bad))}"
+            where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.steps[bad])}"
             numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
             what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
             severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
-            yield Finding("nonfinite_metric", severity, what, (name,), series.where(bad), {"count": int(bad.sum())})
+            yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
         if is_loss(name):
             yield from course(name, series)
 
@@ -84,39 +83,18 @@ def _smoothed(series: Series) -> Series:
     return Series(series.steps[half : len(series.steps) - half : every], np.median(windows[::every], axis=1))
 
 
-class Rollback(NamedTuple):
-    """A rollback: its iteration, the restored one, and the number of iterations discarded until the next rollback."""
-
-    step: int
-    target: int
-    discarded: int
-    name: str
-
-    @property
-    def end(self) -> int:
-        """The last iteration that was discarded."""
-        return self.step + self.discarded
-
-
-def rollbacks(run: Run) -> list[Rollback]:
-    """Return the rollbacks of a run."""
-    events = []
+def rollbacks(run: Run) -> Iterator[Finding]:
+    """One finding per rollback, with the number of iterations discarded until the next one."""
     for monitor in run.of("rollback"):
         count, restored, discarded = map(monitor.get, ("count", "restored_iteration", "discarded_count"))
         at = np.intersect1d(count.steps[np.diff(count.values, prepend=0.0) > 0], restored.steps)
         before = [discarded.values[discarded.steps < step].max(initial=0.0) for step in at]
-        more = np.diff(before, append=discarded.values.max(initial=0.0))
-        for step, target, left in zip(at, restored.at(at), more, strict=True):
-            events.append(Rollback(int(step), int(target), int(left), monitor.name("count")))
-    return events
-
-
-def rolled_back(run: Run) -> Iterator[Finding]:
-    """One finding per rollback."""
-    for step, target, discarded, name in rollbacks(run):
-        more = f", {discarded} more discarded during recovery" if discarded else ""
-        what = f"Rolled back to iteration {target} at iteration {step} ({name}): {step - target} batches skipped{more}."
-        yield Finding("rolled_back", "warning", what, (name,), (step,), {"target": target, "discarded": discarded})
+        later = np.diff(before, append=discarded.values.max(initial=0.0))
+        for step, target, more in np.stack([at, restored.at(at), later], 1).astype(int).tolist():
+            name = monitor.name("count")
+            what = f"Rolled back to iteration {target} at iteration {step} ({name}): {step - target} batches skipped"
+            what += f", {more} more discarded during recovery." if more else "."
+            yield Finding("rolled_back", "warning", what, (name,), (step,), {"target": target, "discarded": more})
 
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -186,7 +164,7 @@ def curvature(monitor: Recorded, run: Run) -> Iterator[Finding]:
 def disagreement(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Ranks that are not in sync."""
     name, series, counts = monitor.name("in_sync"), monitor.get("in_sync"), monitor.get("differing_count").finite
-    at = series.where(series.values == 0)
+    at = series.steps[series.values == 0]
     if len(at):
         most = f", in up to {int(counts.values.max())} tensors" if counts else ""
         what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."

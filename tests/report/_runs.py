@@ -6,7 +6,7 @@ import numpy as np
 
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
 from ignite_monitor.report.run import Run
-from ignite_monitor.report.summary import find
+from ignite_monitor.report.summary import find, summarise
 
 SIGNS = {"grad": ("spike", "norm"), "spike": ("spike", "value"), "rollback": ("count", "discarded_count")}
 
@@ -33,6 +33,10 @@ class Recording(dict):
 
 def make_run(series):
     return Run(Recording({name: (np.asarray(at), np.asarray(values, float)) for name, (at, values) in series.items()}))
+
+
+def summary(series):
+    return summarise("run.h5", make_run(series))
 
 
 def found(series, *kinds):

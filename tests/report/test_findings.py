@@ -11,9 +11,9 @@ import pytest
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, SEVERITIES
-from ignite_monitor.report.summary import find, healthy, measured, summarise
+from ignite_monitor.report.summary import find, measured
 from tests.report import _runs as runs
-from tests.report._runs import found, make_run, only, rollback, series, weights
+from tests.report._runs import found, make_run, only, rollback, series, summary, weights
 
 HALF = np.arange(40) < 20
 
@@ -113,11 +113,6 @@ CASES = {
         "problem",
         "0.bias since iteration 5 and 0.weight since iteration 5",
     ),
-    "ratio of 11": (largest(11.5), "update_ratio_outlier", None, ""),
-    "ratio of 13": (largest(13.0), "update_ratio_outlier", "note", "13 times more for its size"),
-    "ratio of 16": (largest(16.0), "update_ratio_outlier", "warning", "16 times more for its size"),
-    "from zero, by drift": (largest(55 * np.arange(1, 41.0) ** -0.05), "update_ratio_outlier", "warning", ""),
-    "from zero, by noise": (largest(55 * np.arange(1, 41.0) ** -0.5 * 6), "update_ratio_outlier", None, ""),
     "group rate": (
         groups(0.1, 12.0),
         "group_rate",
@@ -146,15 +141,6 @@ CASES = {
     "group that hardly moves": (
         groups(1e-9, 2.0) | {"monitor/largest_update_ratio/group_1/fast.w": every(1e-8)},
         *("small_updates", "warning", "group 1 (with fast.w) moves no parameter by more than 1e-08 of its size"),
-    ),
-    "outlier by name": (
-        groups(1e-3, 50.0)
-        | {"monitor/update_ratio_max": every(0.1), "monitor/largest_update_ratio/group_1/b": every(9)},
-        *("update_ratio_outlier", "warning", "b moves "),
-    ),
-    "the others stand still": (
-        largest(1e6) | {"monitor/update_ratio_median": every(5e-7), "monitor/update_ratio_max": every(0.05)},
-        *("update_ratio_outlier", None, ""),
     ),
     "group of small updates": (groups(0.1, 2.0), "group_rate", "note", ""),
     "group that grows": (
@@ -201,23 +187,7 @@ CASES = {
     "healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, "dead_units", None, ""),
     "dead from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.55))},
-        *("dead_units", "warning", "a (0.55, from the first measurement on)|Raise the biases"),
-    ),
-    "dead from the first measurement on": (
-        {"activation/a/dead_fraction": every(0.55)},
-        *("dead_units", "warning", "Lower the learning rate; if they are 0 before the first step too, raise the bias"),
-    ),
-    "dead from the first measurement on, after calm gradients": (
-        {"activation/a/dead_fraction": every(0.55)} | runs.grad(np.ones(200)),
-        *(
-            "dead_units",
-            "warning",
-            "Raise the biases before the activation, or re-initialize that layer; if they are not",
-        ),
-    ),
-    "dead from the first measurement on, after a large gradient": (
-        {"activation/a/dead_fraction": every(0.55)} | runs.grad([1, 1, 11, *[1] * 197], thresholds=20.0),
-        *("dead_units", "warning", "Lower the learning rate; if they are 0 before the first step too, raise the bias"),
+        *("dead_units", "warning", "a (0.55, from the first measurement on)|Raise the biases|lower the learning rate"),
     ),
     "died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},
@@ -229,10 +199,6 @@ CASES = {
         *("activation_outlier", "warning", "d (110, from the first measurement on)|at the end"),
     ),
     "usual among small ones": (std(a=0.01, b=0.01, c=0.01, d=5.0), "activation_outlier", None, ""),
-    "large at first": (
-        std(a=1, b=1, c=1, d=np.where(np.arange(40) < 1, 500.0, 1.0)),
-        *("activation_outlier", "warning", "in the first measurement: d (500"),
-    ),
     "sharp head": (entropy(0.12), "attention_collapse", None, ""),
     "collapsed head": (
         entropy(0.08),
@@ -247,7 +213,7 @@ CASES = {
         entropy(0.5) | {f"attention_entropy/a/head_{head}": every(0.01) for head in (0, 1)},
         *("attention_collapse", "warning", "a/head_0 (0.01, from the first measurement on)"),
     ),
-    "a single position": ({"attention_entropy/a/head_0": every(0.0)}, "attention_collapse", "note", "single position"),
+    "a single position": ({"attention_entropy/a/head_0": every(0.0)}, "attention_collapse", None, ""),
     "logits": ({"attention_logit_max/a/head_0": every(99.0)}, "large_logits", None, ""),
     "large logits": (
         {"attention_logit_max/a/head_0": every(np.linspace(5, 200, 40))},
@@ -379,7 +345,6 @@ def test_every_limit_is_tested():
             "spikes",
             "loss_spikes",
             "nonfinite_gradients",
-            "regime_change",
         ),
         "overflows",
     } | {*PERSISTENT} == {*KINDS}
@@ -388,7 +353,7 @@ def test_every_limit_is_tested():
 @pytest.mark.parametrize("count", [1, 2, 5, 20, 200, 2000])
 def test_a_healthy_run_is_healthy(count):
     run = {name: (steps[:count], values[:count]) for name, (steps, values) in runs.healthy(max(count, 25)).items()}
-    assert healthy(found(run)), found(run)
+    assert summary(run).healthy, found(run)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -484,8 +449,7 @@ def test_a_million_iterations_with_ten_thousand_spikes():
     norms = 1 + 0.1 * random.random(count)
     norms[spikes - 1] = 60.0
     run = runs.grad(norms, spikes, skipped=False) | {"grad/stepped": series(np.ones(count))}
-    run = make_run(run | {"train/loss": series(1 / norms)})
     begin = time.process_time()
-    summary = summarise("run.h5", run)
+    findings = summary(run | {"train/loss": series(1 / norms)}).findings
     assert time.process_time() - begin < 4  # about 1 s on a quiet machine
-    assert "10000 gradient spikes" in " ".join(finding.text for finding in summary.findings)
+    assert "10000 gradient spikes" in " ".join(finding.text for finding in findings)

@@ -8,23 +8,10 @@ import numpy as np
 import pytest
 
 from ignite_monitor.report.gradients import norms
-from ignite_monitor.report.summary import find, healthy
-from tests.report._runs import calm_norms, found, grad, make_run, only, rollback, series, weights, with_spike
+from ignite_monitor.report.summary import find
+from tests.report._runs import calm_norms, found, grad, make_run, only, series, summary, weights, with_spike
 
 ALL = range(1, 201)
-
-
-def jump(after, at=100):
-    """Norms of 1, a spike of 60, and what follows it."""
-    norms = np.ones(200)
-    norms[at:], norms[at - 1] = after, 60
-    return norms
-
-
-def returning():
-    norms = np.ones(300)
-    norms[200:210], norms[210:225] = 200.0, 10.0  # ten spikes, and a few calm norms that are still large
-    return norms
 
 
 # name: run, severities of "spikes", what the text says (or not, with a minus)
@@ -33,20 +20,16 @@ SPIKES = {
         grad(with_spike([120]), [120]),
         ["warning"],
         "1 gradient spike (grad/norm): iteration 120. The largest, in iteration 120, was 60, "
-        "10 times its threshold of 6.|Of these steps 1 skipped.|Inspect these batches.|-share of the excess|-damage",
+        "10 times its threshold of 6.|Of these steps 1 skipped.|Inspect these batches.|-share of the excess",
     ),
     "two": (grad(with_spike([50, 90]), [50, 90]), ["warning"], "2 gradient spikes (grad/norm): iterations 50 and 90."),
     "twice the threshold": (grad(with_spike([120], 11.9), [120]), ["note"], "noise.|No action"),
     "above it": (grad(with_spike([120], 12.1), [120]), ["warning"], "-noise"),
     "1 in 100": (grad(with_spike([40, 70], 10.0), [40, 70]), ["note"], "noise"),
     "more": (grad(with_spike([40, 70, 95], 10.0), [40, 70, 95]), ["warning"], "-noise"),
-    "many small": (
-        grad(with_spike(range(40, 180, 7), 8.9), range(40, 180, 7)),
-        ["note"],
-        "hardly spikes|RobustThreshold()",
-    ),
-    "more than 1 in 10": (grad(with_spike(range(40, 187, 7), 8.9), range(40, 187, 7)), ["warning"], "-hardly"),
-    "many larger": (grad(with_spike(range(40, 180, 7), 9.1), range(40, 180, 7)), ["warning"], "-hardly"),
+    "many small": (grad(with_spike(range(40, 180, 7), 8.9), range(40, 180, 7)), ["note"], "noise.|No action"),
+    "more than 1 in 10": (grad(with_spike(range(40, 187, 7), 8.9), range(40, 187, 7)), ["warning"], "-noise"),
+    "many larger": (grad(with_spike(range(40, 180, 7), 9.1), range(40, 180, 7)), ["warning"], "-noise"),
     "just above": (grad(with_spike([120], 6.01), [120]), ["note"], "6.01, just above its threshold of 6"),
     "no threshold": (grad(with_spike([120]), [120], thresholds=math.nan), ["warning"], "iteration 120.|-largest"),
     "skipped, clipped, made, omitted": (
@@ -66,12 +49,6 @@ SPIKES = {
     ),
     "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 iterations"),
     "not periodic": (grad(with_spike([50, 90, 97, 160]), [50, 90, 97, 160]), ["warning"], "-every"),
-    "no damage": (grad(jump(2.5), [100], skipped=False), ["warning"], "-damage"),
-    "damage": (grad(jump(3.5), [100], skipped=False), ["problem"], "stayed 3.5 times as large|Restore a checkpoint"),
-    "skipped is no damage": (grad(jump(5.0), [100]), ["warning"], "-damage"),
-    "omitted is no damage": (grad(jump(5.0), [100], skipped=False, made={*ALL} - {100}), ["warning"], "-damage"),
-    "returned": (grad(returning(), range(201, 211), skipped=False), ["warning"], "-damage"),
-    "spikes to the end": (grad(jump(200.0), range(100, 201), skipped=False), ["problem"], "damage"),
     "prefix": (grad(with_spike([120]), [120], root="a/b/generator"), ["warning"], "(a/b/generator/norm)"),
     "loss alone": (grad(calm_norms(), [50]) | {"grad/loss_spike": series(np.isin(ALL, [50]))}, [], ""),
     "reset counter": (
@@ -98,15 +75,6 @@ def test_spikes(name):
         assert (word.removeprefix("-") in findings[0].text) is not word.startswith("-"), findings[0].text
 
 
-def test_only_spikes_whose_step_was_made_do_damage():
-    norms = np.ones(200)
-    norms[[59, 119]], norms[120:] = 60, 5.0
-    for made, severity in ((60, "warning"), (120, "problem")):
-        run = grad(norms, [60, 120])
-        run["grad/skipped_count"] = series(run["grad/skipped_count"][1] - (np.array(ALL) >= made))
-        assert only(run, "spikes").severity == severity
-
-
 def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
     run = {
         name: (at[99::100], values[99::100]) for name, (at, values) in grad(with_spike([50, 120]), [50, 120]).items()
@@ -116,19 +84,6 @@ def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
     finding = only(run, "spikes")
     assert finding.values["count"] == 2
     assert "1 of them in iterations that are not in the file" in finding.text
-
-
-@pytest.mark.parametrize(("length", "resets"), [(9, []), (10, [(110,)]), (25, [(110,)])])
-def test_consecutive_spikes_are_a_regime_change(length, resets):
-    norms = np.ones(200)
-    norms[100 : 100 + length] = 60
-    findings = found(grad(norms, range(101, 101 + length)), "regime_change")
-    assert [finding.iterations for finding in findings] == resets
-    for event in ((110, 90, 0), (103, 90, 12)):
-        rolled_back = grad(norms, range(101, 101 + length)) | rollback([event])
-        assert found(rolled_back, "regime_change") == []
-    before = grad(norms, range(101, 101 + length)) | rollback([(80, 50, 12)])
-    assert [finding.iterations for finding in found(before, "regime_change")] == resets
 
 
 def test_spikes_of_partial_gradients_count_once_per_step():
@@ -167,17 +122,16 @@ def test_gradients_that_stay_nonfinite_are_a_problem():
     finding = only(grad(norms, range(151, 201)), "nonfinite_gradients")
     assert (finding.severity, finding.action[:51]) == ("problem", "Restore a checkpoint from before, and inspect the b")
     all_nan = grad(np.full(50, math.nan), range(1, 51), thresholds=math.nan)
-    assert healthy(find(make_run(all_nan))) is False
+    assert summary(all_nan).healthy is False
     assert only(all_nan, "nonfinite_gradients").action.startswith("Lower the learning rate")
 
 
-@pytest.mark.parametrize(("count", "severity"), [(1, "note"), (20, "note"), (21, "warning")])
-def test_overflows_of_a_scaler(count, severity):
-    norms = calm_norms()
-    norms[:count] = math.inf
-    finding = only(grad(norms), "overflows")
-    assert (finding.severity, finding.values["count"]) == (severity, count)
-    assert only(grad(np.tile(norms, 10)), "overflows").severity == ("note" if count == 1 else "warning")
+def test_overflows_of_a_scaler():
+    """More than 1 in 20 norms, and more than 20."""
+    for count, times, reported in ((1, 10, []), (20, 1, []), (21, 1, [21]), (21, 10, [210]), (10, 10, [])):
+        norms = calm_norms()
+        norms[:count] = math.inf
+        assert [finding.values["count"] for finding in found(grad(np.tile(norms, times)), "overflows")] == reported
 
 
 def test_spikes_of_the_loss_are_none_of_the_norm():
@@ -210,7 +164,7 @@ def test_an_optimizer_that_makes_no_step(made, kind, severity, words):
 def test_without_norms_it_is_known_too():
     assert only({"grad/stepped": series(np.zeros(300))}, "no_step").values["count"] == 300
     short = {"grad/stepped": series(np.zeros(3))}  # of an accumulation over 4
-    assert healthy(find(make_run(short))) is None
+    assert summary(short).healthy is None
     assert found(grad(np.full(300, 60.0), range(1, 301), made=()), "no_step") == []  # all skipped
 
 
@@ -237,4 +191,4 @@ def test_a_run_without_a_threshold_is_not_called_healthy():
         (finding,) = find(make_run(run))
         assert (finding.kind, finding.severity) == ("not_monitored", "note")
         assert words in finding.text
-        assert healthy([finding]) is None
+        assert summary(run).healthy is None
