@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate, chain, repeat, takewhile
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor, nn
 
-from ignite_monitor.checks import check_count, check_type
+from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.histograms.buckets import as_histogram, count
 from ignite_monitor.keys import HISTOGRAMS
-from ignite_monitor.model.devices import device_of, move
+from ignite_monitor.model.devices import device_of, move, upload, wide_dtype
 from ignite_monitor.model.forward import after_forward, is_recomputation
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.modes import Eager, aside, is_plain
@@ -37,6 +36,11 @@ from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
+
+# Those of ``SummaryWriter``: 1e-12, 1.1 times that, and so on, on either side of 0.
+_POSITIVE = list(takewhile(lambda edge: edge < 1e20, accumulate(chain([1e-12], repeat(1.1)), float.__mul__)))
+EDGES = [*(-edge for edge in reversed(_POSITIVE)), 0.0, *_POSITIVE]
+_PIECE = 1 << 22  # elements counted at a time
 
 
 class HistogramHandler(Monitor, schema=HISTOGRAMS):
@@ -56,9 +60,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
-        weights: whether to draw weights.
-        gradients: whether to draw gradients.
-        activations: whether to draw activations.
         max_histograms: the maximum number of each kind, at least 1.
         include: a regular expression; only modules and parameters with a match in their names are drawn.
         exclude: a regular expression; modules and parameters with a match in their names are excluded.
@@ -66,38 +67,19 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument has an invalid value, no kind is chosen, ``include`` and ``exclude`` exclude
-            everything, or FullyShardedDataParallel has sharded the model and weights or gradients are chosen.
-
-    Examples:
-        .. code-block:: python
-
-            histograms = HistogramHandler(model)
-            histograms.attach(trainer, Events.ITERATION_STARTED(every=500))
-            histograms.log_to(tensorboard_logger, trainer)
+        ValueError: if an argument has an invalid value, or ``include`` and ``exclude`` exclude everything.
     """
-
-    _state_dict_all_req_keys = ("max_histograms",)
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        weights: bool = True,
-        gradients: bool = True,
-        activations: bool = True,
         max_histograms: int = 16,
         include: Pattern = None,
         exclude: Pattern = None,
         prefix: str = "histograms",
     ) -> None:
         super().__init__(model, prefix)
-        kinds = {"weights": weights, "gradients": gradients, "activations": activations}
-        for name, wanted in kinds.items():
-            check_type(name, wanted, bool, "bool")
-        if not any(kinds.values()):
-            raise ValueError("Arguments weights, gradients and activations should not all be False")
-        self.weights, self.gradients, self.activations = weights, gradients, activations
         self.max_histograms = check_count("max_histograms", max_histograms, least=1)
         self._selection = Selection(include, exclude)
         if not self._chosen_parameters() and not self._chosen_modules():
@@ -105,10 +87,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._waiting_counts: dict[str, Tensor] = {}  # by name, before they are on the host
         self._histograms: dict[str, dict[str, Any]] = {}
         self.reset_run_state()
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """The maximum number of histograms: there is nothing else to continue."""
-        return OrderedDict(max_histograms=self.max_histograms)
 
     @property
     def histograms(self) -> dict[str, dict[str, Any]]:
@@ -132,9 +110,10 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             self._log_handlers.append(logger.attach(engine, write, event))
 
     def handlers(self) -> Handlers:
-        of_gradients: Handlers = [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started)]
-        at_end: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
-        return (of_gradients if self.gradients else []) + at_end
+        return [
+            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
+        ]
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
@@ -176,9 +155,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        if self.weights:
-            reshard(self.model)
-            self._counts["weights"] = {tag: count(whole_tensor(item)) for item, tag in self._parameters.items()}
+        reshard(self.model)
+        self._counts["weights"] = {tag: count(whole_tensor(item)) for item, tag in self._parameters.items()}
         device = device_of(self.model)
         for kind, counts in self._counts.items():
             if counts:
@@ -204,15 +182,14 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     def _chosen_parameters(self) -> dict[nn.Parameter, str]:
         """All parameters, or those with several dimensions if there are too many, and their tags."""
-        parameters = named_parameters(self.model) if self.weights or self.gradients else ()
-        named = {name: item for name, item, _ in parameters if is_measurable(item) and not item.is_complex()}
-        named = {name: item for name, item in named.items() if name in self._selection}
+        real = {name: it for name, it, _ in named_parameters(self.model) if is_measurable(it) and not it.is_complex()}
+        named = {name: parameter for name, parameter in real.items() if name in self._selection}
         matrices = {name: item for name, item in named.items() if item.ndim > 1}
         return self._chosen(matrices if matrices and len(named) > self.max_histograms else named)
 
     def _chosen_modules(self) -> dict[nn.Module, str]:
         """Modules with a forward, and their tags."""
-        modules = hookable(modules_by_name(self.model)) if self.activations else {}
+        modules = hookable(modules_by_name(self.model))
         named = {name or "_root_": item for name, item in modules.items() if type(item).forward != nn.Module.forward}
         return self._chosen({name: item for name, item in named.items() if name in self._selection})
 
@@ -222,3 +199,52 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         if len(names) > most:
             names = [names[i * (len(names) - 1) // max(most - 1, 1)] for i in range(most)]
         return dict(zip((named[name] for name in names), tags(names), strict=True))
+
+
+def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Count the finite elements of a tensor over a scale; elements beyond 1e20 are in the outermost buckets.
+
+    Returns:
+        The number of elements in each bucket, their sum, the sum of their squares, the largest element, and the
+        smallest one with its sign changed (-inf if there are none): of shape (buckets + 4,).
+    """
+    edges = _edges(tensor.device)
+    sums = torch.zeros(len(EDGES) + 1, dtype=edges.dtype, device=edges.device)
+    extremes = torch.full_like(sums[:2], -torch.inf)
+    for piece in tensor.reshape(-1).split(_PIECE) if tensor.numel() else ():
+        values = piece.to(edges.dtype)
+        if scale is not None:
+            values = values / scale.to(values, non_blocking=True)
+        finite = values.isfinite()
+        signed = torch.where(finite, torch.stack([values, -values]), -torch.inf)
+        extremes = torch.maximum(extremes, signed.amax(1))
+        values = torch.where(finite, values, 0.0)
+        bucket = torch.bucketize(values, edges, right=True).clamp_(1, len(EDGES) - 1) - 1
+        sums.index_add_(0, bucket, finite.to(values.dtype))
+        sums[-2:] += torch.stack([values.sum(), values.square().sum()])
+    return torch.cat([sums, extremes])
+
+
+def as_histogram(counted: Sequence[float]) -> dict[str, Any] | None:
+    """Convert what :func:`count` returned to arguments of ``SummaryWriter.add_histogram_raw``; None for no elements."""
+    *counts, total, squares, largest, smallest = counted
+    filled = [bucket for bucket, number in enumerate(counts) if number]
+    if not filled:
+        return None
+    first, end = filled[0], filled[-1] + 1
+    return {
+        "min": -smallest,
+        "max": largest,
+        "num": int(sum(counts)),
+        "sum": total,
+        "sum_squares": squares,
+        # A bucket has its right limit alone, so an empty one comes first.
+        "bucket_limits": EDGES[first : end + 1],
+        "bucket_counts": [0.0, *counts[first:end]],
+    }
+
+
+@functools.lru_cache(8)
+def _edges(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return upload(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)

@@ -106,14 +106,15 @@ def test_histograms_equal_those_of_ignite_handlers(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
     with TensorboardLogger(log_dir=tmp_path / "own") as own, TensorboardLogger(log_dir=tmp_path / "ignite") as ignite:
-        handler = HistogramHandler(model, activations=False)
+        handler = HistogramHandler(model)
         handler.attach(trainer)
         handler.log_to(own, trainer)
         for log_handler in (WeightsHistHandler(model), GradsHistHandler(model)):
             ignite.attach(trainer, log_handler, Events.ITERATION_COMPLETED)
         trainer.run(make_batches(3))
     found, expected = read(tmp_path / "own"), read(tmp_path / "ignite")
-    assert len(found) == len(expected) == 4
+    assert {name.split("/")[2] for name in found if "/activations/" not in name} == {"weight", "bias"}
+    assert len(expected) == 4
     for kind, theirs in (("weights", "weights"), ("gradients", "grads")):
         for name in ("weight", "bias"):
             for step, histogram in expected[f"{theirs}/{name}"].items():
@@ -198,8 +199,7 @@ class Deep(nn.Module):
             ["blocks.0.0.weight", "blocks.2.0.weight", "blocks.4.0.weight", "first.weight", "last.weight"],
         ),
         ({"include": r"^last"}, ["last"], ["last.bias", "last.weight"]),
-        ({"exclude": r"blocks|first", "gradients": False, "weights": False}, ["_root_", "last"], []),
-        ({"exclude": r"blocks|first", "activations": False}, [], ["last.bias", "last.weight"]),
+        ({"exclude": r"blocks|first"}, ["_root_", "last"], ["last.bias", "last.weight"]),
     ],
 )
 def test_selection_of_modules_and_parameters(chosen, modules, parameters):
@@ -251,8 +251,6 @@ def test_arguments():
     for wrong, error in (
         ({"max_histograms": 0}, ValueError),
         ({"max_histograms": 1.5}, TypeError),
-        ({"weights": 1}, TypeError),
-        ({"weights": False, "gradients": False, "activations": False}, ValueError),
         ({"include": "no such"}, ValueError),
         ({"include": "("}, ValueError),
     ):
@@ -277,7 +275,7 @@ def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(tmp_path, monkeypatch
         model(x).square().mean().backward()
         optimizer.step()
 
-    trainer, handler = Engine(step), HistogramHandler(model, activations=True)
+    trainer, handler = Engine(step), HistogramHandler(model)
     handler.attach(trainer)
     model.train()
     model[0].eval()
