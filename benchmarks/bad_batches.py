@@ -10,17 +10,27 @@ the seeds. A run whose loss is not a number at the end is lost and counted separ
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections.abc import Callable
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
 from ignite.engine import Engine
 from torch import nn
-from trainings import Training, batches, loss_of, make_model, make_optimizer, spoil
+from trainings import (
+    Training,
+    batches,
+    loss_of,
+    make_model,
+    make_optimizer,
+    mean_and_error,
+    options,
+    print_header,
+    print_row,
+    spoil,
+)  # fmt: skip
 
 from ignite_monitor import GradMonitor, RobustThreshold
 
@@ -133,25 +143,14 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
 
 def cell(rises: list[float]) -> str:
     """Mean and standard error of the finite values, and the number of the others."""
-    ended = [rise for rise in rises if math.isfinite(rise)]
-    lost = f", {len(rises) - len(ended)} of {len(rises)} lost" if len(ended) < len(rises) else ""
-    if not ended:
-        return lost[2:]
-    error = stdev(ended) / math.sqrt(len(ended)) if len(ended) > 1 else math.nan
-    return f"{fmean(ended):+.3f} ± {error:.3f}{lost}"
+    lost = len(rises) - sum(map(math.isfinite, rises))
+    return f"{mean_and_error(rises, sign='+')}{f', {lost} of {len(rises)} lost' if lost else ''}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=300)
-    parser.add_argument("--only", nargs="+", choices=[training.name for training in TRAININGS])
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"| training | bad batches | {' | '.join(REACTIONS)} |\n|{'---|' * (2 + len(REACTIONS))}", flush=True)
-    for training in TRAININGS:
-        if args.only and training.name not in args.only:
-            continue
+    args = options(__doc__, (training.name for training in TRAININGS), seeds=3, iterations=300).parse_args()
+    print_header("training", "bad batches", *REACTIONS)
+    for training in (training for training in TRAININGS if training.name in args.only):
         clean = [final_loss(training, seed, args.iterations, 0.0, "nothing") for seed in range(args.seeds)]
         for rate in RATES:
             cells = []
@@ -163,7 +162,7 @@ def main() -> None:
                     for seed in range(args.seeds)
                 ]
                 cells.append(cell(rises))
-            print(f"| {training.name} ({fmean(clean):.3f}) | {100 * rate:g} % | {' | '.join(cells)} |", flush=True)
+            print_row(f"{training.name} ({fmean(clean):.3f})", f"{100 * rate:g} %", *cells)
 
 
 if __name__ == "__main__":

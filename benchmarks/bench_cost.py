@@ -30,11 +30,7 @@ from ignite_monitor.replicas import handler as replicas
 NEVER = 10**9
 ITERATIONS = 6
 CLIP, CLOSURES, PASSES, CLONE = "clip_grad_norm_", "three closures per module", "two forward passes", "weight clones"
-NOISE, CURVATURE, ALL = (
-    "GradientNoiseScaleHandler, two micro-batches",
-    "CurvatureHandler",
-    "all of these but the last two",
-)
+NOISE, CURVATURE = "GradientNoiseScaleHandler, two micro-batches", "CurvatureHandler"
 
 
 class Setting(NamedTuple):
@@ -130,8 +126,6 @@ MONITORS: dict[str, tuple[Make, str]] = {
     CURVATURE: (lambda m, o: im.CurvatureHandler(m, o, loss=loss_of), PASSES),
 }
 
-TOGETHER = set(MONITORS) - {"GradMonitor, RobustThreshold", "GradMonitor", "ActivationHandler", NOISE, CURVATURE}
-
 
 class Runner:
     """A trainer with one variant, and the times of its iterations.
@@ -139,7 +133,7 @@ class Runner:
     Args:
         setting: sizes of model and batches.
         device: device of the model.
-        variant: a key of ``COMPARISONS`` or ``MONITORS``, ``CLOSURES``, ``ALL`` or "" for none.
+        variant: a key of ``COMPARISONS`` or ``MONITORS``, ``CLOSURES``, or "" for none.
         idle: skip forward and backward passes.
     """
 
@@ -164,10 +158,10 @@ class Runner:
         self.trainer = Engine(train_step)
         if variant == CLOSURES:
             three_closures(model, lambda: self.monitored(self.trainer, self.trainer.state.iteration))
-        for name in TOGETHER if variant == ALL else {variant} & set(MONITORS):
-            monitor = MONITORS[name][0](model, optimizer)
+        if variant in MONITORS:
+            monitor = MONITORS[variant][0](model, optimizer)
             monitor.attach(self.trainer, Events.ITERATION_STARTED(event_filter=self.monitored))
-            self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, own=monitor: own.on_host())
+            self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: monitor.on_host())
         self.trainer.add_event_handler(Events.GET_BATCH_STARTED, lambda: self._stamps.append(self._clock()))
 
     def monitored(self, engine: Engine, iteration: int) -> bool:
@@ -218,7 +212,7 @@ def machine(device: str) -> str:
 
 
 def report(device: str, rounds: int, only: list[str]) -> None:
-    monitors = [name for name in (*MONITORS, ALL) if not only or any(name.startswith(part) for part in only)]
+    monitors = [name for name in MONITORS if not only or any(name.startswith(part) for part in only)]
     compared = [CLIP, CLOSURES, PASSES, CLONE]
     print(f"{machine(device)}, torch {torch.__version__.partition('+')[0]}")
     for label, setting in SETTINGS.items():
@@ -231,8 +225,8 @@ def report(device: str, rounds: int, only: list[str]) -> None:
             print(f"| {name} | {1e3 * added[name]:.2f} | {added[name] / step:.1%} | | | |")
         for name in monitors:
             idle = unmonitored(setting, device, name)
-            cost, comparison = added[name], MONITORS[name][1] if name in MONITORS else ""
-            ratio = f"{cost / added[comparison]:.2f} x {comparison}" if comparison else ""
+            cost, comparison = added[name], MONITORS[name][1]
+            ratio = f"{cost / added[comparison]:.2f} x {comparison}"
             rare = (cost + 99 * idle) / 100 / step
             cells = f"{1e3 * cost:.2f} | {cost / step:.1%} | {rare:.2%} | {1e6 * idle:.0f} us | {ratio}"
             print(f"| `{name}` | {cells} |", flush=True)

@@ -12,7 +12,6 @@ five iterations. In a control, warnings after iteration 150 are counted, all of 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import math
@@ -22,7 +21,7 @@ from statistics import median
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from trainings import Training, batches, loss_of, make_model, make_optimizer
+from trainings import Training, batches, loss_of, make_model, make_optimizer, options, print_header, print_row
 
 import ignite_monitor as im
 
@@ -130,19 +129,18 @@ def cell(name: str, runs: list[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
-    torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    print(f"| run | growth | doubled | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 3)}")
+    print_header("run", "growth", "doubled", *COLUMNS)
     for training, growth in itertools.product(TRAININGS, (CONTROL, *GROWTHS)):
         runs = [train(training, seed, growth) for seed in args.seeds]
         false_alarms = [str(sum(len(warnings[name]) for _, warnings in runs)) for name in COLUMNS]
         cells = false_alarms if growth == CONTROL else [cell(name, runs) for name in COLUMNS]
         doubled = sum(at is not None for at, _ in runs)
         words = "none: false alarms" if growth == CONTROL else f"{growth - 1:.0%}"
-        print(f"| {training.name} | {words} | {doubled} of {len(runs)} | {' | '.join(cells)} |", flush=True)
+        print_row(training.name, words, f"{doubled} of {len(runs)}", *cells)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ Every run is one line of a file, so that an interrupted search continues where i
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import json
 import logging
 import math
-import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +29,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from trainings import digits, mean_and_error, options
 
 from ignite_monitor.scaling import PRESETS, parametrize
 
@@ -71,22 +69,14 @@ def text() -> Tensor:
     return torch.tensor(list("\n".join(filter(None, found)).encode("ascii", "ignore")))
 
 
-@functools.cache
-def digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    return torch.tensor(data.images / 8 - 1, dtype=torch.float32)[:, None], torch.tensor(data.target)
-
-
 def passages(starts: Tensor) -> dict[str, Tensor]:
     ids = torch.stack([text()[start : start + LENGTH] for start in starts])
     return {"input_ids": ids, "labels": ids}
 
 
 def images(index: Tensor) -> dict[str, Tensor]:
-    pixels, target = digits()
-    return {"pixel_values": pixels[index], "labels": target[index]}
+    pixels, target = digits(8.0)
+    return {"pixel_values": (pixels[index] - 1).view(-1, 1, 8, 8), "labels": target[index]}
 
 
 def make(task: str, width: int) -> torch.nn.Module:
@@ -112,7 +102,7 @@ def make(task: str, width: int) -> torch.nn.Module:
 def data(task: str) -> tuple[Callable[[], dict[str, Tensor]], dict[str, Tensor]]:
     """A function that draws a batch, and the held-out batch."""
     if task == "vit":
-        return lambda: images(torch.randint(len(digits()[0]), (2 * BATCH,))), images(torch.arange(256))
+        return lambda: images(torch.randint(len(digits()[1]), (2 * BATCH,))), images(torch.arange(256))
     train = len(text()) * 9 // 10
     held_out = torch.linspace(train, len(text()) - LENGTH, HELD_OUT).long()
     return lambda: passages(torch.randint(train - LENGTH, (BATCH,))), passages(held_out)
@@ -233,20 +223,12 @@ def table(results: dict[Run, float]) -> str:
         fits = {width: bests(results, task, kind, width) for width in WIDTHS}
         first = [fit.rate for fit in fits[narrow]]
         moved = [[fit.rate - rate for rate, fit in zip(first, fits[width], strict=False)] for width in wide]
-        cells = [f"2^{over(first)}", *(over(shifts, "+") for shifts in moved)]
-        losses = [over([fit.loss for fit in fits[width]], digits=2) for width in WIDTHS]
+        cells = [f"2^{mean_and_error(first, 1)}", *(mean_and_error(shifts, 1, "+") for shifts in moved)]
+        losses = [mean_and_error([fit.loss for fit in fits[width]], 2) for width in WIDTHS]
         runs = [Run(task, kind, wide[-1], carried(results, task, kind, seed), seed) for seed in range(len(first))]
-        losses.append(over([results[run] for run in runs if run in results], digits=2))
+        losses.append(mean_and_error([results[run] for run in runs if run in results], 2))
         lines.append([TASKS[task], KINDS[kind], *cells, *losses])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def over(values: list[float], sign: str = "", digits: int = 1) -> str:
-    """Mean and, for two or more values, its standard error."""
-    if not values:
-        return "-"
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.{digits}f}{error}"
 
 
 def draw(results: dict[Run, float], path: Path) -> None:
@@ -280,23 +262,20 @@ def draw(results: dict[Run, float], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, seeds=3)
     parser.add_argument("runs", type=Path, help="the file of trainings")
     parser.add_argument("--draw", type=Path, help="draw what there is, and print a table, instead of training")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to stop (default: 60)")
-    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     if args.draw:
         results = read(args.runs)
         draw(results, args.draw)
         print(table(results))
-        return 0
-    torch.set_num_threads(1)
+        return
     logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
     work(args.runs, args.seeds, args.minutes)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,11 +2,10 @@
 
 Both train at several prefactors, from the same initial weights and on the same batches for a seed. Printed are the mean
 loss of the last 20 steps with its standard error over seeds, and the smallest and largest learning rate of any layer in
-any step over static muP's. ``--runs`` keeps the runs of a comparison that is interrupted or extended. The second
-command takes ten minutes of one core.
+any step over static muP's. The second command takes ten minutes of one core.
 
     PYTHONPATH=. python benchmarks/max_p.py mlp --blocks 2
-    PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --seeds 3 --prefactors 0.0125,0.025,0.05 --runs runs.jsonl
+    PYTHONPATH=. python benchmarks/max_p.py gpt --blocks 24 --seeds 3 --prefactors 0.0125,0.025,0.05
 """
 
 from __future__ import annotations
@@ -16,20 +15,17 @@ import ast
 import collections
 import copy
 import inspect
-import itertools
-import json
 import math
 import statistics
 import typing
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from trainings import digits, mean_and_error, options
 
 from ignite_monitor.scaling import MaxPScheduler, Parametrization, parametrize
 
@@ -83,11 +79,10 @@ def make_mlp(n: int, blocks: int) -> nn.Module:
 def batches(kind: str, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     if kind == "mlp":
-        digits = load_digits()
-        x, y = torch.tensor(digits.data, dtype=torch.float32) / 8 - 1, torch.tensor(digits.target)
+        x, y = digits(8.0)
         for _ in range(steps):
             rows = torch.randint(len(x), (64,), generator=generator)
-            yield x[rows], y[rows]
+            yield x[rows] - 1, y[rows]
         return
     text = "".join(inspect.getsource(module) for module in (argparse, ast, collections, typing, inspect))
     codes = {character: i % CHARACTERS for i, (character, _) in enumerate(Counter(text).most_common())}
@@ -132,37 +127,24 @@ def train(kind: str, parametrization: Parametrization, steps: int, seed: int, me
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="MaxPScheduler against static muP.")
+    parser = options(__doc__, blocks=2, width=64, steps=150, seeds=6)
     parser.add_argument("kind", choices=("mlp", "gpt"))
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--prefactors", default="0.01,0.02,0.03,0.05,0.1,0.2,0.3")
-    parser.add_argument("--runs", type=Path, help="file that results of runs are read from and added to")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     name = f"{args.kind}, {args.blocks} blocks, width {args.width}, {args.steps} steps"
-    lines = args.runs.read_text().splitlines() if args.runs and args.runs.exists() else []
-    runs: dict[tuple[str, str, float, int], list[float]] = {tuple(key): run for key, run in map(json.loads, lines)}
     starts = [make(args.kind, args.blocks, args.width, seed) for seed in range(args.seeds)]
-    prefactors = [float(prefactor) for prefactor in args.prefactors.split(",")]
-    for seed, method, prefactor in itertools.product(range(args.seeds), METHODS, prefactors):
-        key = name, method, prefactor, seed
-        if key not in runs:
-            parametrization = copy.deepcopy(starts[seed])
-            parametrization.lr_prefactor = prefactor
-            runs[key] = train(args.kind, parametrization, args.steps, seed + 10, method == "MaxPScheduler")
-            if args.runs:
-                with args.runs.open("a") as file:
-                    file.write(json.dumps([key, runs[key]]) + "\n")
     best = {}
     for method in METHODS:
         results = []
-        for prefactor in prefactors:
-            losses, low, high = zip(*(runs[name, method, prefactor, seed] for seed in range(args.seeds)), strict=True)
+        for prefactor in map(float, args.prefactors.split(",")):
+            runs = []
+            for seed, start in enumerate(starts):
+                parametrization = copy.deepcopy(start)
+                parametrization.lr_prefactor = prefactor
+                runs.append(train(args.kind, parametrization, args.steps, seed + 10, method == "MaxPScheduler"))
+            losses, low, high = zip(*runs, strict=True)
             results.append((statistics.fmean(losses), prefactor, min(low), max(high), losses))
-            print(f"  {method} at {prefactor:g}: loss {mean_and_error(losses)}")
+            print(f"  {method} at {prefactor:g}: loss {mean_and_error(losses)}", flush=True)
         _, prefactor, low, high, best[method] = min(results)
         print(
             f"{name}: {method} {mean_and_error(best[method])} at {prefactor:g}, learning rates {low:.3g} to {high:.3g} "
@@ -170,11 +152,6 @@ def main() -> None:
         )
     differences = [measured - static for static, measured in zip(*best.values(), strict=True)]
     print(f"{name}: MaxPScheduler less static muP by seed: {mean_and_error(differences)}")
-
-
-def mean_and_error(losses: Sequence[float]) -> str:
-    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.nan
-    return f"{statistics.fmean(losses):.3f} ± {error:.3f}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ and runs of 700 iterations whose gradients fall steeply at first.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainings import Batches, Training, batches, digits, loss_of, make_model, make_optimizer, spoil
+from trainings import Batches, Training, batches, digits, loss_of, make_model, make_optimizer, options, spoil
 
 EVERY, AFTER, FIRST = 55, 50, 150
 KINDS = (
@@ -202,26 +201,19 @@ def record_gan(seed: int, iterations: int, lr: float = 1e-3, width: int = 64) ->
     return recordings
 
 
-def record_all(directory: Path, seed: int, iterations: int, only: list[str] | None = None) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for training in TRAININGS + FALLS:
-        if only is None or training.name in only:
-            recording = record_fall(training, seed) if training in FALLS else record(training, seed, iterations)
-            recording.write(directory)
-    if only is None or "gan" in only:
-        for recording in record_gan(seed, iterations):
-            recording.write(directory)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, [*(training.name for training in TRAININGS + FALLS), "gan"], seed=1, iterations=1500)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=1500)
-    parser.add_argument("--only", nargs="+", choices=[*(t.name for t in TRAININGS + FALLS), "gan"])
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    record_all(args.directory, args.seed, args.iterations, args.only)
+    args.directory.mkdir(parents=True, exist_ok=True)
+    for training in TRAININGS:
+        if training.name in args.only:
+            record(training, args.seed, args.iterations).write(args.directory)
+    for training in FALLS:
+        if training.name in args.only:
+            record_fall(training, args.seed).write(args.directory)
+    for recording in record_gan(args.seed, args.iterations) if "gan" in args.only else ():
+        recording.write(args.directory)
 
 
 if __name__ == "__main__":

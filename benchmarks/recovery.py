@@ -10,7 +10,6 @@ Rows are independent: run processes with one model and one fault in parallel, ``
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import math
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from trainings import digits, options, print_header, print_row
 
 from ignite_monitor import GradMonitor, RollbackHandler
 
@@ -52,13 +52,10 @@ class GPT(nn.Module):
 
 
 @functools.cache
-def digits() -> tuple[Batch, Batch]:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(data.data, dtype=torch.float32)[order] / 16.0, torch.tensor(data.target)[order]
-    return (x[:1397], y[:1397]), (x[1397:], y[1397:])
+def images() -> tuple[Batch, Batch]:
+    x, y = digits()
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    return (x[order[:1397]], y[order[:1397]]), (x[order[1397:]], y[order[1397:]])
 
 
 @functools.cache
@@ -120,7 +117,7 @@ def train(
     name: str, seed: int, fault: str, handlers: bool, schedule: Callable[..., Any] | None = None, sizes: Any = (64,)
 ) -> dict[str, float]:
     """Train once, each part of the run with the next batch size: held-out loss, steps lost, rollbacks, spikes."""
-    (x, y), (test_x, test_y) = text() if name == "gpt" else digits()
+    (x, y), (test_x, test_y) = text() if name == "gpt" else images()
     torch.manual_seed(seed)
     model, optimizer = make(name)
     model.register_buffer("steps_made", torch.zeros(()))
@@ -196,27 +193,23 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = options(__doc__, seeds=3)
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "gpt"])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS))
     parser.add_argument("--healthy", action="store_true", help="only the healthy runs: rollbacks and spikes")
-    parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL)
-    logging.getLogger("ignite").setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
     if args.healthy:
-        print("| schedule | model | rollbacks | false alarms in 1,000 iterations |\n|---|---|---|---|")
+        print_header("schedule", "model", "rollbacks", "false alarms in 1,000 iterations")
         for name in args.models:
             for schedule in (None, *SCHEDULES, "batches of 128, 4, 128"):
                 change, sizes = SCHEDULES.get(schedule or ""), (128, 4, 128) if "128" in (schedule or "") else (64,)
                 made = [train(name, seed, "", True, change, sizes) for seed in range(args.seeds)]
                 alarms = 1000 * sum(m["spikes"] for m in made) / (LENGTH * len(made))
                 back = sum(m["rollbacks"] for m in made)
-                print(f"| {schedule or 'constant'} | {name} | {back:.0f} | {alarms:.2f} |", flush=True)
+                print_row(schedule or "constant", name, f"{back:.0f}", f"{alarms:.2f}")
         return
-    print("| fault | model | without | with handlers | steps lost | rollbacks |\n|---|---|---|---|---|---|")
+    print_header("fault", "model", "without", "with handlers", "steps lost", "rollbacks")
     for name in args.models:
         clean = [train(name, seed, "", False)["loss"] for seed in range(args.seeds)]
         for fault in args.faults:
@@ -229,7 +222,7 @@ def main() -> None:
             ]
             back = " ".join(f"{m['rollbacks']:.0f}" for m in kept)
             lost = " ".join(f"{m['lost']:.0f}" for m in kept)
-            print(f"| {fault} | {name} | {above[0]} | {above[1]} | {lost} | {back} |", flush=True)
+            print_row(fault, name, *above, lost, back)
 
 
 if __name__ == "__main__":

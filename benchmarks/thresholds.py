@@ -2,21 +2,18 @@
 
 Reads recordings of ``record_harm.py``. Prints for each rule the false alarms per 1,000 healthy iterations, pooled and
 on the worst recording; recall, the fraction of faults found; damage-weighted recall, the fraction of all harm that is
-in the faults found, as the mean over recordings; and the fraction of multiplied single-tensor gradients found. With no
-directory a few short runs are recorded first.
+in the faults found, as the mean over recordings; and the fraction of multiplied single-tensor gradients found.
 
 The rules of other libraries are written from their descriptions, with their defaults; each is given what it asks for,
 norm or loss. All rules flag a value that is not finite, and none of their statistics includes it.
 
-    python benchmarks/thresholds.py [DIRECTORY ...] [--each | --planted]
+    python benchmarks/thresholds.py DIRECTORY ... [--planted]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from record_harm import record_all
+from trainings import options, print_header, print_row
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
@@ -34,7 +31,6 @@ from ignite_monitor.gradient.loss import LossDetector
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.gradient.spike_numbers import culprits, named
 
-SHORT = ["gpt_adamw", "cnn", "mlp_sgd", "gan", "gpt_fall"]
 WARMUP = 20
 
 Flags = list[bool]
@@ -225,19 +221,18 @@ def score(flags: Flags, recording: Recording) -> Score:
     )
 
 
-def row(name: str, scores: list[Score]) -> str:
+def row(scores: list[Score]) -> list[str]:
     rates = [1000 * s.alarms / s.healthy for s in scores]
     pooled = 1000 * sum(s.alarms for s in scores) / sum(s.healthy for s in scores)
     found = [hit for s in scores for hit in s.found]
     single = [hit for s in scores for hit in s.single]
     harms = [s.harm for s in scores if not math.isnan(s.harm)]
     cells = [f"{fmean(found):.2f}" if found else "", f"{fmean(harms):.3f}" if harms else ""]
-    cells += [f"{fmean(single):.2f}" if single else ""]
-    return f"| {name} | {pooled:.2f} | {max(rates):.1f} | {' | '.join(cells)} |"
+    return [f"{pooled:.2f}", f"{max(rates):.1f}", *cells, f"{fmean(single):.2f}" if single else ""]
 
 
-def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> str:
-    """A row with the fraction of multiplied tensors that are found in healthy iterations, and of those named first."""
+def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> tuple[str, str]:
+    """The fraction of multiplied tensors that are found in healthy iterations, and of those named first."""
     found: list[bool] = []
     first: list[bool] = []
     detector = PerParameterDetector()
@@ -252,32 +247,23 @@ def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> str:
                 shares = named(culprits(detection, detection.spike.any()).tolist(), detector.names)
                 first += [next(iter(shares), "") == names[tensor]] * found[-1]
         detector.observe(detector.detect(names, norms))
-    return f"| {recording.name} | {fmean(found):.2f} | {fmean(first) if first else math.nan:.2f} |"
+    return f"{fmean(found):.2f}", f"{fmean(first) if first else math.nan:.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIRECTORY", help="of recordings (*.npz)")
-    parser.add_argument("--each", action="store_true", help="print a row for every recording too")
+    parser = options(__doc__)
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIRECTORY", help="of recordings (*.npz)")
     parser.add_argument("--planted", action="store_true", help="multiply single tensors instead")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        if not args.directories:
-            record_all(Path(temporary), 1, 700, SHORT)
-        directories = args.directories or [Path(temporary)]
-        recordings = [read(file) for directory in directories for file in sorted(directory.glob("*.npz"))]
-    if not recordings:
-        raise FileNotFoundError(f"No recordings (*.npz) in {directories}")
+    recordings = [read(file) for directory in args.directories for file in sorted(directory.glob("*.npz"))]
     if args.planted:
-        print("| recording | one tensor x 10: found | named first where found |\n|---|---|---|")
+        print_header("recording", "one tensor x 10: found", "named first where found")
         for recording in recordings:
-            print(planted(recording), flush=True)
+            print_row(recording.name, *planted(recording))
         return
     faults = sum(kind != "control" for r in recordings for kind, _ in r.events.values())
     print(f"\n{len(recordings)} recordings, {sum(len(r.norms) for r in recordings)} iterations, {faults} faults\n")
-    columns = ("rule", "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30")
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    print_header("rule", "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30")
     known: dict[Callable[[Recording], Flags], list[Flags]] = {}
     for name, rules in RULES.items():
         for rule in rules:
@@ -287,10 +273,7 @@ def main() -> None:
             score([any(flags) for flags in zip(*(known[rule][i] for rule in rules), strict=True)], recording)
             for i, recording in enumerate(recordings)
         ]
-        print(row(name, scores), flush=True)
-        if args.each:
-            for recording, result in zip(recordings, scores, strict=True):
-                print(row(f"&nbsp; {recording.name}", [result]))
+        print_row(name, *row(scores))
 
 
 if __name__ == "__main__":

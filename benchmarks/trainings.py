@@ -1,12 +1,15 @@
-"""Small training runs that several benchmarks share: models, data, schedules and faulty batches."""
+"""What benchmarks share: models, data, schedules and faulty batches of small runs, options, and tables."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import itertools
 import math
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,36 @@ from torch.nn import functional as F
 
 CONTEXT, VOCABULARY = 32, 128
 Batches = Callable[[], tuple[Tensor, Tensor]]
+
+
+def options(doc: str, only: Iterable[str] = (), **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser of a script's options; ``numbers`` are those with an integer, ``only`` selects runs."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    if only:
+        parser.add_argument("--only", nargs="+", choices=[*only], default=[*only])
+    return parser
+
+
+def print_header(*columns: str) -> None:
+    """Print the head of a table."""
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+
+
+def print_row(*cells: object) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def mean_and_error(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Mean of the finite values and, for two or more, its standard error."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return "-"
+    error = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):{sign}.{digits}f}{error}"
 
 
 class Training(NamedTuple):
@@ -117,6 +150,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
+@functools.cache
 def digits(divisor: float = 16.0) -> tuple[Tensor, Tensor]:
     """Images and labels of the handwritten digits of scikit-learn."""
     data = load_digits()
