@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from numbers import Integral, Real
+from typing import Any
 
 
 def check_real(
@@ -41,6 +43,15 @@ def check_choice(name: str, value: object, *allowed: str) -> None:
     check_type(name, value, str, "str")
     if value not in allowed:
         raise ValueError(f"Argument {name} should be {' or '.join(map(repr, allowed))}, but given {value!r}")
+
+
+def check_pattern(name: str, value: Any) -> re.Pattern[str] | None:
+    """Compile the argument, a regular expression or None."""
+    try:
+        return None if value is None else re.compile(value)
+    except (TypeError, re.error) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Argument {name} should be a regular expression, but given {value!r}: {error}") from None
 
 
 def check_function(name: str, function: object, *of: str, described: str = "", optional: bool = True) -> None:

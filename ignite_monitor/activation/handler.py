@@ -22,7 +22,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.modes import aside
+from ignite_monitor.model.modes import aside, eager
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
@@ -199,7 +199,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         )
         hooked = hookable(self._modules)
         self._report_skipped(_FAST_PATH, [name for name in self._modules if name not in hooked])
-        return [self._eager(), *self._forward.contexts(list(hooked.values())), *super().train_step_contexts()]
+        return [eager(), *self._forward.contexts(list(hooked.values())), *super().train_step_contexts()]
 
     def on_run_end(self) -> None:
         super().on_run_end()

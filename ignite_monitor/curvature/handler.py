@@ -22,7 +22,7 @@ from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model.isolation import isolated_pass
-from ignite_monitor.model.modes import Eager
+from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.monitor import transfer
@@ -162,7 +162,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if len(own) < len(parameters):
             raise RuntimeError("the optimizer holds parameters of another model")
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
-        with isolated_pass(model), guarded(root, model), Eager(model), second_derivatives, torch.enable_grad():
+        with isolated_pass(model), guarded(root, model), eager(), second_derivatives, torch.enable_grad():
             hessian = Hessian(self.loss(model, batch), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}

@@ -12,8 +12,7 @@ from ignite.engine import Engine
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import backward_number, queue_callback
-from ignite_monitor.model.modes import untraced
+from ignite_monitor.model._torch import backward_number, queue_callback, untraced
 
 
 class Patch:

@@ -49,14 +49,14 @@ class DoubleBuffer:
         self._standby, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("standby", "spare"))
         self._behind: Patch | None = None  # what the standby copy lacks; None if there is no usable one
         if mode == "x" and path.exists():
-            raise FileExistsError(f"{path} exists already; mode 'a' continues it, mode 'w' replaces it")
+            raise FileExistsError("it exists already; mode 'a' continues it, mode 'w' replaces it")
         self._lock_path = path.with_name(f".{path.name}.lock")
         self._lock = self._lock_path.open("ab")
         descriptor, lock = self._lock.fileno(), self._lock_path
         # The last holder may have removed it between opening and locking.
         if not (_lock(descriptor) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(descriptor))):
             self._lock.close()
-            raise BlockingIOError(f"{path} is open in another program, or in another logger of this one")
+            raise BlockingIOError("it is open in another program, or in another logger of this one")
         _HELD.add(self)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-import stat
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,15 +135,9 @@ def opened(path: Path) -> Iterator[Contents]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is no regular file; opening a pipe would block.
-
-    Raises:
-        ValueError: if it is a directory, device, pipe or socket.
-    """
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = "directory" if stat.S_ISDIR(mode) else "device, pipe or socket"
-        raise ValueError(f"{printable(str(path))} is a {kind}, not a file written by HDF5Logger")
+    """Refuse a directory, device or pipe with a ValueError: opening a pipe would block."""
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{printable(str(path))} is no regular file")
 
 
 def _check(condition: bool, message: str) -> None:

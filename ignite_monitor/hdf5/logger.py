@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import os
 import threading
 import warnings
@@ -115,30 +114,12 @@ class HDF5Logger(BaseLogger):
                 self._engines.clear()
                 writer.close()
 
-    def write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None) -> None:
-        """Append values to the file; for handlers of your own.
-
-        Args:
-            engine: the engine that they come from.
-            step: their step.
-            values: name -> number, 0-dim or 1-dim tensor, or a dict, list or tuple of such.
-            tag: prefix of the names, before a slash.
-
-        Raises:
-            TypeError: if ``step`` is no integer.
-            ValueError: if it has more than 64 bits.
-        """
-        self._write(engine, step, values, tag, Name)
-
-    def _write(self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None, origin: Origin) -> None:
-        try:
-            step = operator.index(step)
-        except TypeError:
-            raise TypeError(
-                f"global_step must be int, got {type(step)}. Please check the output of global_step_transform."
-            ) from None
-        if not -(2**63) <= step < 2**63:
-            raise ValueError(f"global_step must have 64 bits at most, but given {step}")
+    def _write(
+        self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None, origin: Origin = Name
+    ) -> None:
+        """Append the values of an engine at a step; names have the tag, and a slash, before them."""
+        if not isinstance(step, int) or not -(2**63) <= step < 2**63:
+            raise TypeError(f"global_step must be int, got {step!r}. Please check the output of global_step_transform.")
         if not self.is_writing:
             return
         try:
@@ -190,9 +171,9 @@ class HDF5Logger(BaseLogger):
             # First of all, or an evaluation at the start of a run would belong to the run before.
             put_first(engine, Events.STARTED)
 
-    def _handlers(self) -> dict[Events, Callable[[Engine], None]]:
+    def _handlers(self) -> dict[Events, Callable[..., None]]:
         started, completed = Events.ITERATION_STARTED, Events.COMPLETED
-        return {Events.STARTED: self._start, started: self._start_iteration, completed: self._complete}
+        return {Events.STARTED: self._start, started: self._start_iteration, completed: self.flush}
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
@@ -204,10 +185,6 @@ class HDF5Logger(BaseLogger):
             if self._clock.is_time():
                 self.flush()
 
-    def _complete(self, engine: Engine) -> None:
-        self._clock.complete(engine)
-        self.flush()
-
     def _skip(self, name: str, value: Any) -> None:
         described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
         self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
@@ -218,12 +195,9 @@ def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
     shown = printable(str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The directory of {shown} does not exist")
-    if os.path.lexists(path):
-        check_regular(path)  # a device must not be replaced
+    check_regular(path)  # a device must not be replaced
     try:
         return Writer(path, mode, logger)
-    except (FileExistsError, BlockingIOError) as error:
-        raise type(error)(one_line(error)) from None
     except OSError as error:
         raise type(error)(f"Can't write {shown}: {one_line(error)}") from error
 
@@ -273,7 +247,7 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if _writes(self, logger):
             groups = {f"group_{i}": group.get(self.param_name) for i, group in enumerate(self.optimizer.param_groups)}
-            logger.write(engine, engine.state.get_event_attrib_value(event_name), {self.param_name: groups}, self.tag)
+            logger._write(engine, engine.state.get_event_attrib_value(event_name), {self.param_name: groups}, self.tag)
 
 
 def _writes(handler: object, logger: HDF5Logger) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ignite_monitor.checks import check_pattern
 from ignite_monitor.hdf5.layout import Contents, Name, opened
 
 RETRIES = 50
@@ -42,9 +43,6 @@ class Recording(dict[str, Series]):
         super().__init__(series)
         self._rows, self._monitors = rows, monitors
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)} names: {', '.join(list(self)[:5])}{', …' * (len(self) > 5)}>"
-
     def times(self, name: str) -> NDArray[np.datetime64]:
         """Return the times at which the values of a name were written, in UTC, to the millisecond."""
         return self._rows[name]["time"].astype("datetime64[ms]")
@@ -64,27 +62,6 @@ class Recording(dict[str, Series]):
         """
         return self._monitors[name][1:]
 
-    def to_pandas(self) -> Any:
-        """Return a ``pandas.DataFrame`` with the columns ``name`` (categorical), ``step``, ``value`` and ``time``.
-
-        Raises:
-            ModuleNotFoundError: if pandas is not installed.
-        """
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_pandas needs pandas. Install it with: pip install pandas", name="pandas"
-            ) from error
-        codes = np.repeat(np.arange(len(self)), [len(steps) for steps, _ in self.values()])
-        columns = {
-            "name": pandas.Categorical.from_codes(codes, categories=list(self)),
-            "step": np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in self.values())]),
-            "value": np.concatenate([np.empty(0), *(values for _, values in self.values())]),
-            "time": np.concatenate([np.empty(0, "datetime64[ms]"), *map(self.times, self)]),
-        }
-        return pandas.DataFrame(columns)
-
 
 def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
@@ -96,7 +73,7 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
         metrics: a regular expression; only values of names in which it is found are kept in memory.
 
     Returns:
-        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64. ``to_pandas()`` returns a data frame.
+        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64.
 
     Raises:
         TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
@@ -112,12 +89,7 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
-    if metrics is not None and not isinstance(metrics, (str, re.Pattern)):
-        raise TypeError(f"Argument metrics should be a regular expression, but given {type(metrics)}")
-    try:
-        pattern = re.compile(metrics or "")
-    except re.error as error:
-        raise ValueError(f"Argument metrics should be a regular expression, but given {metrics!r}: {error}") from None
+    pattern = check_pattern("metrics", metrics)
     path = Path(path)
     for _ in range(RETRIES):
         with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
@@ -126,16 +98,16 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
     return _read(path, pattern)
 
 
-def _read(path: Path, pattern: re.Pattern[str]) -> Recording:
+def _read(path: Path, pattern: re.Pattern[str] | None) -> Recording:
     with opened(path) as contents:
-        wanted = np.array([pattern.search(name) is not None for name, _, _ in contents.names], bool)
+        wanted = np.array([pattern is None or pattern.search(name) is not None for name, _, _ in contents.names], bool)
         rows = contents.rows[_current(contents.rows, contents.ids)]
         rows_of: dict[str, NDArray[Any]] = {}
         places: list[Indices] = []
         for number, its, offsets in _occurrences(rows, contents.ids, wanted):
             rows_of[contents.names[number].name] = rows[its]
             places.append(rows["values"][its] + offsets)
-        values = _values(contents, places, all_of_them=bool(wanted.all()))
+        values = _values(contents, places)
     series = {name: Series(its["step"], part) for (name, its), part in zip(rows_of.items(), values, strict=True)}
     return Recording(series, rows_of, {name.name: name for name in contents.names})
 
@@ -165,11 +137,8 @@ def _ranges(starts: Indices, lengths: Indices) -> Indices:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
 
 
-def _values(contents: Contents, places: list[Indices], all_of_them: bool) -> list[NDArray[np.float64]]:
-    """Values at places, read block by block if not all are wanted."""
-    if all_of_them:
-        values = contents.values[()]
-        return [values[at] for at in places]
+def _values(contents: Contents, places: list[Indices]) -> list[NDArray[np.float64]]:
+    """Values at places; one block of all values is in memory at a time."""
     flat = np.concatenate([np.empty(0, np.int64), *places])
     order, out = np.argsort(flat), np.empty(len(flat))
     ends = np.searchsorted(flat, np.arange(0, contents.sizes["values"] + BLOCK, BLOCK), sorter=order)

@@ -42,7 +42,6 @@ class _Run:
     number: int
     start: int
     last: int  # iteration
-    completed: bool = False
 
 
 class Clock:
@@ -55,7 +54,6 @@ class Clock:
     def __init__(self, next_run: int, flush_every: int) -> None:
         self._next_run, self._flush_every = next_run, flush_every
         self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()
-        self._latest: _Run | None = None  # that had a row
         self.written()
 
     def start(self, engine: Engine) -> None:
@@ -70,11 +68,6 @@ class Clock:
             run = self._begin(engine, iteration - 1)
         run.last = iteration
 
-    def complete(self, engine: Engine) -> None:
-        """End a run."""
-        if engine in self._runs:
-            self._runs[engine].completed = True
-
     def position(self, engine: Engine) -> Position:
         """Return the position of a value that comes from an engine now."""
         outermost = _outermost() or engine
@@ -82,13 +75,11 @@ class Clock:
         if run is None or iteration < run.last:  # an engine that is not followed
             run = self._begin(outermost, max(0, iteration - 1))
         run.last = iteration
-        self._latest = run
         return Position(run.number, run.start, iteration, outermost is not engine)
 
     def is_time(self) -> bool:
-        """Return True if rows should be written: after enough iterations or seconds, and after the end of a run."""
-        completed = self._latest is not None and self._latest.completed
-        return completed or self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
+        """Return True if rows should be written: after enough iterations or seconds."""
+        return self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
 
     def written(self) -> None:
         """Count from now on."""

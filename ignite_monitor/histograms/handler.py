@@ -21,7 +21,7 @@ from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move, upload, wide_dtype
 from ignite_monitor.model.forward import after_forward, is_recomputation
 from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import Eager, aside, is_plain
+from ignite_monitor.model.modes import aside, eager, is_plain
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
@@ -133,7 +133,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
                     if is_plain(tensor) and (name in counts or len(counts) < most):
                         counts[name] = count(tensor.detach())
 
-        return [Eager(self.model), after_forward(modules, count_output)] if modules else []
+        return [eager(), after_forward(modules, count_output)] if modules else []
 
     def clear(self, engine: Engine) -> None:
         super().clear(engine)

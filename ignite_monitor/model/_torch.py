@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Gone:
@@ -30,7 +31,7 @@ def need(feature: str, *names: Any) -> None:
     for name in names:
         if isinstance(name, Gone):
             package = name.name.partition(".")[0]
-            version = sys.modules[package].__version__ if package in sys.modules else "installed"
+            version = sys.modules[package].__version__
             raise RuntimeError(f"{feature} needs {name.name}, which {package} {version} does not have")
 
 
@@ -46,7 +47,6 @@ def _find(path: str) -> Any:
 
 backward_number: Callable[[], int] = _find("torch._C._current_graph_task_id")  # in this thread; -1 outside of any
 queue_callback: Callable[[Callable[[], None]], None] = _find("torch.autograd.Variable._execution_engine.queue_callback")
-_gradient_hooks = _find("torch.Tensor._post_accumulate_grad_hooks")
 
 
 def in_backward() -> bool:
@@ -94,9 +94,6 @@ def finalizes_manually(module: nn.Module) -> bool:
 
 # Modules
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OF_MODULES = ("_parameters", "_buffers", "_modules", *_HOOKS, *(f"{kind}_with_kwargs" for kind in _HOOKS))
-
 # What is a module's own: parameters, without those that a parametrization computes, buffers, and submodules.
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
@@ -113,11 +110,6 @@ WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 
 is_in_join: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")  # of a DistributedDataParallel
-
-
-def computes_alike(kind: type[nn.Module], other: type[nn.Module]) -> bool:
-    """Return True if two classes share the methods that compute their output."""
-    return all(getattr(kind, name, None) is getattr(other, name, None) for name in ("forward", "_conv_forward"))
 
 
 def is_compilers_wrapper(module: nn.Module) -> bool:
@@ -138,7 +130,8 @@ def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
     """Forward hooks and pre-hooks of a module, by the keys that :func:`remove_forward_hook` takes."""
-    return {(kind, key): hook for kind in _HOOKS for key, hook in getattr(module, kind).items()}
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+    return {(kind, key): hook for kind in kinds for key, hook in getattr(module, kind).items()}
 
 
 def hooks_before_forward(module: nn.Module) -> list[Any]:
@@ -149,19 +142,13 @@ def hooks_before_forward(module: nn.Module) -> list[Any]:
 def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
     """Remove a hook by its key in :func:`known_forward_hooks`."""
     kind, key = known
-    for place in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
-        getattr(module, place, {}).pop(key, None)
+    del getattr(module, kind)[key]
 
 
 def remove_backward_hooks(module: nn.Module) -> None:
     """Remove all backward hooks of a module."""
     for kind in ("_backward_hooks", "_backward_pre_hooks"):
         getattr(module, kind, {}).clear()
-
-
-def move(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own parameters and buffers, without those of submodules."""
-    module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
 def with_weights(module: nn.Module, parameters: Mapping[str, Tensor | None], buffers: dict[str, Any]) -> Any:
@@ -187,26 +174,22 @@ push_mode = _find("torch.overrides._push_mode")
 pop_mode = _find("torch.overrides._pop_mode")
 device_mode = _find("torch.utils._device.DeviceContext")
 
-# Operations are counted, and models traced, by a dispatch mode; outputs are multiplied leaf by leaf.
-_dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
-_Mode: Any = object if isinstance(_dispatch_mode, Gone) else _dispatch_mode
-pytree = _find("torch.utils._pytree")
+pytree = _find("torch.utils._pytree")  # outputs are multiplied leaf by leaf
 
 foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
 foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
 foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
 foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
 foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
-counts_changes = _find("torch.Tensor._version")
 
 
-class DispatchMode(_Mode):  # type: ignore[misc]
-    """A ``TorchDispatchMode`` that sees higher-order operators too."""
+class DispatchMode(TorchDispatchMode):
+    """A ``TorchDispatchMode`` that sees higher-order operators too; it counts operations, and traces models."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        need(type(self).__name__, _dispatch_mode)
-        super().__init__()
-        self.supports_higher_order_operators = True
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,39 +202,28 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def part_of_rank(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 # Compiled functions
 
 
-def frame_skipper() -> Callable[[Any], Any]:
-    """The function that makes the compiler skip the code of a function; imports the compiler, which takes seconds."""
-    return _find("torch._dynamo.decorators.skip")  # type: ignore[no-any-return]
-
-
-# Conditions on a compiled function and its arguments, of all contexts that are entered.
-_eager: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = []
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which the compiler does not trace, but maybe what it calls; imports the compiler, for seconds."""
+    _find("torch._dynamo.decorators.skip")(function)
+    return function
 
 
 @contextlib.contextmanager
-def eager_where(is_eager: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]) -> Iterator[None]:
-    """Run a compiled function eagerly where a condition on it and its arguments holds.
+def eager_functions() -> Iterator[None]:
+    """Run compiled functions eagerly, but FlexAttention, which would need memory for all attention weights.
 
-    Without the private names all compiled functions run eagerly.
+    Without the private names FlexAttention runs eagerly too.
     """
     frames: Any = _find("torch._dynamo.eval_frame")
     decide: Any = getattr(frames, "_callback_from_stance", None)
     stance = getattr(frames, "_stance", None)
 
     def decide_by_function(callback: Any) -> Any:
-        call = sys._getframe(1).f_locals
-        if callback is None or callback is False or "fn" not in call:
-            return decide(callback)
-        function, args, kwargs = call["fn"], call.get("args", ()), call.get("kwargs", {})
-        if any(condition(function, args, kwargs) for condition in _eager):
+        function = sys._getframe(1).f_locals.get("fn")
+        if not str(getattr(function, "__module__", "")).startswith("torch.nn.attention"):
             return decide(callback)
         forced, frames._stance = frames._stance, stance  # the user's own
         try:
@@ -260,10 +232,8 @@ def eager_where(is_eager: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
             frames._stance = forced
 
     with contextlib.ExitStack() as exits:
-        _eager.append(is_eager)
-        exits.callback(_eager.remove, is_eager)
         exits.enter_context(torch.compiler.set_stance("force_eager"))
-        if decide is not None and stance is not None and len(_eager) == 1:
+        if decide is not None and getattr(stance, "stance", "force_eager") != "force_eager":
             frames._callback_from_stance = decide_by_function
             exits.callback(setattr, frames, "_callback_from_stance", decide)
         yield
@@ -276,13 +246,10 @@ _OF_ENGINES = TRAIN_STEP, HANDLE_EXCEPTION, EVENT_HANDLERS = "_process_function"
 
 def check_engine(engine: Any) -> None:
     """Refuse an engine with a RuntimeError if a private name is missing that all monitors share."""
-    module = nn.Module()
     need(
         "attach()",
-        *(backward_number, queue_callback, _gradient_hooks, counts_changes, is_functorch_wrapped, running_transform),
-        *(function_modes, dispatch_modes, set_grad_enabled, unseen_by_dispatch, foreach_norm, foreach_add),
-        *(foreach_mul, foreach_scale, foreach_addcdiv),
-        *(Gone(f"torch.nn.Module.{name}") for name in _OF_MODULES if not hasattr(module, name)),
+        *(backward_number, queue_callback, is_functorch_wrapped, running_transform, function_modes, dispatch_modes),
+        *(set_grad_enabled, unseen_by_dispatch, foreach_norm, foreach_add, foreach_mul, foreach_scale, foreach_addcdiv),
         *(Gone(f"ignite.engine.Engine.{name}") for name in _OF_ENGINES if not hasattr(engine, name)),
     )
 

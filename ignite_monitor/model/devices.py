@@ -11,18 +11,14 @@ def device_of(model: nn.Module) -> torch.device:
     return next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
 
 
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU to a device."""
-    if device.type == "cpu":
-        return tensor
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from any device to another."""
-    if tensor.device.type == "cpu":
-        return upload(tensor, device)
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+upload = move  # of a tensor on the CPU
 
 
 def move_like(tensor: Tensor, reference: Tensor) -> Tensor:

@@ -49,9 +49,6 @@ def running_module() -> nn.Module | None:
 class ModuleHook:
     """A hook that deep copies and saved files of its modules replace by a function of Python that does nothing."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return contextlib.nullcontext().__exit__
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
@@ -70,11 +67,7 @@ class _Hook(ModuleHook):
 def _registered(register: Callable[..., Any], modules: Modules, hook: Any, **options: bool) -> Iterator[None]:
     modules = list(modules)
     hook = hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)
-    handles: list[Any] = []
-    try:
+    with contextlib.ExitStack() as handles:
         for module in modules:
-            handles.append(register(module, hook, **options))  # scripted modules refuse the bound method
+            handles.callback(register(module, hook, **options).remove)  # scripted modules refuse the bound method
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

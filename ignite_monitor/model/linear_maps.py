@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import computes_alike, parameters_in, with_weights
+from ignite_monitor.model._torch import parameters_in, with_weights
 
 LinearMap = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,7 +26,7 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """
     if "forward" in vars(module) or parameters_in(module).get("weight") is None:
         return False
-    return any(isinstance(module, kind) and computes_alike(type(module), kind) for kind in kinds)
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:
@@ -60,5 +60,4 @@ def feature_dim(module: nn.Module) -> int:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Return True for Conv1D of transformers, a linear layer whose weight is of shape (in, out)."""
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
+    return f"{type(module).__module__}.{type(module).__qualname__}" == "transformers.pytorch_utils.Conv1D"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import CellType, CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ignite_monitor.model._torch import (
-    eager_where,
-    frame_skipper,
+    eager_functions,
     is_functorch_wrapped,
     unseen_by_dispatch,
     unseen_by_functions,
@@ -22,8 +20,6 @@ from ignite_monitor.model._torch import (
 from ignite_monitor.model._torch import in_backward as in_backward
 
 _strided = torch.strided
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @contextmanager
@@ -63,67 +59,13 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
 
 
-def untraced(function: Function) -> Function:
-    """The function, which the compiler does not trace, but maybe what it calls: a hook in a compiled backward pass."""
-    frame_skipper()(getattr(function, "__func__", function))
-    return function
+out_of_compiler = functools.cache(torch.compiler.disable)  # of a function: the compiler does not trace it
 
 
-@functools.cache
-def out_of_compiler(function: Function) -> Function:
-    """The function, which the compiler does not trace, nor what it calls."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+def eager() -> AbstractContextManager[None]:
+    """Run compiled functions eagerly, but FlexAttention; nothing is compiled again.
 
-
-class Eager(ExitStack):
-    """Run compiled functions that call some models eagerly; nothing is compiled again.
-
-    Hooks registered after the first compiled call would not run otherwise. Eager are the models, their modules, and
-    functions that refer to one of them, as compiled train steps do, see :func:`refers_to`; without models all compiled
-    functions.
+    Hooks registered after the first compiled call would not run otherwise.
     """
-
-    def __init__(self, *models: nn.Module) -> None:
-        super().__init__()
-        self._models = models
-
-    def __enter__(self) -> Eager:
-        if "torch._dynamo" in sys.modules:  # nothing is compiled before this import, which takes seconds
-            self.enter_context(eager_where(self._is_eager))
-        return self
-
-    def _is_eager(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        values = [function, *args, *kwargs.values()]
-        return not self._models or any(refers_to(value, self._modules) for value in values)
-
-    @functools.cached_property
-    def _modules(self) -> set[int]:
-        return {id(module) for model in self._models for module in model.modules()}
-
-
-def refers_to(value: Any, modules: Container[int], depth: int = 2) -> bool:
-    """Return True if a value is a module, contains it, or refers to it in so many steps.
-
-    A function refers to its closure, defaults and the global names in its code; a method to its object; any other
-    object to its attributes. Members of lists and dictionaries are not searched.
-
-    Args:
-        modules: ids of the modules.
-    """
-    value = getattr(value, "__self__", value)
-    if isinstance(value, nn.Module):
-        return any(id(module) in modules for module in value.modules())
-    if not depth or isinstance(value, Tensor):
-        return False
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        names = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        held = [*cells, *names, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    else:
-        held = list(getattr(value, "__dict__", {}).values())
-    return any(refers_to(other, modules, depth - 1) for other in held)
-
-
-def _names(code: CodeType) -> set[str]:
-    nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*nested)
+    # Nothing is compiled before this import, which takes seconds.
+    return eager_functions() if "torch._dynamo" in sys.modules else nullcontext()

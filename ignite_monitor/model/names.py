@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from ignite_monitor.checks import check_pattern
 from ignite_monitor.model._torch import WRAPPED, parameters_in
 
 
@@ -70,8 +71,8 @@ class Selection:
     """Names in which the regular expression ``include`` matches, and ``exclude`` does not; None for all, and none."""
 
     def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:
-        self._include = compiled("include", include)
-        self._exclude = compiled("exclude", exclude)
+        self._include = check_pattern("include", include)
+        self._exclude = check_pattern("exclude", exclude)
 
     def of(self, names: Iterable[str]) -> list[str]:
         """The selected names, in their order."""
@@ -80,18 +81,6 @@ class Selection:
     def __contains__(self, name: str) -> bool:
         included = self._include is None or self._include.search(name) is not None
         return included and (self._exclude is None or self._exclude.search(name) is None)
-
-
-def compiled(name: str, pattern: object) -> re.Pattern[str] | None:
-    """Compile the regular expression that a user has given for an argument."""
-    if pattern is None:
-        return None
-    if not isinstance(pattern, (str, re.Pattern)):
-        raise TypeError(f"Argument {name} should be a regular expression or None, but given {type(pattern)}")
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"Argument {name} should be a regular expression, but given {pattern!r}: {error}") from None
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -123,45 +112,29 @@ def is_layer(name: str, module: nn.Module) -> bool:
     return any(item is not None for item in parameters_in(module).values()) or hasattr(module, "parametrizations")
 
 
-def first_difference(model: nn.Module, other: nn.Module) -> str | None:
-    """The first module or parameter in which another model differs; None if they are built alike.
-
-    Compared are names and classes of modules, whatever wraps or shards them, and names and shapes of parameters.
-    """
-    return _first_difference(_structure(model), _structure(other))
-
-
-def first_difference_of_states(state: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first entry in which another state_dict differs by name or shape; None if there is none."""
-    return _first_difference(_shapes("entry", state.items()), _shapes("entry", other.items()))
+def structure(model: nn.Module) -> dict[str, str]:
+    """The classes of modules and the shapes of parameters by name, whatever wraps or shards them."""
+    # fully_shard makes a class FSDPLinear out of Linear.
+    modules = modules_by_name(model).items()
+    kinds = {f"module {name!r}": type(module).__name__.removeprefix("FSDP") for name, module in modules}
+    own = [(name, *item) for name, module in modules for item in module.named_parameters(recurse=False)]
+    return kinds | shapes({f"{name}.{last}".lstrip("."): parameter for name, last, parameter in own})
 
 
-def _first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    for name, kind in ours.items():
-        if name not in theirs:
-            return f"{name} ({kind}) is not in it"
-        if theirs[name] != kind:
-            return f"{name} is {theirs[name]} in it, not {kind}"
-    return next((f"{name} ({kind}) is in it alone" for name, kind in theirs.items() if name not in ours), None)
-
-
-def _structure(model: nn.Module) -> dict[str, str]:
-    modules = modules_by_name(model)
-    # fully_shard makes a class of its own out of a module's.
-    own = {
-        name: [kind for kind in type(module).__mro__ if "FSDPModule" not in {base.__name__ for base in kind.__mro__}]
-        for name, module in modules.items()
-    }
-    members = [(name, item) for name, module in modules.items() for item in parameters_in(module).items()]
-    parameters = [(f"{name}.{last}".lstrip("."), item) for name, (last, item) in members if item is not None]
-    return {f"module {name!r}": kinds[0].__name__ for name, kinds in own.items()} | _shapes("parameter", parameters)
-
-
-def _shapes(what: str, values: Iterable[tuple[str, Any]]) -> dict[str, str]:
+def shapes(state: Mapping[str, Any]) -> dict[str, str]:
+    """The shapes of the tensors in a state_dict, and the types of its other entries, by name."""
     return {
-        f"{what} {name!r}": str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        for name, value in values
+        f"entry {name!r}": str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        for name, value in state.items()
     }
+
+
+def first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """The first name of which two of :func:`structure` or :func:`shapes` differ; None if they are the same."""
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name, 'missing')} in it, not {ours.get(name, 'missing')}"
+    return None
 
 
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

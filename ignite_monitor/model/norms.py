@@ -89,13 +89,10 @@ def is_sharded(tensor: Tensor) -> bool:
     return any_sharded((tensor,))
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Any) -> Tensor:
     """A detached dense tensor of all elements; of a DTensor a collective, for which all ranks have to ask."""
-    tensor = tensor.detach()
-    if is_sharded(tensor):
-        sharded: Any = tensor
-        tensor = sharded.full_tensor()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+    whole: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
+    return whole if whole.layout == torch.strided else whole.to_dense()
 
 
 def summed_values(sparse: Tensor) -> Tensor:
@@ -191,9 +188,6 @@ def all_reduce(values: Tensor, largest: bool = False, group: Any = None) -> Tens
     return values
 
 
-_RANKS = torch.tensor([[1, 1, 95, 0, 1], [-1, 0, -1, 0, -1], [2, 2, 100, 1, 1]], device="cpu")
-
-
 def order_statistics(values: Tensor) -> Tensor:
     """Median, 95th percentile (nearest rank), minimum and maximum of the values that are not NaN; NaN without any.
 
@@ -201,10 +195,8 @@ def order_statistics(values: Tensor) -> Tensor:
     """
     if not values.shape[-1]:
         return values.new_full((*values.shape[:-1], 4), torch.nan)
-    # Ranks of the two in the middle, the percentile, the first and the last: (count * factor + summand) // divisor.
-    # Sorting puts NaN last, so that where the count is 0 all are NaN.
-    factors, summands, divisors = upload(_RANKS, values.device).unbind()
-    count = (values == values).sum(-1, keepdim=True)
-    at = torch.addcmul(summands, count, factors).floor_divide_(divisors).clamp_(min=0)
-    picked = values.sort(-1).values.gather(-1, at)
+    # Sorting puts NaN last, so that where there is no other value all are NaN.
+    last = (values == values).sum(-1, keepdim=True) - 1
+    ranks = [last // 2, (last + 1) // 2, (95 * last + 94) // 100, torch.zeros_like(last), last]
+    picked = values.sort(-1).values.gather(-1, torch.cat(ranks, -1).clamp(min=0))
     return torch.cat([picked[..., :2].mean(-1, keepdim=True), picked[..., 2:]], -1)

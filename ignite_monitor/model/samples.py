@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,11 +128,9 @@ def is_measurable(parameter: Tensor) -> bool:
 
 def reshard(model: nn.Module) -> None:
     """Restore FSDP2's sharded parameters, which the optimizer holds, where a forward pass left unsharded ones."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(getattr(fsdp, "FSDPModule", None), type):
-        return
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule) and not all(map(is_sharded, module.parameters(recurse=False))):
+    modules: Iterable[Any] = (module for module in model.modules() if hasattr(module, "set_reshard_after_forward"))
+    for module in modules:
+        if not all(map(is_sharded, module.parameters(recurse=False))):
             module.reshard()
 
 
@@ -150,15 +147,12 @@ def _kinds(model: nn.Module) -> list[Any]:
 def _local_elements(parameter: Any, elements: Tensor) -> Tensor:
     """Indices within this rank's part of a DTensor, from indices within the whole; other elements are dropped."""
     chunk = parameter.__create_chunk_list__()[0]  # what torch.distributed.checkpoint asks for: offset and size
-    at = torch.zeros_like(elements)
-    held = torch.ones_like(elements, dtype=torch.bool)
-    stride = numel = 1
-    for whole, offset, size in reversed(list(zip(parameter.shape, chunk.offsets, chunk.sizes, strict=True))):
-        place = elements // numel % whole - offset
-        held &= (place >= 0) & (place < size)
-        at += place * stride
-        stride, numel = stride * size, numel * whole
-    return at[held]
+    offsets, sizes, strides = torch.tensor(
+        [chunk.offsets, chunk.sizes, torch.empty(chunk.sizes, device="meta").stride()], device="cpu"
+    ).unsqueeze(-1)
+    places = torch.stack(torch.unravel_index(elements, parameter.shape)) - offsets
+    held = ((places >= 0) & (places < sizes)).all(0)
+    return (places * strides).sum(0)[held]
 
 
 class SteppedParameters:
@@ -171,7 +165,7 @@ class SteppedParameters:
     def __init__(self, indices: Mapping[int, int]) -> None:
         self.any = False  # True if a step was made, possibly with a learning rate of 0
         self._indices = indices  # id of a parameter -> its index
-        self._moves: list[tuple[list[int], list[Tensor]]] = []  # indices, and conditions that the device knows
+        self._moves: list[tuple[list[int], Any]] = []  # indices, and True or a condition that the device knows
 
     def __bool__(self) -> bool:
         return bool(self._moves)
@@ -186,22 +180,21 @@ class SteppedParameters:
             return []
         self.any = True
         found_inf = getattr(optimizer, "found_inf", None)
+        is_made = found_inf.reshape(()) == 0 if isinstance(found_inf, Tensor) else True
         indices = [[self._indices[id(item)] for item in members] for members in groups]
         for group, members in zip(optimizer.param_groups, indices, strict=True):
-            conditions = [group.get("lr") != 0, found_inf == 0 if isinstance(found_inf, Tensor) else True]
-            if members and all(isinstance(item, Tensor) or item for item in conditions):
-                self._moves.append((members, [item.reshape(()) for item in conditions if isinstance(item, Tensor)]))
+            moves = (group.get("lr") != 0) & is_made
+            if members and moves is not False:
+                self._moves.append((members, moves))
         return [index for members in indices for index in members]
 
     def mask(self, size: int, device: torch.device) -> Tensor:
         """A bool tensor, True for each parameter that was to move."""
-        mask = torch.zeros(size, dtype=torch.bool, device=device)
-        for indices, conditions in self._moves:
-            members = set(indices)
-            moves = upload(torch.tensor([index in members for index in range(size)], device="cpu"), device)
-            for condition in conditions:
-                moves = moves & move(condition, device)
-            mask = mask | moves
+        mask: Tensor = torch.zeros(size, dtype=torch.bool, device=device)
+        for indices, moves in self._moves:
+            members = torch.zeros(size, dtype=torch.bool, device="cpu")
+            members[indices] = True
+            mask = mask | upload(members, device) & (move(moves, device) if isinstance(moves, Tensor) else moves)
         return mask
 
 
@@ -220,8 +213,6 @@ class SampledStep:
 
     def fits(self) -> bool:
         """Return True if the model's parameters are still those that are sampled."""
-        if self.samples.fits():
-            return True
         reshard(self._model)
         return self.samples.fits()
 
@@ -277,9 +268,8 @@ class SampledStep:
 
 def _state(optimizer: Optimizer, parameter: Any, keys: re.Pattern[str]) -> Tensor | None:
     """The tensor of a low-precision parameter's shape in an optimizer's state whose key matches a pattern."""
-    if parameter.dtype not in NARROW:
-        return None
-    for key, value in optimizer.state.get(parameter, {}).items():
+    state = optimizer.state.get(parameter, {}) if parameter.dtype in NARROW else {}
+    for key, value in state.items():
         if not isinstance(value, Tensor) or value.shape != parameter.shape or not keys.search(str(key)):
             continue
         if keys is _COMPENSATION or value.dtype not in NARROW:

@@ -16,8 +16,6 @@ from ignite_monitor.model.names import tags
 def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
     """The :func:`floating_tensors`, with places as loggers keep them, each different."""
     tensors = list(floating_tensors(output))
-    if len(tensors) == 1 and not tensors[0][0]:
-        return tensors
     places = tags(place for place, _ in tensors)
     return [(place, tensor) for place, (_, tensor) in zip(places, tensors, strict=True)]
 

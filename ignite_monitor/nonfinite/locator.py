@@ -15,7 +15,7 @@ from ignite_monitor.events.monitor_events import NonFiniteSource
 from ignite_monitor.model._torch import DispatchMode, version
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass, set_generator_state
-from ignite_monitor.model.modes import Eager, aside, is_plain
+from ignite_monitor.model.modes import aside, eager, is_plain
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import tensors_in
@@ -147,7 +147,7 @@ def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) ->
     with (
         isolated_pass(model, devices),
         guarded(root, model),
-        Eager(model),
+        eager(),
         torch.enable_grad(),
         _NoCollectives() if has_ranks else contextlib.nullcontext(),
     ):

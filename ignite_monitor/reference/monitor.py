@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.model.modes import Eager
+from ignite_monitor.model.modes import eager
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part
 from ignite_monitor.reference.call import Comparison
@@ -80,10 +80,7 @@ class ReferenceMonitor(Monitor):
         if not self._is_running or self._passes is None:
             return []
         self._step_count += 1
-        return [self._eager(), self._passes.watched()]
-
-    def _eager(self) -> Eager:
-        return Eager(self.model, *([] if self._reference is None else [self._reference.module]))
+        return [eager(), self._passes.watched()]
 
     def start_iteration(self, engine: Any) -> None:
         self._forget()

@@ -14,10 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.model._torch import (
     buffers_in,
-    counts_changes,
     known_forward_hooks,
-    move,
-    need,
     parameters_in,
     remove_backward_hooks,
     remove_forward_hook,
@@ -35,9 +32,10 @@ from ignite_monitor.model.isolation import (
 )
 from ignite_monitor.model.names import (
     first_difference,
-    first_difference_of_states,
     modules_by_name,
     named_modules,
+    shapes,
+    structure,
     unwrapped,
 )
 from ignite_monitor.monitor.arguments import check_whole
@@ -64,7 +62,6 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, reference: str | nn.Module) -> None:
-        need("A reference", counts_changes)  # in-place changes exclude a call
         check_whole(model)
         for name, module in named_modules(model):
             # Scripted modules are optimized by their number of calls, which a copy shares.
@@ -78,7 +75,7 @@ class Reference:
             self.module = unwrapped(reference)
             if self.module is self.root:
                 raise ValueError("Argument reference should be another module than model, but given the same")
-            _refuse(first_difference(self.root, self.module))
+            _refuse(first_difference(structure(self.root), structure(self.module)))
         elif self.is_copy:
             try:
                 self.module = separate_copy(self.root)
@@ -103,7 +100,7 @@ class Reference:
             saved = "no reference, since it was saved with a module" if state is None else "that of reference='init'"
             raise ValueError(f"Argument state_dict holds {saved}: give the same again, or resume without this state")
         if self.is_copy:
-            _refuse(first_difference_of_states(self.module.state_dict(), state), "state_dict")
+            _refuse(first_difference(shapes(self.module.state_dict()), shapes(state)), "state_dict")
             self.module.load_state_dict(state)
 
     def follow(self) -> None:
@@ -118,7 +115,7 @@ class Reference:
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(current.requires_grad)
                 if tensor.device != current.device:
-                    move(copied, current.device)
+                    copied.to(current.device)
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of a reference module, ``""`` for the whole, for inputs of the model, which are copied."""
@@ -183,7 +180,7 @@ def separate_copy(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
     own, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
-    if first_difference(model, separate) is not None or own & others:
+    if structure(model) != structure(separate) or own & others:
         raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
     for module, hooks in user_forward_hooks(separate.modules()).items():
         for key in hooks:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.norms import total_norm
+from ignite_monitor.model.samples import local
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
 
@@ -37,7 +37,7 @@ def clone(value: Any, on_host: bool = False) -> Any:
         return value.detach().clone()
     pinned = value.is_cuda and type(value) in (Tensor, nn.Parameter)
     copied = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
-    part_of_rank(copied).copy_(part_of_rank(value).detach())
+    local(copied).copy_(local(value).detach())
     return copied
 
 
@@ -47,7 +47,7 @@ def _restored(current: Any, saved: Any) -> Any:
         return {key: _restored(current.get(key), value) for key, value in saved.items()}
     if not isinstance(saved, Tensor) or not isinstance(current, Tensor) or not _fits(current, saved):
         return clone(saved)
-    part_of_rank(current).detach().copy_(part_of_rank(saved))
+    local(current).detach().copy_(local(saved))
     return current
 
 
@@ -148,7 +148,7 @@ class TrainingState:
 
 def numbers_in(state: Any) -> dict[str, Tensor]:
     """Tensors by path that may be non-finite, of DTensors this rank's part."""
-    tensors = ((path.replace("/", "."), part_of_rank(tensor.detach())) for path, tensor in tensors_in(state))
+    tensors = ((path.replace("/", "."), local(tensor.detach())) for path, tensor in tensors_in(state))
     floating = ((path, t) for path, t in tensors if (t.is_floating_point() or t.is_complex()) and not t.is_meta)
     return {path: tensor for path, tensor in floating if tensor.itemsize > 1}
 

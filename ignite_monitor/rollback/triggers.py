@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.detection.thresholds import State, ThresholdRule
-from ignite_monitor.model._torch import part_of_rank
 from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.model.norms import norms
+from ignite_monitor.model.samples import local
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
@@ -227,7 +227,7 @@ def second_moments(modules: Sequence[nn.Module]) -> list[Tensor]:
     kept = [m for m in inner if isinstance(getattr(m, "running_mean", None), Tensor) and m.running_var is not None]
     if not kept:
         return []
-    means, variances = ([part_of_rank(getattr(m, name)) for m in kept] for name in ("running_mean", "running_var"))
+    means, variances = ([local(getattr(m, name)) for m in kept] for name in ("running_mean", "running_var"))
     mean = norms(means)
     return [torch.addcmul(norms(variances, 1.0), mean, mean)]
 

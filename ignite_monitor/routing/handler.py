@@ -9,12 +9,13 @@ import torch
 from ignite.engine import Engine
 from torch import nn
 
+from ignite_monitor.checks import check_pattern
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROUTING
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.forward import outputs_to
-from ignite_monitor.model.modes import Eager
-from ignite_monitor.model.names import Pattern, compiled, hookable, modules_by_name, tags, unwrapped
+from ignite_monitor.model.modes import eager
+from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import RankReduction, all_take_part, world_size
 from ignite_monitor.monitor.transfer import NamedValues
@@ -54,7 +55,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
 
     def __init__(self, model: nn.Module, *, routers: Pattern = None, prefix: str = "routing") -> None:
         super().__init__(model, prefix)
-        self._pattern = compiled("routers", routers)
+        self._pattern = check_pattern("routers", routers)
         if not self._routers():
             raise ValueError(f"Argument model should have routers of transformers or of routers, but given {routers!r}")
         self.reset_run_state()
@@ -71,7 +72,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
             return []
         routers = self._routers()
         self._decisions = RouterDecisions(unwrapped(self.model), routers)
-        return [Eager(self.model), outputs_to(routers, self._decisions)]
+        return [eager(), outputs_to(routers, self._decisions)]
 
     def _routers(self) -> dict[nn.Module, tuple[str, int | None]]:
         """Routers -> name for loggers, number of experts per token if known."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
-from ignite_monitor.model.modes import Eager, is_plain
+from ignite_monitor.model.modes import eager, is_plain
 from ignite_monitor.model.names import is_layer
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
@@ -144,7 +144,7 @@ def _train(model: nn.Module, optimizer: Any, make_batch: Any, train_step: Any, w
         _seed(seed, step)
         batch = make_batch(width)
         outputs.clear()
-        with Eager(), passes.watched():
+        with eager(), passes.watched():
             train_step(model, optimizer, batch)
         values = outputs.values(passes.incomplete)
         if not values:

@@ -67,17 +67,14 @@ def test_optimizer_parameters(path):
     }
 
 
-@pytest.mark.parametrize("wrong", [1.5, "2", None])
+@pytest.mark.parametrize("wrong", [1.5, "2", None, 2**63])
 def test_a_step_that_is_no_integer(path, wrong):
     engine = engine_of()
     with HDF5Logger(path) as logger:
         log_output(logger, engine, global_step_transform=lambda *_: wrong)
         with pytest.raises(TypeError, match="global_step must be int"):
             engine.run(range(1))
-        logger.write(engine, 2**63 - 1, {"a": 1.0})
-        with pytest.raises(ValueError, match="global_step must have 64 bits at most"):
-            logger.write(engine, 2**63, {"a": 1.0})
-    assert as_lists(path) == {"a": ([2**63 - 1], [1.0])}
+    assert as_lists(path) == {}
 
 
 # Values
@@ -140,7 +137,7 @@ def test_any_writes_and_reopenings(tmp_path, writes, flush_every):
             logger = HDF5Logger(path, "a", flush_every=flush_every)
             continue
         engine.state.iteration = step
-        logger.write(engine, step, named)
+        logger._write(engine, step, named)
         for name, value in named.items():
             steps, values = expected.setdefault(name, ([], []))
             steps.append(step)
@@ -165,7 +162,7 @@ def test_the_file_says_which_monitor_published_a_name(path):
         log_output(logger, trainer, tag="grad", output_transform=lambda _: {"mean": 2.0})
         log_output(logger, trainer, tag="again", output_transform=None, metric_names=["grad/norm"])
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda: logger.write(trainer, 1, {"grad/std": 1.0}, tag="by hand")
+            Events.ITERATION_COMPLETED, lambda: logger._write(trainer, 1, {"grad/std": 1.0}, tag="by hand")
         )
         trainer.run(make_batches(3))
     recording = read_hdf5(path)
@@ -244,7 +241,7 @@ def test_a_dropped_logger_writes_what_waits_and_is_freed(path):
     log_output(logger, engine)
     engine.run(range(20), max_epochs=2)
     engine.state.iteration = 41
-    logger.write(engine, 41, {"x": 1.0})
+    logger._write(engine, 41, {"x": 1.0})
     gone = weakref.ref(logger)
     del logger, engine
     assert gone() is None

@@ -118,7 +118,7 @@ def test_a_forked_process_does_not_write(tmp_path):
     """As those of a DataLoader are: they hold a copy of what waits to be written."""
     engine, logger = Engine(lambda engine, batch: None), HDF5Logger(tmp_path / "run.h5")
     engine.state.iteration = 1
-    logger.write(engine, 1, {"a": 1.0})
+    logger._write(engine, 1, {"a": 1.0})
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

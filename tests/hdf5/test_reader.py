@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import math
 import re
-import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from ignite_monitor import HDF5Logger, read_hdf5
+from ignite_monitor import read_hdf5
 from tests.hdf5._runs import run
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run.h5"
-
-
-def test_to_pandas(path):
-    pytest.importorskip("pandas")
-    run(path, 4, output=lambda i: {"a": i / 2, **({"b": math.nan} if i == 3 else {})})
-    frame = read_hdf5(path).to_pandas()
-    assert frame.columns.tolist() == ["name", "step", "value", "time"]
-    assert frame["name"].astype(str).tolist() == ["train/a"] * 4 + ["train/b"]
-    assert frame["step"].tolist() == [1, 2, 3, 4, 3]
-    assert frame["value"].tolist()[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert math.isnan(frame["value"].tolist()[4])
-    wide = frame.pivot_table("value", "step", "name", observed=True)
-    assert wide["train/a"].tolist() == [0.5, 1.0, 1.5, 2.0]
-    with HDF5Logger(path, "w"):
-        pass
-    assert len(read_hdf5(path).to_pandas()) == 0
-
-
-def test_without_pandas(path, monkeypatch):
-    run(path, 1)
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install pandas"):
-        read_hdf5(path).to_pandas()
 
 
 def test_metrics_by_regular_expression(path):

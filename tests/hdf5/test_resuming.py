@@ -20,7 +20,7 @@ def path(tmp_path):
 def test_x_refuses_w_replaces_a_continues(path):
     run(path, 10)
     before = path.read_bytes()
-    with pytest.raises(FileExistsError, match=r"run\.h5 exists already; mode 'a' continues it"):
+    with pytest.raises(FileExistsError, match=r"run\.h5: it exists already; mode 'a' continues it"):
         HDF5Logger(path)
     assert path.read_bytes() == before
     run(path, 20, "a", start=10)

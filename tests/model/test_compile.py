@@ -150,116 +150,64 @@ class Counting:
         return run
 
 
-@pytest.mark.parametrize("kind", ["activations", "reference", "rcc"])
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_functions_that_hold_no_module_of_the_model_stay_compiled(kind, fullgraph):
-    """One of a library's, and another model."""
-    counting = {"model": Counting(), "function": Counting(), "other": Counting()}
+MONITORS = {
+    "activations": lambda model: [ActivationHandler(model, activations=True)],
+    "reference": lambda model: [
+        ActivationHandler(
+            model, activations=True, reference="init", activation_differences={"d": lambda a, b: (a - b).norm()}
+        )
+    ],
+    "two": lambda model: [RCCHandler(model), ActivationHandler(model, activations=True)],
+}
 
-    @torch.compile(backend=counting["function"], fullgraph=fullgraph)
-    def function(x):
+
+@pytest.mark.parametrize("kind", [*MONITORS, "without private names"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgraph, monkeypatch):
+    counting = {name: Counting() for name in ("model", "function", "attention")}
+
+    def attention(x):
         return x * x.sin().sum(-1, keepdim=True)
+
+    attention.__module__ = "torch.nn.attention.flex_attention"
+    attention = torch.compile(attention, backend=counting["attention"], fullgraph=fullgraph)
 
     def run(make):
         torch._dynamo.reset()
-        torch.manual_seed(0)
-        raw = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        model = torch.compile(raw, backend=counting["model"])
-        other = torch.compile(nn.Linear(6, 6).requires_grad_(False), backend=counting["other"], fullgraph=fullgraph)
+        raw, _ = model_of("", "eager")
+        model, heads = torch.compile(raw[:2], backend=counting["model"]), [raw[2]]
+        function = torch.compile(lambda x: heads[0](x).square().mean(), backend=counting["function"])
         optimizer = torch.optim.SGD(raw.parameters(), 0.1)
         runs, metrics, means = [], [], []
 
         def step(engine, x):
-            before = {name: each.runs for name, each in counting.items()}
-            given = other(x)
+            before = {name: item.runs for name, item in counting.items()}
+            given = attention(x)
             with torch.no_grad():
                 first = nn.functional.linear(given.double(), raw[0].weight.double(), raw[0].bias.double())
                 means.append(float(first.mean()))
             optimizer.zero_grad()
-            function(model(given)).square().mean().backward()
+            function(model(given)).backward()
             optimizer.step()
-            runs.append({name: each.runs - before[name] for name, each in counting.items()})
+            runs.append({name: item.runs - before[name] for name, item in counting.items()})
 
         trainer = Engine(step)
-        if make is not None:
-            make(model).attach(trainer, Events.ITERATION_STARTED(every=2))
+        for monitor in make(raw):
+            monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: metrics.append(dict(engine.state.metrics)))
         trainer.run(BATCHES)
         return raw, runs, metrics, means
 
-    make = {
-        "activations": lambda model: ActivationHandler(model, activations=True),
-        "reference": lambda model: ActivationHandler(
-            model, activations=True, reference="init", activation_differences={"d": lambda a, b: (a - b).norm()}
-        ),
-        "rcc": RCCHandler,
-    }[kind]
-    plain, *_ = run(None)
-    model, runs, metrics, means = run(make)
+    plain, *_ = run(lambda model: [])
+    if kind == "without private names":
+        monkeypatch.setattr(_torch, "_find", _torch.Gone)
+    model, runs, metrics, means = run(MONITORS.get(kind, MONITORS["activations"]))
     monitored = [iteration % 2 == 0 for iteration in range(1, len(BATCHES) + 1)]
-    assert [each["function"] for each in runs] == [1] * len(BATCHES)
-    assert [each["other"] for each in runs] == [1] * len(BATCHES)
-    assert [each["model"] for each in runs] == [int(not each) for each in monitored]
+    stays = kind in MONITORS
+    assert [item["attention"] for item in runs] == [int(stays or not item) for item in monitored]
+    assert [item["model"] for item in runs] == [item["function"] for item in runs] == [int(not i) for i in monitored]
     assert_same([*model.parameters()], [*plain.parameters()])  # this backend computes what is written
-    assert [bool(each) for each in metrics] == monitored
-    if kind != "rcc":
-        found = [float(each["activation/0/mean"]) for each in metrics if each]
-        assert found == pytest.approx([mean for mean, each in zip(means, monitored, strict=True) if each], rel=1e-5)
-
-
-class Holder:
-    def __init__(self, model):
-        self.model = model
-
-    def step(self, x):
-        return self.model(x)
-
-
-def with_a_default(model):
-    def function(x, model=model):
-        return model(x)
-
-    return function
-
-
-GLOBAL = Holder(nn.Linear(6, 3))
-FUNCTIONS = {  # over a model, as train scripts compile them
-    "closure": lambda model: lambda x: model(x),
-    "in a comprehension": lambda model: lambda x: torch.stack([model(row) for row in x]).mean(0),
-    "default": with_a_default,
-    "method": lambda model: Holder(model).step,
-    "global": lambda model: lambda x: GLOBAL.step(x),
-}
-
-
-@pytest.mark.parametrize("kind", [*FUNCTIONS, "argument"])
-def test_a_compiled_function_over_the_model_runs_eagerly_where_it_is_monitored(kind):
-    model = GLOBAL.model.requires_grad_(True)
-    given = (model,) if kind == "argument" else ()
-    function = torch.compile((lambda x, model: model(x)) if given else FUNCTIONS[kind](model), backend="eager")
-    means, metrics = [], []
-
-    def step(engine, x):
-        model.zero_grad()
-        means.append(
-            nn.functional.linear(x.double(), *(item.detach().double() for item in model.parameters())).mean().item()
-        )
-        function(x, *given).square().mean().backward()
-
-    trainer = Engine(step)
-    ActivationHandler(model, activations={"mean": True}).attach(trainer, Events.ITERATION_STARTED(every=2))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: metrics.append(dict(engine.state.metrics)))
-    trainer.run(BATCHES)
-    found = [float(each.get("activation/_root_/mean", 0.0)) for each in metrics]
-    assert found == pytest.approx([mean * (place % 2) for place, mean in enumerate(means)], rel=1e-5)
-
-
-def test_everything_runs_eagerly_without_the_private_names(monkeypatch):
-    counting = Counting()
-    function = torch.compile(lambda x: x.sin(), backend=counting)
-    model = nn.Linear(6, 3)
-    trainer = Engine(lambda engine, x: function(model(x)).sum().backward())
-    ActivationHandler(model, activations=True).attach(trainer, Events.ITERATION_STARTED(every=2))
-    monkeypatch.setattr(_torch, "_find", _torch.Gone)
-    trainer.run(BATCHES)
-    assert counting.runs == len(BATCHES) - 2
+    if kind != "reference":
+        found = [item.get("activation/0/mean", 0.0) for item in metrics]
+        assert found == pytest.approx([mean * is_on for mean, is_on in zip(means, monitored, strict=True)], rel=1e-5)
+        assert all(("activation/2/mean" in item) == is_on for item, is_on in zip(metrics, monitored, strict=True))

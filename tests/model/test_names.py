@@ -95,7 +95,7 @@ def test_picks(include, exclude, picked):
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 def test_bad_patterns_are_named(argument):
-    with pytest.raises(TypeError, match=f"Argument {argument} should be a regular expression or None, but given"):
+    with pytest.raises(TypeError, match=f"Argument {argument} should be a regular expression, but given 3"):
         Selection(**{argument: 3})
     with pytest.raises(ValueError, match=rf"Argument {argument} should be a regular expression, but given '\(':"):
         Selection(**{argument: "("})
