@@ -146,13 +146,13 @@ def mlp(*sizes):
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        (mlp(3, 4, 6), r"parameter '1.weight' is \(6, 4\) in it, not \(5, 4\)"),
-        (mlp(3, 4), r"module '1' \(Linear\) is not in it"),
-        (mlp(3, 4, 5, 6), r"module '2' \(Linear\) is in it alone"),
+        (mlp(3, 4, 6), r"entry '1.weight' is \(6, 4\) in it, not \(5, 4\)"),
+        (mlp(3, 4), "module '1' is missing in it, not Linear"),
+        (mlp(3, 4, 5, 6), "module '2' is Linear in it, not missing"),
         (nn.Sequential(nn.Linear(3, 4), nn.Tanh()), "module '1' is Tanh in it, not Linear"),
         (
             nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False)),
-            r"parameter '1.bias' \(\(5,\)\) is not in it",
+            r"entry '1.bias' is missing in it, not \(5,\)",
         ),
     ],
 )
