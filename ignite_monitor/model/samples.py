@@ -150,7 +150,7 @@ def _local_elements(parameter: Any, elements: Tensor) -> Tensor:
     offsets, sizes, strides = torch.tensor(
         [chunk.offsets, chunk.sizes, torch.empty(chunk.sizes, device="meta").stride()], device="cpu"
     ).unsqueeze(-1)
-    places = torch.stack(torch.unravel_index(elements, parameter.shape)) - offsets
+    places: Tensor = torch.stack(torch.unravel_index(elements, parameter.shape)) - offsets
     held = ((places >= 0) & (places < sizes)).all(0)
     return (places * strides).sum(0)[held]
 
