@@ -150,9 +150,10 @@ def _local_elements(parameter: Any, elements: Tensor) -> Tensor:
     offsets, sizes, strides = torch.tensor(
         [chunk.offsets, chunk.sizes, torch.empty(chunk.sizes, device="meta").stride()], device="cpu"
     ).unsqueeze(-1)
-    places: Tensor = torch.stack(torch.unravel_index(elements, parameter.shape)) - offsets
+    places = torch.stack(torch.unravel_index(elements, parameter.shape)) - offsets
     held = ((places >= 0) & (places < sizes)).all(0)
-    return (places * strides).sum(0)[held]
+    at: Tensor = (places * strides).sum(0)[held]
+    return at
 
 
 class SteppedParameters:
