@@ -83,7 +83,6 @@ class Recorded(Training):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.initial = copy.deepcopy(self.model)
         self.held = {name for name, item in self.model.named_parameters() if item.requires_grad}
         self.iterations: list[Iteration] = []
 

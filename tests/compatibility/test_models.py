@@ -12,7 +12,7 @@ import pytest
 from tests._helpers import assert_same
 from tests.compatibility._cases import CASES
 from tests.compatibility._training import RATE, Monitored, Recorded, count_items
-from tests.stress._truth import Truth, Values, norm
+from tests.stress._truth import Values, norm, statistics_of_step, updates
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
 
@@ -22,13 +22,12 @@ FAMILIES |= {"activation", "gradient", "parameter", "parameter_difference", "rcc
 
 
 def expected(recorded: Recorded, losses: list[float]) -> list[Values]:
-    still: dict[str, int] = {}
     every = []
-    for iteration, loss in zip(recorded.iterations, losses, strict=True):
-        truth = Truth(recorded.initial, iteration, recorded.held)
-        values = {"grad/norm": norm([*iteration.gradients.values()]), "grad/stepped": 1.0, "grad/spike_count": 0.0}
+    moved = updates(recorded.iterations, recorded.held)
+    for iteration, loss, of_updates in zip(recorded.iterations, losses, moved, strict=True):
+        values = {"grad/norm": norm(iteration.gradients.values()), "grad/stepped": 1.0, "grad/spike_count": 0.0}
         values |= {"loss/value": loss, "noise_scale/batch": float(count_items(iteration.x)), "replicas/in_sync": 1.0}
-        every.append(values | truth.update(still) | truth.stats(RATE))
+        every.append(values | of_updates | statistics_of_step(iteration.after.values(), RATE))
     return every
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
@@ -24,9 +26,11 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from tests._helpers import assert_same
 from tests._judge import Judge, mean_std
 from tests._trainers import norm_of
 from tests.distributed import _models
+from tests.stress._truth import Event, UpdateTruth, Values, WindowTruth, spectral, statistics_of_step
 
 FULL = os.environ.get("FULL_MATRIX", "0") != "0"
 AXES = {
@@ -164,9 +168,8 @@ class Run:
         monitored: whether the monitors are attached.
 
     Attributes:
-        facts: of each iteration what its float64 truth can be computed from.
-        published: of each iteration what the monitors said of it.
-        flags: of each iteration the flags that were there after the last backward.
+        facts: of each iteration its events, the parameters that a step was made for, and the flags after its backward.
+        published: what the monitors publish in each iteration.
     """
 
     def __init__(self, case: Case, rank: int | None, *, monitored: bool, backend: str = "aot_eager") -> None:
@@ -231,14 +234,11 @@ class Run:
     def _train_step(self, engine: Engine, batch: Any) -> None:
         case, scaler = self.case, self.scaler
         iteration = engine.state.iteration
-        looked_at = case.mode == "eager" or iteration % EVERY == 0
+        is_eager = case.mode == "eager" or iteration % EVERY == 0
         steps = iteration % case.iterations_per_step == 0
-        fact: dict[str, Any] = {"before": self._whole(self.parameters), "steps": steps, "looked at": looked_at}
-        if (iteration - 1) % case.iterations_per_step == 0:
-            for optimizer, _ in self.optimizers.values():
-                optimizer.zero_grad()
+        fact = self._start(iteration)
         parts = self._parts(batch)
-        stance = "force_eager" if looked_at and not self.monitored and case.mode == "compiled" else None
+        stance = "force_eager" if is_eager and not self.monitored and case.mode == "compiled" else None
         with contextlib.nullcontext() if stance is None else torch.compiler.set_stance(stance):
             for place, (x, y) in enumerate(parts):
                 synchronised = steps and place == len(parts) - 1
@@ -246,16 +246,29 @@ class Run:
                     with self._autocast():
                         loss = F.mse_loss(self.model(x), y) / (len(parts) * case.iterations_per_step)
                     (loss if scaler is None else scaler.scale(loss)).backward()
-        reduced = synchronised or case.world == "alone"
-        scale = fact["scale"] = 1.0 if scaler is None else scaler.get_scale()
-        gradients = {name: item.grad for name, item in self.parameters.items()} if reduced else {}
-        fact["gradients"] = {name: item.double() / scale for name, item in self._whole(gradients).items()}
-        fact["flags"] = {prefix: bool(getattr(engine.state, f"{prefix}_spike", False)) for prefix in self.optimizers}
-        fact["left out"] = self._left_out(fact["gradients"]) if steps else {}
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        if synchronised or case.world == "alone":
+            gradients = self._whole({name: item.grad for name, item in self.parameters.items()})
+            self._gradients = {name: item.double() / scale for name, item in gradients.items()}
+            self._happens("backward", reached=[*gradients], before=self._before)
+        self._happens("moment")
+        flags = {prefix: bool(getattr(engine.state, f"{prefix}_spike", False)) for prefix in self.optimizers}
         if steps:
-            self._step(fact)
-        fact["after"] = self._whole(self.parameters)
-        self.facts.append(fact)
+            self._step(fact["made"])
+        self._happens("returned", weights=self._whole(self.parameters))
+        self.facts.append(fact | {"flags": flags, "scale": scale, "eager": is_eager})
+
+    def _start(self, iteration: int) -> dict[str, Any]:
+        if (iteration - 1) % self.case.iterations_per_step == 0:
+            for optimizer, _ in self.optimizers.values():
+                optimizer.zero_grad()
+        self.events, self._gradients = [], {}
+        self._happens("iteration", weights=self._whole(self.parameters))
+        self._before = [name for name, item in self.parameters.items() if item.grad is not None]
+        return {"events": self.events, "made": []}
+
+    def _happens(self, kind: str, **what: Any) -> None:
+        self.events.append({"kind": kind, "gradients": self._gradients, **what})
 
     def _parts(self, batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
         """This rank's rows, one micro-batch after the other."""
@@ -263,31 +276,28 @@ class Run:
         count = ACCUMULATED if self.case.accumulation == "micro" else 1
         return [*zip(*(item.chunk(count) for item in mine), strict=True)]
 
-    def _step(self, fact: dict[str, Any]) -> None:
-        """What follows the backward that ends an accumulation."""
-        scaler, made = self.scaler, False
-        for prefix, (optimizer, names) in self.optimizers.items():
+    def _step(self, made: list[str]) -> None:
+        """What follows the backward that ends an accumulation; the twin leaves out what has to be skipped."""
+        scaler, unscaled = self.scaler, False
+        for place, (prefix, (optimizer, names)) in enumerate(self.optimizers.items()):
+            norm = norm_of(self._gradients[name] for name in names)
+            overflow = scaler is not None and not math.isfinite(norm)
+            skipped = self.case.skip and self.judges[prefix].expect(norm)["spike"] == 1 and not overflow
             if self.case.clip:
                 if scaler is not None:
                     scaler.unscale_(optimizer)
-                    made = True
+                    unscaled = True
                 torch.nn.utils.clip_grad_norm_([self.parameters[name] for name in names], 0.5)
-            if not self.monitored and fact["left out"][prefix]:
-                continue
-            made = True
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        if scaler is not None and made:
+            if not overflow:
+                self._happens("step", optimizer=place)
+            if self.monitored or not skipped:
+                unscaled = True
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            if not overflow:
+                self._happens("skipped" if skipped else "stepped", optimizer=place)
+                made += [] if skipped else names
+        if scaler is not None and unscaled:
             scaler.update()
-
-    def _left_out(self, gradients: dict[str, Tensor]) -> dict[str, bool]:
-        """For each optimizer whether its step is to be skipped."""
-        result = {}
-        for prefix, (_, names) in self.optimizers.items():
-            norm = norm_of(gradients[name] for name in names)
-            spike = self.judges[prefix].expect(norm)["spike"] == 1
-            overflow = self.scaler is not None and not torch.tensor(norm).isfinite()
-            result[prefix] = self.case.skip and spike and not overflow
-        return result
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.case.precision == "float32":
@@ -332,3 +342,65 @@ def both(case: Case, rank: int | None = None, backend: str = "aot_eager") -> dic
     """A monitored training, and its twin without monitors."""
     run, counterpart = (Run(case, rank, monitored=monitored, backend=backend) for monitored in (True, False))
     return {"facts": run.facts, "published": run.published, "state": run.state, "twin": counterpart.state}
+
+
+# The truth
+
+OF_THE_MACHINE = {"data_wait_ms", "data_wait_share", "time_ms", "items_per_s", "peak_memory_mb", "resident_memory_mb"}
+OF_THE_MACHINE = {f"step/{name}" for name in OF_THE_MACHINE}
+# Numbers of passes are compared by unit tests; all ranks are to publish the same.
+OF_PASSES = ("activation/", "gradient/", "gradient_after_clip/", "parameter/", "rcc/")
+BOUNDS = {"spectral/error_max", "spectral/update_error_max", "spectral/iterations"}
+
+
+def truths(case: Case, facts: list[dict[str, Any]]) -> tuple[list[Values], list[dict[str, bool]]]:
+    """What is to be published in each iteration, and the flags after its backward."""
+    optimizers, scaled = optimizers_of(case, dict(net().named_parameters())), case.precision == "scaler"
+    events = [Event(**event) for fact in facts for event in fact["events"]]
+    held = [names for _, names in optimizers.values()]
+    windows = {
+        prefix: WindowTruth(mean_std(**RULE, decay=0.99), names, lambda i, place=place: i == place, scaled=scaled)
+        for place, (prefix, (_, names)) in enumerate(optimizers.items())
+    }
+    for window in windows.values():
+        window.follow(events)
+    update = UpdateTruth([name for names in held for name in names], held.__getitem__, top_k=5, scaled=scaled).follow(
+        events
+    )
+    rates = [group["lr"] for group in optimizers["grad"][0].param_groups]
+    published = []
+    for i, fact in enumerate(facts):
+        before, after = fact["events"][0]["weights"], fact["events"][-1]["weights"]
+        values = statistics_of_step(after.values(), rates[0]) | update.published[i]
+        norms = spectral(net(), before, after, fact["made"], bool(fact["made"]))
+        values |= norms | {name.replace("/norm/", "/topk/"): value for name, value in norms.items()}
+        for prefix, window in windows.items():
+            of_window = window.published[i]
+            of_window |= {"scale": fact["scale"]} if scaled and "norm" in of_window else {}
+            values |= {f"{prefix}/{name}": value for name, value in of_window.items()}
+        published.append(values)
+    flags = [{prefix: window.moments[i][0] for prefix, window in windows.items()} for i in range(len(facts))]
+    return published, flags
+
+
+def compare(case: Case, results: list[dict[str, Any]]) -> None:
+    """Compare each rank's run with its twin without monitors, and its numbers with the truth."""
+    expected, flags = truths(case, results[0]["facts"])  # parameters are whole on every rank
+    for rank, result in enumerate(results):
+        assert_same(result["state"], result["twin"])
+        for i, (fact, published) in enumerate(zip(result["facts"], result["published"], strict=True)):
+            where = f"iteration {i + 1}, rank {rank}"
+            assert fact["flags"] == flags[i], where
+            of_passes = {name for name in published if name.startswith(OF_PASSES)}
+            assert bool(of_passes) is fact["eager"], where
+            assert all(published[name] == results[0]["published"][i][name] for name in of_passes), where
+            assert published.keys() - of_passes - BOUNDS == expected[i].keys() | OF_THE_MACHINE, where
+            for name, value in expected[i].items():
+                assert published[name] == close(name, value), (where, name)
+
+
+def close(name: str, value: float) -> Any:
+    if name.startswith("spectral/"):
+        return pytest.approx(value, rel=2e-3)  # what a norm may be off by, which its own error bound says too
+    # A mean of what nearly cancels is as good as the float32 numbers it is of.
+    return pytest.approx(value, rel=1e-4 if "std" in name or "threshold" in name else 1e-5, abs=1e-7, nan_ok=True)

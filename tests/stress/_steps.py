@@ -1,14 +1,12 @@
 """Train steps made of drawn operations: running them, and recording what happens in them.
 
 A program is run twice: with monitors on one model, and without on another. Of the second run :class:`Training` keeps a
-list of events, told by the program itself what it does, with norms in float64. What monitors are to say of that list
-stands in :mod:`tests.stress._window_truth`.
+list of events, of which :mod:`tests.stress._truth` has what monitors are to publish.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,8 @@ import torch
 from hypothesis import strategies as st
 from ignite.engine import Engine
 from torch import Tensor, nn
+
+from tests.stress._truth import Event
 
 HEADS = ("a", "b")
 
@@ -211,28 +211,6 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What happens in a run, in order.
-
-    Args:
-        kind: "iteration" starts, "backward" ends, "step" starts (with a closure, when that has returned first),
-            "stepped", the train step has "returned", and a "moment" at which monitors are asked.
-        optimizer: whose step it is, or in whose step the backward is.
-        reached: names of the parameters that a backward reached.
-        before: names of those that had a gradient other than zero before it.
-        norms: of the gradients that there are now, by name.
-        weights: at "iteration" and "returned", by name.
-    """
-
-    kind: str
-    optimizer: int | None = None
-    reached: frozenset[str] = frozenset()
-    before: frozenset[str] = frozenset()
-    norms: dict[str, float] = dataclasses.field(default_factory=dict)
-    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-
-
 class Training:
     """A model that a program trains, beside another one whose output may be its input.
 
@@ -299,11 +277,11 @@ class Training:
 
     def _happens(self, kind: str, **what: Any) -> None:
         gradients = {name: item.grad for name, item in self.parameters.items()}
-        norms = {name: _norm(item) for name, item in gradients.items() if item is not None}
-        self.events.append(Event(kind, norms=norms, **what))
+        gradients = {name: item.detach().clone() for name, item in gradients.items() if item is not None}
+        self.events.append(Event(kind, gradients=gradients, **what))
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: item.detach().double().clone() for name, item in self.parameters.items()}
+        return {name: item.detach().clone() for name, item in self.parameters.items()}
 
     def _nonzero(self) -> frozenset[str]:
         return frozenset(
@@ -460,19 +438,3 @@ class Training:
                 optimizer.step()
 
             Engine(train_step).run([x, x])
-
-
-def _norm(gradient: Tensor) -> float:
-    return float(gradient.detach().double().norm())
-
-
-def order_statistics(name: str, values: list[float]) -> dict[str, float]:
-    values = sorted(values)
-    count = len(values)
-    median = (values[(count - 1) // 2] + values[count // 2]) / 2
-    return {
-        f"{name}_median": median,
-        f"{name}_p95": values[math.ceil(0.95 * count) - 1],
-        f"{name}_min": values[0],
-        f"{name}_max": values[-1],
-    }

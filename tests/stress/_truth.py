@@ -1,42 +1,432 @@
-"""What every handler should say of a training, in float64, from what is recorded of it without monitors."""
+"""What handlers are to publish of a training, in float64, from what is recorded of it without monitors.
+
+Of any train step there is one list of events, with gradients and weights. :class:`WindowTruth` has what GradMonitor
+makes of it, and :class:`UpdateTruth` what WeightUpdateHandler does; functions have it of weights and modules' outputs.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.names import tags
-from tests.stress._steps import order_statistics
+from tests._judge import Detection, Judge, Rule
 
 Values = dict[str, float]
+Moment = tuple[bool, float | None]
 
 
-@dataclasses.dataclass
-class Call:
-    """One call of a module: the first floating-point tensor that went in, and all that came out, with their places."""
+def wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
-    x: Tensor | None
-    inputs: list[Tensor]
-    outputs: list[tuple[str, Tensor]]
-    changed: bool = False  # whether it has changed its input in place
+
+def dense(values: Tensor) -> Tensor:
+    return values if values.layout == torch.strided else values.to_dense()
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(math.fsum(float(wide(dense(item)).abs().square().sum()) for item in tensors))
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: item.detach().clone() for name, item in model.named_parameters()}
+
+
+def order_statistics(name: str, values: Iterable[float]) -> Values:
+    values = sorted(values)
+    count = len(values)
+    median = (values[(count - 1) // 2] + values[count // 2]) / 2
+    p95 = values[math.ceil(0.95 * count) - 1]
+    return {f"{name}_median": median, f"{name}_p95": p95, f"{name}_min": values[0], f"{name}_max": values[-1]}
+
+
+# Train steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happens in a run, in order.
+
+    Args:
+        kind: "iteration" starts, "backward" ends, "step" starts (with a closure, when that has returned first),
+            "stepped" or "skipped", the train step has "returned", and a "moment" at which monitors are asked.
+        optimizer: whose step it is, or in whose step the backward is.
+        reached: names of the parameters that a backward reached.
+        before: names of those that had a gradient other than zero before it.
+        gradients: those that there are now, by name.
+        weights: at "iteration" and "returned", by name.
+    """
+
+    kind: str
+    optimizer: int | None = None
+    reached: Collection[str] = ()
+    before: Collection[str] = ()
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def norms(self) -> Values:
+        return {name: norm([item]) for name, item in self.gradients.items()}
+
+
+@dataclasses.dataclass(eq=False)
+class Window:
+    """The newest detection since the last own step."""
+
+    detection: Detection
+    iteration: int
+    shared: bool  # the backward reached other monitored models too
+    laid_aside: bool = False
+    unshared: Window | None = None  # of a shared backward: that of the iteration's last one that was not
+
+
+@dataclasses.dataclass(eq=False)
+class Taken:
+    """The detection that a step took."""
+
+    detection: Detection
+    of_backward: bool
+    again: bool = False
+    skipped: bool = False
+
+
+class WindowTruth:
+    """What GradMonitor is to say by the window rule: numbers in comments are its clauses in the architecture.
+
+    One thing is other than its words say: where another optimizer makes its step with a backward that reached several
+    monitored models, the window is laid aside, and a step of its own in the same iteration still takes it.
+
+    Args:
+        rule: its threshold rule.
+        own: names of the parameters that count.
+        makes_step: whether a step of an optimizer is its own.
+        others: names of the parameters of other monitored models.
+        reported: flag and norm that the monitor reports at each moment, for where rounding decides.
+        scaled: whether there is a GradScaler, whose overflows are no spikes.
+
+    Attributes:
+        moments: flag and norm at each moment.
+        published: of each iteration.
+        announced: the iterations in which a spike was announced.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        own: Iterable[str],
+        makes_step: Callable[[int], bool],
+        others: Iterable[str] = (),
+        reported: Iterable[Moment] = (),
+        scaled: bool = False,
+    ) -> None:
+        self.own, self.others, self.makes_step = set(own), set(others), makes_step
+        self.judge, self.reported = Judge(rule, overflow_is_spike=not scaled), list(reported)
+        self.moments: list[Moment] = []
+        self.published: list[Values] = []
+        self.announced: list[int] = []
+        self.window: Window | None = None
+        self.was_announced = False  # the gradient of the window
+        self.without_entry: Judge | None = None  # what was known before an entry that is tentative
+        self.iteration = 0
+        self.has_judged = False  # in this iteration
+        self.skipped_count = 0
+
+    def follow(self, events: Iterable[Event], monitored: Callable[[int], bool] = lambda _: True) -> WindowTruth:
+        for event in events:
+            if event.kind == "iteration":
+                self.iteration += 1
+                self.is_monitored = monitored(self.iteration)
+                self.said_now: Detection | None = None
+                self.taken: Taken | None = None
+                self.made: Taken | None = None
+                self.has_judged = False
+                if not self.is_monitored:  # 6
+                    self._close()
+                    self.published.append({})
+            elif event.kind == "moment":
+                now = self.said_now
+                self.moments.append((False, None) if now is None else (now.spike, now.norm))
+            elif self.is_monitored:
+                getattr(self, f"_{event.kind}")(event)
+        return self
+
+    def _judged(self, event: Event) -> Detection:
+        self.has_judged = True
+        place = len(self.moments)
+        reported = self.reported[place][0] if place < len(self.reported) else False
+        norm = math.sqrt(math.fsum(event.norms[name] ** 2 for name in self.own if name in event.norms))
+        return self.judge.judge(norm, reported)
+
+    def _close(self) -> None:
+        self.window = None
+        self.was_announced = False
+
+    def _announce(self, detection: Detection) -> None:
+        if detection.spike and not self.was_announced:
+            self.was_announced = True
+            self.announced.append(self.iteration)
+
+    def _backward(self, event: Event) -> None:
+        if not self.own.intersection(event.reached):
+            return
+        if self.without_entry is not None:  # 7
+            if self.own.intersection(event.before):
+                self.judge = self.without_entry
+            else:
+                self.was_announced = False
+            self.without_entry = None
+        detection = self.said_now = self._judged(event)  # 1
+        if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
+            return
+        shared = bool(self.others.intersection(event.reached))
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        unshared = now.unshared if now is not None and now.shared else now
+        self.window = Window(detection, self.iteration, shared, unshared=unshared if shared else None)
+        if not shared:  # 3
+            self._announce(detection)
+
+    def _step(self, event: Event) -> None:
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        if not self.makes_step(event.optimizer):
+            if now is not None and now.shared:  # 3
+                now.laid_aside = True
+                self.said_now = None if self.made is None else self.made.detection
+            return
+        if not any(name in event.norms for name in self.own):  # 2
+            self._close()
+            self.said_now = None if self.made is None else self.made.detection
+            return
+        if now is not None:
+            self.taken = Taken(now.detection, of_backward=True)
+        elif self.made is not None and self.made.of_backward:  # 4
+            self.taken = Taken(self.made.detection, of_backward=True, again=True)
+        else:
+            if self.without_entry is not None:  # 2: in place of the tentative entry
+                self.judge, self.without_entry = self.without_entry, None
+            self.taken = Taken(self._judged(event), of_backward=False)
+        self.said_now = self.taken.detection
+        if not self.taken.again:
+            self._announce(self.taken.detection)
+
+    def _stepped(self, event: Event) -> None:
+        if not self.makes_step(event.optimizer) or self.taken is None:
+            return
+        if not self.taken.again:
+            self.judge.observe(self.taken.detection)
+        self.made, self.taken = self.taken, None
+        self._close()
+
+    def _skipped(self, event: Event) -> None:
+        self._stepped(event)
+        if self.makes_step(event.optimizer) and self.made is not None:
+            assert self.made.detection.spike
+            self.made.skipped = True
+            self.skipped_count += 1
+
+    def _returned(self, event: Event) -> None:
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        final = None if self.made is None else self.made.detection
+        aside = now is not None and now.laid_aside
+        if aside:  # 3
+            now = now.unshared if final is None else None
+        if now is not None and (final is None or (now.detection.spike and not now.shared)):  # 5
+            if now.detection.spike or not math.isfinite(now.detection.norm):
+                final = now.detection
+                self.without_entry = self.judge.copy()
+                self.judge.observe(final)
+            if final is now.detection:
+                self._announce(final)
+        if aside:
+            self._close()
+        if final is None:
+            # That an iteration with a gradient had no step is told.
+            self.published.append({"stepped": 0.0} if self.has_judged else {})
+            return
+        self.said_now = final
+        values = final.statistics() | {
+            "spike_count": float(self.judge.spike_count),
+            "skipped_count": float(self.skipped_count),
+            "nonfinite_count": float(self.judge.nonfinite_count),
+            "stepped": float(self.made is not None and not self.made.skipped),
+        }
+        self.published.append(values)
+
+
+class UpdateTruth:
+    """What WeightUpdateHandler is to publish.
+
+    Args:
+        own: names of the parameters that count.
+        held_by: names of an optimizer's parameters that have requires_grad.
+        top_k: how many of the largest norms are published by name.
+        scaled: whether there is a GradScaler, whose overflows are left to it.
+    """
+
+    def __init__(
+        self, own: Iterable[str], held_by: Callable[[int], Iterable[str]], top_k: int = 0, scaled: bool = False
+    ) -> None:
+        self.own, self.held_by, self.top_k, self.scaled = set(own), held_by, top_k, scaled
+        self.published: list[Values] = []
+        self._still: dict[str, int] = {}
+        self._iteration = 0
+
+    def follow(self, events: Iterable[Event], monitored: Callable[[int], bool] = lambda _: True) -> UpdateTruth:
+        for event in events:
+            if event.kind == "iteration":
+                self._iteration += 1
+                self._start, self._has_backward = event.weights, False
+                self._left: Values = {}  # by a backward: what becomes of it after that makes no difference
+                self._used: Values = {}  # by a parameter's last step
+                self._moved: dict[str, Tensor | None] = {}  # and the gradients of the steps
+            elif event.kind == "backward":
+                reached = self.own.intersection(event.reached)
+                self._has_backward |= bool(reached)
+                self._left |= {name: event.norms[name] for name in reached if self._counts(event.norms[name])}
+            elif event.kind == "step":
+                names = self.own.intersection(self.held_by(event.optimizer))
+                self._members = {name: event.gradients.get(name) for name in names}
+                self._stepping = {n: self._left.get(n, event.norms[n]) for n in names if n in event.norms}
+            elif event.kind == "stepped" and self._stepping:
+                self._used |= self._stepping
+                self._moved |= self._members
+            elif event.kind == "returned":
+                values = self._values(event) if monitored(self._iteration) else {}
+                self.published.append({f"monitor/{name}": value for name, value in values.items()})
+        return self
+
+    def _counts(self, norm: float) -> bool:
+        return math.isfinite(norm) or not self.scaled
+
+    def _values(self, event: Event) -> Values:
+        norms = self._left | self._used
+        values: Values = {}
+        if norms or self._has_backward:
+            values["vanishing_count"] = float(sum(item < 1e-7 for item in norms.values()))
+            values["exploding_count"] = float(sum(item > 1e2 for item in norms.values()))
+            largest = sorted(norms, key=lambda name: -norms[name])[: self.top_k]
+            values |= {f"topk_grad/{name}": norms[name] for name in largest}
+        if norms:
+            values |= order_statistics("grad", norms.values())
+        if self._moved:
+            pairs = {name: (self._start[name], event.weights[name]) for name in self._moved}
+            ratios = {name: norm([wide(b) - wide(a)]) / (norm([a]) + 1e-12) for name, (a, b) in pairs.items()}
+            for name, ratio in ratios.items():
+                self._still[name] = self._still.get(name, 0) + 1 if ratio <= 1e-12 else 0
+            values |= order_statistics("update_ratio", ratios.values())
+            values["frozen_count"] = float(sum(self._still[name] >= 3 for name in ratios))
+            narrow = [name for name, (a, _) in pairs.items() if a.dtype in (torch.bfloat16, torch.float16)]
+            had = {name: gradient != 0 for name in narrow if (gradient := self._moved[name]) is not None}
+            if any(item.any() for item in had.values()):
+                same = sum(int(((pairs[name][0] == pairs[name][1]) & item).sum()) for name, item in had.items())
+                values["lost_update_fraction"] = same / sum(int(item.sum()) for item in had.values())
+        return values
+
+
+# Weights
+
+
+def statistics_of_step(weights: Iterable[Tensor], rate: float) -> Values:
+    """Of StepStatsHandler, without clocks and memory."""
+    floats = [item for item in weights if item.is_floating_point() or item.is_complex()]
+    return {"step/lr/group_0": rate, "step/parameter_norm": norm(floats)}
+
+
+def spectral(
+    model: nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], held: Collection[str], has_step: bool
+) -> Values:
+    """Of SpectralNormHandler with updates and per_parameter; ``held`` are the names that a step may have moved."""
+    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    then, now = _effective(before), _effective(after)
+    names = [name for name, item in now.items() if item.ndim > 1 and item.numel() and item.dtype in floats]
+    norms = {name: float(torch.linalg.matrix_norm(wide(now[name]).flatten(1), 2)) for name in names}
+    tables = {
+        name
+        for name, item in model.named_parameters()
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is item
+    }
+    pairs = zip(names, tags(names), strict=True)
+    values = {f"{'embedding' if name in tables else 'norm'}/{tag}": norms[name] for name, tag in pairs}
+    every = torch.tensor([*norms.values()], dtype=torch.float64)
+    values |= {"norm_max": every.max(), "norm_mean": every.mean(), "norm_std": every.std(correction=0)}
+    ranks = [(norm([now[name]]) / item) ** 2 for name, item in norms.items() if item]
+    if ranks:
+        summary = order_statistics("stable_rank", ranks)
+        values |= {key: summary[key] for key in ("stable_rank_min", "stable_rank_median")}
+    shapes = {name: now[name].flatten(1).shape for name in names if name not in tables}
+    scales = {name: math.sqrt(rows / columns) for name, (rows, columns) in shapes.items()}
+    conditions = {"weight_condition": [norms[name] / item for name, item in scales.items()]}
+    own = [name for name in names if set(held) & set(_made_of(name, after))]
+    if has_step and own:
+        moves = {name: (wide(now[name]) - wide(then[name])).flatten(1) for name in own}
+        sizes = {name: float(torch.linalg.matrix_norm(move, 2)) for name, move in moves.items()}
+        values["update_norm_max"] = max(sizes.values())
+        conditions["update_condition"] = [item / scales[name] for name, item in sizes.items() if name in scales]
+    for key, item in conditions.items():
+        if item:
+            summary = order_statistics(key, item)
+            values |= {f"{key}_max": summary[f"{key}_max"], f"{key}_median": summary[f"{key}_median"]}
+    return {f"spectral/{name}": float(value) for name, value in values.items()}
+
+
+def _made_of(name: str, weights: dict[str, Tensor]) -> list[str]:
+    """The parameters that a weight is made of."""
+    module, _, last = name.rpartition(".")
+    parts = [f"{module}.parametrizations.{last}.original{i}".lstrip(".") for i in (0, 1)]
+    return parts if parts[0] in weights else [name]
+
+
+def _effective(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as modules use them: of weight normalisation the rows of the second part, as long as the first."""
+    result = {}
+    for name, weight in weights.items():
+        if name.endswith("original0"):
+            rows = wide(weights[name[:-1] + "1"])
+            normed = wide(weight) * rows / rows.flatten(1).norm(dim=1).view(-1, *[1] * (rows.ndim - 1))
+            # It stands where the module's weight does, before what is made of its own parameters.
+            result[name.replace(".parametrizations.weight.original0", ".weight")] = normed
+        elif not name.endswith("original1"):
+            result[name] = weight
+    return result
+
+
+# Outputs of modules
+
+
+Call = list[tuple[str, Tensor]]  # the floating-point tensors of its output, with their places
 
 
 @dataclasses.dataclass
 class Iteration:
-    """What is recorded of one iteration of a training."""
+    """What is recorded of an iteration with one optimizer step."""
 
     rng: Tensor
-    x: Tensor
+    x: Any
     weights: dict[str, Tensor]
     calls: dict[str, list[Call]] = dataclasses.field(default_factory=dict)
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     after: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def events(self) -> Iterator[Event]:
+        yield Event("iteration", weights=self.weights)
+        if self.gradients:
+            yield Event("backward", None, reached=[*self.gradients], gradients=self.gradients)
+        yield Event("step", 0, gradients=self.gradients)
+        yield Event("stepped", 0)
+        yield Event("returned", weights=self.after)
+
+
+def updates(iterations: Iterable[Iteration], held: set[str]) -> list[Values]:
+    """Of WeightUpdateHandler; ``held`` are the names of the optimizer's parameters."""
+    events = (event for iteration in iterations for event in iteration.events())
+    return UpdateTruth(held, lambda _: held).follow(events).published
 
 
 def floating(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -50,37 +440,28 @@ def floating(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 class Recorder:
-    """Records the calls of a model's modules, with copies of all tensors."""
+    """Records the outputs of a model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, list[Call]] = {}
-        self._open: dict[str, list[tuple[Call, Tensor | None, int]]] = {}
+        self._open: dict[str, list[Call]] = {}
         self._handles = []
         for name, module in model.named_modules():
             self._handles += [
-                module.register_forward_pre_hook(lambda _, args, name=name: self._enter(name, args)),
+                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
                 module.register_forward_hook(lambda _, args, output, name=name: self._leave(name, output)),
             ]
 
-    def _enter(self, name: str, args: Any) -> None:
-        x = next((tensor for _, tensor in floating(args)), None)
-        kept = None if x is None else x.detach().clone()
-        call = Call(kept, [item.detach().clone() for item in args], [])
-        self.calls.setdefault(name, []).append(call)
-        self._open.setdefault(name, []).append((call, x, 0 if x is None else x._version))
+    def _enter(self, name: str) -> None:
+        self.calls.setdefault(name, []).append([])
+        self._open.setdefault(name, []).append(self.calls[name][-1])
 
     def _leave(self, name: str, output: Any) -> None:
-        call, x, version = self._open[name].pop()
-        call.outputs = [(place, tensor.detach().clone()) for place, tensor in floating(output)]
-        call.changed = x is not None and x._version != version
+        self._open[name].pop()[:] = [(place, tensor.detach().clone()) for place, tensor in floating(output)]
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: item.detach().clone() for name, item in model.named_parameters()}
 
 
 def run_reference(initial: nn.Module, iteration: Iteration) -> dict[str, list[Call]]:
@@ -92,18 +473,6 @@ def run_reference(initial: nn.Module, iteration: Iteration) -> dict[str, list[Ca
     model(iteration.x)
     torch.set_rng_state(before)
     return recorder.calls
-
-
-def wide(values: Tensor) -> Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
-
-
-def norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(math.fsum(float(wide(item).abs().square().sum()) for item in tensors))
-
-
-def dense(values: Tensor) -> Tensor:
-    return values if values.layout == torch.strided else values.to_dense()
 
 
 def statistics(parts: list[Tensor], units: bool) -> Values:
@@ -130,296 +499,39 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
     return result
 
 
-class Truth:
-    """The truth of one iteration, by handler.
+def activations(initial: nn.Module, iteration: Iteration) -> Values:
+    """Of ActivationHandler with everything but attention; ``initial`` is the model as it was when it was made."""
+    expected, names = run_reference(initial, iteration), dict(initial.named_modules())
+    module_tags = dict(zip(names, tags(name or "_root_" for name in names), strict=True))
+    values: Values = {}
+    for name, calls in iteration.calls.items():
+        tag, others = module_tags[name], expected.get(name, [])
+        values |= _of_outputs(f"activation/{tag}", calls)
+        pairs = [_difference(*pair) for pair in zip(calls, others, strict=False)]
+        if len(calls) == len(others) and all(pair is not None for pair in pairs):
+            result = _of_outputs(f"activation_difference/{tag}", [pair for pair in pairs if pair is not None])
+            values |= {key: value for key, value in result.items() if not key.endswith("/dead_fraction")}
+    start = copies(initial)
+    for name, tag in zip(start, tags(start), strict=True):
+        weight, gradient = iteration.weights[name], iteration.gradients.get(name)
+        families = {"gradient": gradient, "parameter": weight, "parameter_difference": wide(weight) - wide(start[name])}
+        for family, tensor in families.items():
+            if tensor is not None and not tensor.is_complex():
+                result = statistics([dense(tensor)], False)
+                values |= {f"{family}/{tag}/{key}": value for key, value in result.items()}
+    return values
 
-    Args:
-        initial: the model as it was when the handlers were made.
-        iteration: the iteration.
-        held: names of the optimizer's parameters.
-    """
 
-    def __init__(self, initial: nn.Module, iteration: Iteration, held: set[str]) -> None:
-        self.initial, self.iteration, self.held = initial, iteration, held
-        self.modules = dict(initial.named_modules())
-        self.tags = dict(zip(self.modules, tags(name or "_root_" for name in self.modules), strict=True))
-        self.weights_0 = copies(initial)
-        self.parameter_tags = dict(zip(self.weights_0, tags(self.weights_0), strict=True))
-        self.theirs: dict[str, list[Call]] = {}
+def _of_outputs(start: str, calls: list[Call]) -> Values:
+    parts: dict[str, list[Tensor]] = {}
+    for outputs in calls:
+        places = [place for place, _ in outputs] if [place for place, _ in outputs] == [""] else None
+        for place, (_, tensor) in zip(places or tags(place for place, _ in outputs), outputs, strict=True):
+            parts.setdefault(f"{start}/{place}".rstrip("/"), []).append(tensor)
+    return {f"{key}/{kind}": x for key, tensors in parts.items() for kind, x in statistics(tensors, True).items()}
 
-    def _needs_reference(self) -> None:
-        if not self.theirs:
-            self.theirs = run_reference(self.initial, self.iteration)
 
-    def update(self, still: dict[str, int]) -> Values:
-        """Of WeightUpdateHandler; ``still`` is how long each parameter has not moved, and goes on."""
-        of, before, after = self.iteration.gradients, self.iteration.weights, self.iteration.after
-        own = [name for name in before if name in self.held and before[name].numel()]
-        norms = [norm([dense(of[name])]) for name in own if name in of]
-        values: Values = {}
-        if norms:
-            values |= order_statistics("grad", norms)
-            values["vanishing_count"] = float(sum(item < 1e-7 for item in norms))
-            values["exploding_count"] = float(sum(item > 1e2 for item in norms))
-            ratios = {
-                name: norm([wide(after[name]) - wide(before[name])]) / (norm([before[name]]) + 1e-12) for name in own
-            }
-            for name, ratio in ratios.items():
-                still[name] = still.get(name, 0) + 1 if ratio <= 1e-12 else 0
-            values |= order_statistics("update_ratio", [*ratios.values()])
-            values["frozen_count"] = float(sum(still[name] >= 3 for name in ratios))
-            narrow = [name for name in own if name in of and before[name].dtype in (torch.bfloat16, torch.float16)]
-            had = sum(int((dense(of[name]) != 0).sum()) for name in narrow)
-            if had:
-                same = [((before[name] == after[name]) & (dense(of[name]) != 0)).sum() for name in narrow]
-                values["lost_update_fraction"] = int(sum(same)) / had
-        return {f"monitor/{name}": value for name, value in values.items()}
-
-    def activations(self) -> Values:
-        """Of ActivationHandler with everything."""
-        self._needs_reference()
-        values: Values = {}
-        for name, calls in self.iteration.calls.items():
-            values |= self._of_outputs("activation", name, [call.outputs for call in calls])
-            expected = self.theirs.get(name, [])
-            pairs = [self._difference(*pair) for pair in zip(calls, expected, strict=False)]
-            if len(calls) == len(expected) and all(pair is not None for pair in pairs):
-                result = self._of_outputs("activation_difference", name, [pair for pair in pairs if pair is not None])
-                values |= {key: value for key, value in result.items() if not key.endswith("/dead_fraction")}
-            module = self.modules[name]
-            if hasattr(module, "scale") and getattr(getattr(module, "function", None), "__name__", "") == "attention":
-                values |= self._of_attention(name, calls, self.iteration.weights)
-        for name, tag in self.parameter_tags.items():
-            weight, gradient = self.iteration.weights[name], self.iteration.gradients.get(name)
-            if not weight.is_complex():
-                values |= {f"parameter/{tag}/{key}": value for key, value in statistics([weight], False).items()}
-                change = wide(weight) - wide(self.weights_0[name])
-                values |= {f"parameter_difference/{tag}/{key}": x for key, x in statistics([change], False).items()}
-            if gradient is not None and not gradient.is_complex():
-                result = statistics([dense(gradient)], False)
-                values |= {f"gradient/{tag}/{key}": value for key, value in result.items()}
-        return values
-
-    def _of_outputs(self, family: str, name: str, calls: list[list[tuple[str, Tensor]]]) -> Values:
-        parts: dict[str, list[Tensor]] = {}
-        for outputs in calls:
-            places = [place for place, _ in outputs] if [place for place, _ in outputs] == [""] else None
-            for place, (_, tensor) in zip(places or tags(place for place, _ in outputs), outputs, strict=True):
-                parts.setdefault(f"{self.tags[name]}/{place}".rstrip("/"), []).append(tensor)
-        return {
-            f"{family}/{key}/{metric}": value
-            for key, tensors in parts.items()
-            for metric, value in statistics(tensors, True).items()
-        }
-
-    @staticmethod
-    def _difference(actual: Call, expected: Call) -> list[tuple[str, Tensor]] | None:
-        if [tensor.shape for _, tensor in actual.outputs] != [tensor.shape for _, tensor in expected.outputs]:
-            return None
-        return [
-            (place, wide(tensor) - wide(other))
-            for (place, tensor), (_, other) in zip(actual.outputs, expected.outputs, strict=True)
-        ]
-
-    def _of_attention(self, name: str, calls: list[Call], weights: dict[str, Tensor]) -> Values:
-        scale = wide(weights[f"{name}.scale"])
-        entropies, largest, parts = [], [], {"query": [], "key": [], "value": []}
-        for call in calls:
-            # In float32, in which the model multiplies.
-            keys = call.x * weights[f"{name}.scale"]
-            logits = wide(call.x) @ wide(keys).T / math.sqrt(scale.numel())
-            entropies.append(torch.distributions.Categorical(logits=logits).entropy())
-            largest.append(logits.max())
-            for kind, tensor in (("query", call.x), ("key", keys), ("value", call.x)):
-                parts[kind].append(tensor.unsqueeze(0))
-        tag = self.tags[name]
-        values = {f"attention_entropy/{tag}/head_0": float(torch.cat(entropies).mean())}
-        values[f"attention_logit_max/{tag}/head_0"] = float(torch.stack(largest).max())
-        for kind, tensors in parts.items():
-            result = statistics(tensors, True)
-            values |= {f"activation/{tag}/head_0/{kind}/{metric}": value for metric, value in result.items()}
-        return values
-
-    def _paired(self) -> dict[str, list[tuple[Call, Call]]]:
-        self._needs_reference()
-        actual = self.iteration.calls
-        return {
-            name: list(zip(actual[name], self.theirs[name], strict=True))
-            for name in actual
-            if len(actual[name]) == len(self.theirs.get(name, []))
-        }
-
-    def rcc(self) -> Values:
-        """Of RCCHandler."""
-        norms: dict[str, list[Tensor]] = {}
-        for name, pairs in self._paired().items():
-            module = self.modules[name]
-            own = any(item is not None for item in module._parameters.values()) or hasattr(module, "parametrizations")
-            if not own or ".parametrizations." in f".{name}.":
-                continue
-            result: dict[str, list[Tensor]] = {}
-            for now, then in pairs:
-                parts = self._changes(name, module, now, then)
-                if parts is None:
-                    result.clear()
-                    break
-                for key, change in parts.items():
-                    dim = 1 if isinstance(module, nn.BatchNorm1d) else -1
-                    change = change.reshape(1) if not change.ndim else change
-                    result.setdefault(key, []).append(change.movedim(dim, -1).norm(dim=-1).reshape(-1))
-            norms |= result
-        means = {key: float(torch.cat(item).mean()) for key, item in norms.items() if sum(map(len, item))}
-        for key in [key for key in means if key.startswith("input_drift/")]:
-            layer = key.partition("/")[2]
-            update, drift = means[f"weight_update/{layer}"], means[key]
-            means[f"weight_share/{layer}"] = update / (update + drift) if update + drift else 0.0
-        for kind in ("weight_update", "input_drift"):
-            plain = {key for key in means if key.startswith(f"{kind}/")}
-            if plain:
-                summary = order_statistics(kind, [means[key] for key in plain])
-                means |= {f"{kind}_max": summary[f"{kind}_max"], f"{kind}_median": summary[f"{kind}_median"]}
-        return {f"rcc/{key}": value for key, value in means.items()}
-
-    def _changes(self, name: str, module: nn.Module, now: Call, then: Call) -> dict[str, Tensor] | None:
-        """The vectors whose norms are published of one call; None if it can't be compared."""
-        tag, weights = self.tags[name], self.iteration.weights
-
-        def pair(last: str) -> tuple[Tensor, Tensor]:
-            key = next(key for key, item in self._parameters() if item is getattr(module, last))
-            return wide(weights[key]), wide(self.weights_0[key])
-
-        if isinstance(module, nn.Embedding):
-            table, table_0 = pair("weight")
-            return {f"weight_update/{tag}": (table - table_0)[now.inputs[0]]}
-        if now.x is None or then.x is None or now.x.shape != then.x.shape:
-            linear_like = isinstance(module, (nn.Linear, nn.LayerNorm)) and not hasattr(module, "parametrizations")
-            if linear_like or now.x is not None or then.x is not None:
-                return None
-        result: dict[str, Tensor] = {}
-        if now.x is not None and then.x is not None:
-            x, x_0 = wide(now.x), wide(then.x)
-            result = {f"input/{tag}": x, f"input_change/{tag}": x - x_0}
-        is_plain = type(module) in (nn.Linear, nn.LayerNorm)
-        if is_plain:
-            weight, weight_0 = pair("weight")
-            z, z_0 = x, x_0
-            if type(module) is nn.LayerNorm:
-                z, z_0 = (nn.functional.layer_norm(item, module.normalized_shape, eps=module.eps) for item in (x, x_0))
-                update, drift = z * (weight - weight_0), (z - z_0) * weight_0
-            else:
-                update, drift = z @ (weight - weight_0).T, (z - z_0) @ weight_0.T
-            bias = sum(pair("bias")[i] * (1, -1)[i] for i in (0, 1)) if module.bias is not None else 0.0
-            update = update + bias
-        else:
-            if now.changed or then.changed or not now.outputs or not then.outputs:
-                return None
-            output, output_0 = now.outputs[0][1], then.outputs[0][1]
-            crossed = output_0
-            if name:
-                other = dict(copy.deepcopy(self.initial).named_modules())[name]
-                with torch.no_grad():
-                    crossed = next(floating(other(*copy.deepcopy(now.inputs))))[1]
-            if output.shape != output_0.shape:
-                return None
-            update, drift = wide(output) - wide(crossed), wide(crossed) - wide(output_0)
-        result |= {f"weight_update/{tag}": update}
-        if now.x is not None:
-            result |= {f"input_drift/{tag}": drift, f"output_change/{tag}": update + drift}
-        return result
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.initial.named_parameters())
-
-    def spectral(self) -> Values:
-        """Of SpectralNormHandler with updates and per_parameter."""
-        floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-        of = self.iteration.gradients
-        before, after = self._acting(self.iteration.weights), self._acting(self.iteration.after)
-        names = [name for name, item in after.items() if item.ndim > 1 and item.numel() and item.dtype in floats]
-        order = tags(names)
-        norms = {name: float(torch.linalg.matrix_norm(wide(after[name]).flatten(1), 2)) for name in names}
-        tables = {
-            key for key, item in self._parameters() for module in self.modules.values()
-            if isinstance(module, nn.Embedding) and module.weight is item
-        }  # fmt: skip
-        kinds = ["embedding" if name in tables else "norm" for name in names]
-        values = {f"{kind}/{tag}": norms[name] for kind, name, tag in zip(kinds, names, order, strict=True)}
-        every = torch.tensor([*norms.values()], dtype=torch.float64)
-        values |= {"norm_max": every.max(), "norm_mean": every.mean(), "norm_std": every.std(correction=0)}
-        ranks = [(norm([after[name]]) / item) ** 2 for name, item in norms.items() if item]
-        if ranks:
-            summary = order_statistics("stable_rank", ranks)
-            values |= {key: summary[key] for key in ("stable_rank_min", "stable_rank_median")}
-        scales = {}
-        for name in names:
-            rows, columns = after[name].flatten(1).shape
-            if name not in tables:
-                scales[name] = math.sqrt(rows / columns)
-        conditions = {"weight_condition": [norms[name] / item for name, item in scales.items()]}
-        own = [name for name in names if any(item in self.held for item in self._made_of(name))]
-        if any(item in of for name in own for item in self._made_of(name)):
-            moves = {
-                name: float(torch.linalg.matrix_norm((wide(after[name]) - wide(before[name])).flatten(1), 2))
-                for name in own
-            }
-            values["update_norm_max"] = max(moves.values())
-            conditions["update_condition"] = [item / scales[name] for name, item in moves.items() if name in scales]
-        for key, item in conditions.items():
-            if not item:
-                continue
-            summary = order_statistics(key, item)
-            values |= {f"{key}_max": summary[f"{key}_max"], f"{key}_median": summary[f"{key}_median"]}
-        return {f"spectral/{name}": float(value) for name, value in values.items()}
-
-    def _made_of(self, name: str) -> list[str]:
-        """The parameters that a weight is made of."""
-        module, _, last = name.rpartition(".")
-        parts = [f"{module}.parametrizations.{last}.original{i}".lstrip(".") for i in (0, 1)]
-        return parts if parts[0] in self.iteration.weights else [name]
-
-    def _acting(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights as modules use them: of weight normalisation the rows of the second part, as long as the first."""
-        acting = {}
-        for name, weight in weights.items():
-            if name.endswith("original0"):
-                rows = wide(weights[name[:-1] + "1"])
-                normed = wide(weight) * rows / rows.flatten(1).norm(dim=1).view(-1, *[1] * (rows.ndim - 1))
-                # It stands where the module's weight does, before what is made of its own parameters.
-                acting[name.replace(".parametrizations.weight.original0", ".weight")] = normed
-            elif not name.endswith("original1"):
-                acting[name] = weight
-        return acting
-
-    def alignment(self) -> Values:
-        """Of AlignmentHandler."""
-        rows: dict[str, list[float]] = {}
-        for name, pairs in self._paired().items():
-            module = self.modules[name]
-            if type(module) is not nn.Linear or module.in_features < 2 or not module.weight.numel():
-                continue
-            if module.weight.is_complex():
-                continue
-            key = next(key for key, item in self._parameters() if item is module.weight)
-            w_0 = wide(self.weights_0[key])
-            change = wide(self.iteration.weights[key]) - w_0
-            for now, then in pairs:
-                z_0 = wide(then.x)
-                moved = wide(now.x) - z_0
-                for term, z, w in (("z0_dW", z_0, change), ("dZ_w0", moved, w_0), ("dZ_dW", moved, change)):
-                    for row in z:
-                        out, entering, size = ((item**2).mean().sqrt().item() for item in (w @ row, row, w))
-                        if out and entering and size:
-                            of_row = (math.log(out) - math.log(entering * size)) / math.log(module.in_features)
-                            rows.setdefault(f"{term}/{self.tags[name]}", []).append(of_row)
-        values = {key: math.fsum(item) / len(item) for key, item in rows.items()}
-        for term in ("z0_dW", "dZ_w0", "dZ_dW"):
-            item = [value for key, value in values.items() if key.startswith(f"{term}/")]
-            if item:
-                summary = {"mean": math.fsum(item) / len(item), "min": min(item), "max": max(item)}
-                values |= {f"{term}_{kind}": value for kind, value in summary.items()}
-        return {f"alignment/{key}": value for key, value in values.items()}
-
-    def stats(self, rate: float) -> Values:
-        """Of StepStatsHandler, without clocks and memory."""
-        floats = [item for item in self.iteration.after.values() if item.is_floating_point() or item.is_complex()]
-        return {"step/lr/group_0": rate, "step/parameter_norm": norm(floats)}
+def _difference(actual: Call, expected: Call) -> Call | None:
+    if [tensor.shape for _, tensor in actual] != [tensor.shape for _, tensor in expected]:
+        return None
+    return [(place, wide(one) - wide(other)) for (place, one), (_, other) in zip(actual, expected, strict=True)]

@@ -33,7 +33,7 @@ from tests.stress._steps import (
     Training,
     Zero,
 )
-from tests.stress._window_truth import Moment, UpdateTruth, WindowTruth
+from tests.stress._truth import Moment, UpdateTruth, WindowTruth
 
 RULE = static(0.3)
 RULES = st.sampled_from([mean_std(0.5, 2, None), mean_std(1.0, 3, 0.9), RULE])
@@ -125,7 +125,7 @@ def check(setting: Setting, program: list[list[Any]], rule: Rule) -> None:
             )
         assert of_monitor.announced == truth.announced
     for place, values in enumerate(published):
-        expected = {f"monitor/{name}": value for name, value in update.published[place].items()}
+        expected = dict(update.published[place])
         for of_monitor, truth in zip(reported, truths, strict=True):
             expected |= {f"{of_monitor.monitor.prefix}/{name}": x for name, x in truth.published[place].items()}
         assert values == pytest.approx(expected, rel=1e-8, abs=1e-12), place
@@ -154,7 +154,7 @@ def truth_of(training: Training, rule: Rule, reported: list[Said]) -> tuple[list
     if training.setting.other:
         truths.append(WindowTruth(rule, other, lambda place: place == last, model, reported[1].moments))
     trained = {name for name, item in training.parameters.items() if item.requires_grad}
-    update = UpdateTruth(own, trained, held)
+    update = UpdateTruth(own, lambda place: held(place) & trained)
     for truth in (*truths, update):
         truth.follow(training.events, is_monitored)
     return truths, update

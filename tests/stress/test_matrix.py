@@ -1,11 +1,11 @@
 """Ways to train, crossed: all monitors publish the float64 truth of each run, and leave the training bitwise alone.
 
-The axes are the precision, accumulation, the optimizer, ``torch.compile``, the ranks (in test_matrix_ranks.py),
+The axes are the precision, accumulation, the optimizer, ``torch.compile``, the ranks,
 clipping, skipping, and whether GradMonitor is attached first or last; every run has a spike, and one with a GradScaler
 an overflow. By default there are cases in which every two values of two axes meet. With ``FULL_MATRIX=1`` in the
 environment it is the product of the first five axes, with the other three spread over it:
 
-    FULL_MATRIX=1 python -m pytest tests/stress/test_matrix.py tests/stress/test_matrix_ranks.py
+    FULL_MATRIX=1 python -m pytest tests/stress/test_matrix.py
 
 The truth of norms, thresholds, flags, counts, updates and spectra is computed from what the train step keeps by itself:
 gradients after backward, and weights before and after the step. The twin leaves out those steps that a float64
@@ -20,11 +20,15 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
-from tests.stress._matrix import AXES, FULL, both, cases
-from tests.stress._matrix_truth import compare
+from tests._helpers import assert_same
+from tests.distributed._launch import launched, run_scenarios
+from tests.stress._matrix import AXES, FULL, both, cases, compare
 
 CASES = {case.name: case for case in cases(["alone"], full=FULL)}
+# By default those in which most pairs meet.
+OF_RANKS = {case.name: case for case in cases(["ddp", "fsdp"], full=FULL)[: None if FULL else 6]}
 COMPILED = next(case for case in cases(["alone"], full=True) if case.mode == "compiled" and case.skip)
 
 
@@ -44,3 +48,24 @@ def test_every_two_values_of_two_axes_meet():
         for second, other in list(enumerate(AXES.values()))[first + 1 :]:
             met = {(case[first], case[second]) for case in chosen}
             assert met == {(a, b) for a in one for b in other}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """One pair of processes for all cases that take two ranks."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch without distributed")
+    return launched("test_matrix", tmp_path_factory.mktemp("ranks"), OF_RANKS, package="tests.stress", timeout=3000.0)
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+@pytest.mark.timeout(3100)
+def test_every_rank_publishes_the_float64_truth_and_training_is_bitwise_the_same(results, name):
+    ranks = results(name)
+    compare(OF_RANKS[name], ranks)
+    assert_same(ranks[0]["state"]["parameters"], ranks[1]["state"]["parameters"])
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    run_scenarios({name: lambda rank, case=case: both(case, rank) for name, case in OF_RANKS.items()})
