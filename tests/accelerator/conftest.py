@@ -1,8 +1,16 @@
 from __future__ import annotations
 
-import pytest
+import os
+from pathlib import Path
 
-from tests.accelerator._device import Device, wanted
+import pytest
+import torch
+
+from tests.accelerator._device import VARIABLE, Device, wanted
+
+if VARIABLE not in os.environ and not torch.cuda.is_available():
+    # test_simulated.py runs the others in a process of its own.
+    collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.stem != "test_simulated"]
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import gc
 import multiprocessing.forkserver
 import os
 import runpy
@@ -107,25 +109,37 @@ def launched(
     return load
 
 
-def run_scenarios(scenarios: dict[str, Callable[[int], dict[str, Any]]], left_standing: Iterable[str] = ()) -> None:
+def run_scenarios(
+    scenarios: dict[str, Callable[[int], dict[str, Any]]],
+    left_standing: Iterable[str] = (),
+    timeout: float | None = None,
+    stays: Iterable[str] = (),
+) -> None:
     """What a worker does as ``python -m tests.distributed.WORKER FOLDER RANK NAME …``.
 
-    After a scenario that is left standing the process group is not torn down.
+    Args:
+        scenarios: by name.
+        left_standing: those after which the process group is not torn down.
+        timeout: of collectives in seconds; each scenario has a process group of its own then.
+        stays: those whose last rank waits for the result of the first.
     """
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=PATIENCE / 2),
-    )
-    for name in names:
+    limit = datetime.timedelta(seconds=timeout or PATIENCE / 2)
+    for place, name in enumerate(names):
+        if timeout or not place:
+            store = f"file://{folder / f'store{place}'}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)
         try:
             result = scenarios[name](rank)
         except Exception:  # noqa: BLE001
             result = {"error": traceback.format_exc()}
+        while name in stays and rank and not (folder / f"{name}.0.pt").exists():
+            time.sleep(0.05)
         torch.save(result, folder / f"{name}.{rank}.pt")
+        if timeout:
+            gc.collect()
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
     if dist.is_initialized() and not set(left_standing) & set(names):
         dist.destroy_process_group()

@@ -15,4 +15,4 @@ def results(request, tmp_path_factory):
     """Name of a scenario -> what it came to on each rank. ``RUN`` of a module are those that run, by default all."""
     module = request.module
     names = getattr(module, "RUN", module.SCENARIOS)
-    return launched(getattr(module, "WORKER", request.path.stem), tmp_path_factory.mktemp("ranks"), names)
+    return launched(request.path.stem, tmp_path_factory.mktemp("ranks"), names)

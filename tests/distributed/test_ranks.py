@@ -1,41 +1,368 @@
-"""Two ranks see what one process with the whole batch sees, and agree."""
+"""GradMonitor and what needs several ranks: two see what one process with the whole batch sees, and agree."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 import math
 import signal
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
 
+import ignite.distributed as idist
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests._helpers import assert_same, grad_norm
-from tests._judge import Judge, mean_of
-from tests.distributed._launch import WORLD, launch, launched
-from tests.distributed._worker import (
-    ACCUMULATING,
-    COUNT,
-    LEAVING_OUT,
-    SCENARIOS,
-    SPIKE,
-    OneTensor,
-    batches,
-    curvature,
-    net,
-    noise_scale,
-    train,
+from ignite_monitor import (
+    CurvatureHandler,
+    GradientNoiseScaleHandler,
+    GradMonitor,
+    HistogramHandler,
+    MeanStdThreshold,
+    MonitorEvents,
+    SpectralNormHandler,
+    WeightUpdateHandler,
 )
+from ignite_monitor.curvature.hessian import Hessian
+from tests._helpers import assert_same, grad_norm, make_batches
+from tests._judge import Judge, mean_of
+from tests.distributed import _models
+from tests.distributed._launch import WORLD, launch, launched, run_scenarios
+from tests.distributed._models import Net, counted_collectives, net, run, share, step_of, whole
+
+COUNT = 26
+SPIKE = 24
+
+
+def batches(spike: int | None = None):
+    """Whole batches of 8; at ``spike`` the second half, which is rank 1's, has huge targets."""
+    made = make_batches(COUNT)
+    if spike is not None:
+        made[spike - 1][1][4:] *= 1000
+    return made
+
+
+def train(
+    model: nn.Module,
+    rank: int | None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    spike: int | None = None,
+    monitored: bool = True,
+    leave_out: int | None = None,
+    step: Mapping[str, Any] = MappingProxyType({}),
+    watch: nn.Module | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Train on one rank's halves of the batches (None: the whole), and say what was published.
+
+    ``step`` is how the train step of :func:`step_of` is made.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+    norms: list[float | None] = []
+    fired: list[int] = []
+
+    def look(engine: Engine) -> None:
+        if monitored:
+            norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
+
+    inner = step_of(model, optimizer, rank, after_backward=look, **step)
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        if monitored and engine.state.iteration == 1:
+            engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
+        if engine.state.iteration != leave_out:
+            inner(engine, batch)
+
+    monitors = [GradMonitor(watch or model, optimizer, **kwargs)] if monitored else []
+    seen = run(train_step, batches(spike), *monitors)
+    return {"seen": seen, "fired": fired, "norms": norms, "parameters": [*map(whole, model.parameters())]}
+
+
+# A spike's step is left out by the train step; and four iterations to a step, the first one of the fifth is a spike.
+LEAVING_OUT: dict[str, Any] = {"spike": SPIKE, "step": {"leaves_spikes_out": True, "set_to_none": False}}
+ACCUMULATING: dict[str, Any] = {
+    "spike": 17,
+    "step": {"every": 4},
+    "threshold": MeanStdThreshold(k=10.0, warmup=3),
+}
+
+
+def differently(how: dict[str, Any], **step: Any) -> dict[str, Any]:
+    return {**how, "step": {**how["step"], **step}}
+
+
+def ddp(unused: bool = False, **kwargs: Any) -> DistributedDataParallel:
+    return _models.ddp(net(unused=unused), **kwargs)
+
+
+def fsdp() -> Any:
+    return _models.fsdp(net())
+
+
+def loss_at(iteration: int) -> float:
+    """Of the last rank it is huge once."""
+    return 100.0 if iteration == SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
+
+
+def skipping(make, **kwargs: Any):
+    def run(rank: int) -> dict[str, Any]:
+        def optimizer(model):
+            return kwargs["optimizer"](model.parameters()) if "optimizer" in kwargs else None
+
+        first, second = make(), make()
+        skipped = train(first, rank, optimizer=optimizer(first), spike=SPIKE, on_spike="skip")
+        left_out = train(second, rank, optimizer=optimizer(second), spike=SPIKE, monitored=False, leave_out=SPIKE)
+        return {**skipped, "left out": left_out["parameters"]}
+
+    return run
+
+
+class OneTensor(nn.Module):
+    """Of the first layer's bias the gradient is 30 times as large at one forward pass; its output is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.passes = net(), 0
+
+    def forward(self, x):
+        self.passes += 1
+        bias = self.net.first.bias
+        factor = 29.0 if self.passes == SPIKE else 0.0
+        return self.net(x) + factor * (self.net(x + 0 * x) - self._without(x, bias.detach()))
+
+    def _without(self, x, bias):
+        first = F.linear(x, self.net.first.weight, bias)
+        return self.net.second(torch.tanh(first)) * self.net.scale
+
+
+def single_tensors(wrap, rank: int | None, **kwargs: Any) -> dict[str, Any]:
+    """With a threshold per tensor, and how many collectives that takes; and without."""
+    counts = {}
+    for per_parameter in (False, True):
+        with counted_collectives() as calls:
+            result = train(wrap(OneTensor()), rank, per_parameter=per_parameter, **kwargs)
+        counts[per_parameter] = len(calls)
+    return {**result, "collectives": counts[True], "without": counts[False]}
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return _models.fsdp(model, inner=())
+
+
+def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
+    """Each rank trains a model of its own on its own half."""
+    torch.manual_seed(rank)
+    own: list[torch.Tensor] = []
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer.register_step_pre_hook(
+        lambda *_: own.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    )
+    seen = run(step_of(model, optimizer, rank), batches(SPIKE), GradMonitor(model, optimizer, **kwargs))
+    return {"seen": seen, "own": own}
+
+
+def auto_model(rank: int) -> dict[str, Any]:
+    model = idist.auto_model(net())
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1))
+    assert isinstance(model, DistributedDataParallel)
+    return train(model, rank, optimizer=optimizer, spike=SPIKE)
+
+
+def inner_model(rank: int) -> dict[str, Any]:
+    model = ddp()
+    return train(model, rank, watch=model.module, spike=SPIKE)
+
+
+def refused(rank: int) -> dict[str, Any]:
+    """What can't work with a wrapper."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with pytest.raises(ValueError, match=r"Argument reduction should.*DistributedDataParallel"):
+        GradMonitor(ddp(), reduction="sum")
+    for make in (GradMonitor, WeightUpdateHandler, SpectralNormHandler, HistogramHandler):
+        with pytest.raises(ValueError, match=r"Argument model should.*FullyShardedDataParallel"):
+            make(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
+    for kind, kwargs in (
+        (CurvatureHandler, {"loss": lambda model, batch: None}),
+        (GradientNoiseScaleHandler, {"micro_batches": 2}),
+    ):
+        model = fsdp()
+        with pytest.raises(ValueError, match="Argument model should not be sharded"):
+            kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
+    return {}
+
+
+def dropped(rank: int) -> dict[str, Any]:
+    """Nothing is detached, nothing is torn down: as a script ends that just stops."""
+    global kept
+    kept = ddp_trainer(rank, watched=True)[0]
+    return {}
+
+
+def freed(rank: int) -> dict[str, Any]:
+    """What is alive of a run that was dropped without detaching, with monitors and without."""
+    alive = {}
+    gc.disable()
+    for watched in (False, False, True):  # the first use leaves reference cycles of torch's own
+        parts = [weakref.ref(part) for part in ddp_trainer(rank, watched)]
+        alive[watched] = [part() is not None for part in parts]
+    gc.enable()
+    return {"bare": alive[False], "watched": alive[True]}
+
+
+def ddp_trainer(rank: int, watched: bool) -> tuple[Engine, nn.Module, nn.Module]:
+    """A trainer that has run, its model, and that without its wrapper."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    trainer = Engine(step_of(model, optimizer, rank))
+    if watched:
+        GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
+    trainer.run(batches())
+    return trainer, model, model.module
+
+
+def after_the_process_group(rank: int) -> dict[str, Any]:
+    """A training of its own on each rank, once the group is gone."""
+    train(ddp(), rank)
+    dist.destroy_process_group()
+    return train(net(), rank)
+
+
+def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any]:
+    """Micro-batches of two items, as many on each rank; in one process those of both ranks."""
+    ranks = range(WORLD) if rank is None else [rank]
+    micro *= len(ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        own = [[part.split(2)[: micro // len(ranks)] for part in share(batch, item)] for item in ranks]
+        parts = [part for item in own for part in zip(*item, strict=True)]
+        for index, (x, y) in enumerate(parts):
+            syncs = rank is None or index == len(parts) - 1
+            with contextlib.nullcontext() if syncs else model.no_sync():
+                (F.mse_loss(model(x), y) / micro).backward()
+        optimizer.step()
+
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=micro, items=lambda batch: 2 * micro)
+    run(train_step, batches(), monitor)
+    return {"moments": monitor.state_dict()["moments"], "weights": [item.detach() for item in model.parameters()]}
+
+
+def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str, Any]:
+    """Rank 1 may fail in its loss, in a product, or not reach the model."""
+    failing = failing if rank == 1 else ""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+    def loss(model, batch):
+        x, y = share(batch, rank)
+        if failing == "unreached":
+            return torch.zeros((), requires_grad=True)
+        return F.mse_loss(model(None if failing == "loss" else x), y)
+
+    times, products = Hessian.times, itertools.count()
+
+    def fails_in_time(hessian: Hessian, vector: torch.Tensor) -> torch.Tensor:
+        if next(products) == 4:
+            raise torch.OutOfMemoryError("no memory")
+        return times(hessian, vector)
+
+    with mock.patch.object(Hessian, "times", fails_in_time if failing == "product" else times):
+        monitor, event = CurvatureHandler(model, optimizer, loss=loss), Events.ITERATION_STARTED(every=2)
+        seen = run(step_of(model, optimizer, rank), batches()[:2], monitor, at=event)
+    return {"seen": seen, "weights": [item.detach() for item in model.parameters()]}
+
+
+def fused(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+BUCKETS = {"gradient_as_bucket_view": True}
+SPIKING, MICRO = {"spike": SPIKE}, {"step": {"micro": 2}}
+QUIET = {"step": {"micro": 2, "quiet": True}}
+# name -> arguments of DistributedDataParallel, or None for fully_shard; and those of the training
+TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "ddp": ({}, SPIKING),
+    "ddp static_graph": ({"static_graph": True}, SPIKING),
+    "ddp find_unused_parameters": ({"unused": True, "find_unused_parameters": True}, SPIKING),
+    "ddp gradient_as_bucket_view": (BUCKETS, SPIKING),
+    "ddp many buckets": ({"bucket_cap_mb": 1e-5}, SPIKING),
+    "fsdp": (None, SPIKING),
+    "ddp no_sync": ({}, QUIET),
+    "ddp no_sync over iterations": ({}, {"step": {"every": 2, "quiet": True}}),
+    "ddp accumulation without no_sync": ({}, MICRO),
+    "ddp static_graph accumulation without no_sync": ({"static_graph": True}, MICRO),
+    "fsdp without gradient sync": (None, QUIET),
+    "fsdp accumulation": (None, MICRO),
+    "leaving out ddp": ({}, LEAVING_OUT),
+    "leaving out fsdp": (None, LEAVING_OUT),
+    "leaving out fsdp set to none": (None, differently(LEAVING_OUT, set_to_none=True)),
+    "leaving out ddp bucket view": (BUCKETS, LEAVING_OUT),
+    "leaving out ddp bucket view set to none": (BUCKETS, differently(LEAVING_OUT, set_to_none=True)),
+    "accumulating ddp": ({}, ACCUMULATING),
+    "accumulating ddp bucket view": (BUCKETS, ACCUMULATING),
+    "accumulating fsdp": (None, ACCUMULATING),
+    "accumulating fsdp zeroed in place": (None, differently(ACCUMULATING, set_to_none=False)),
+    "clip ddp": ({}, {**SPIKING, "on_spike": "clip"}),
+    "clip fsdp": (None, {**SPIKING, "on_spike": "clip"}),
+    "loss ddp": ({}, {"loss": lambda engine: loss_at(engine.state.iteration)}),
+    "loss fsdp": (None, {"loss": lambda engine: loss_at(engine.state.iteration)}),
+}
+SCENARIOS: dict[str, Any] = {
+    **{
+        name: lambda rank, wrap=wrap, how=how: train(fsdp() if wrap is None else ddp(**wrap), rank, **how)
+        for name, (wrap, how) in TRAININGS.items()
+    },
+    "auto_model": auto_model,
+    "ddp, monitor of the inner model": inner_model,
+    "skip ddp": skipping(ddp),
+    "skip ddp fused": skipping(ddp, optimizer=fused),
+    "skip fsdp": skipping(fsdp),
+    "skip fsdp fused": skipping(fsdp, optimizer=fused),
+    "tensors ddp": lambda rank: single_tensors(DistributedDataParallel, rank),
+    "tensors fsdp": lambda rank: single_tensors(sharded, rank),
+    "tensors clip fsdp": lambda rank: single_tensors(sharded, rank, on_spike="clip"),
+    "tensors skip ddp": lambda rank: single_tensors(DistributedDataParallel, rank, on_spike="skip"),
+    "tensors sum": lambda rank: different_parameters(rank, reduction="sum", per_parameter=True),
+    "tensors mean": lambda rank: different_parameters(rank, reduction="mean", per_parameter=True),
+    "sum": lambda rank: different_parameters(rank, reduction="sum"),
+    "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
+    "mean": lambda rank: different_parameters(rank, reduction="mean"),
+    "noise scale of two": lambda rank: noise_scale(ddp(), rank, 1),
+    "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
+    "curvature": lambda rank: curvature(ddp(), rank),
+    "curvature, unused parameters": lambda rank: curvature(ddp(unused=True, find_unused_parameters=True), rank),
+    "curvature, loss fails": lambda rank: curvature(ddp(), rank, "loss"),
+    "curvature, product fails": lambda rank: curvature(ddp(), rank, "product"),
+    "curvature, unreached loss": lambda rank: curvature(ddp(), rank, "unreached"),
+    "refused": refused,
+    "freed": freed,
+    "after the process group": after_the_process_group,
+    "dropped": dropped,
+}
+
 
 K, DECAY = 6.0, 0.99  # of the default rule
 
-WORKER = "_worker"
 ALONE = ("after the process group", "dropped")  # have processes of their own
 RUN = NAMES = [name for name in SCENARIOS if name not in ALONE]
-WHOLE = [*(name for name in NAMES[: NAMES.index("ddp no_sync")])]
+WHOLE = [name for name, (_, how) in TRAININGS.items() if how is SPIKING]
+WHOLE += ["auto_model", "ddp, monitor of the inner model"]
 
 
 @pytest.fixture(scope="module")
-def whole():
+def one_process():
     """One process with the whole batch."""
     return train(net(), None, spike=SPIKE)
 
@@ -61,14 +388,14 @@ def approx(value):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_rank_publishes_what_one_process_would(results, whole, name):
+def test_every_rank_publishes_what_one_process_would(results, one_process, name):
     norms = independent_norms(SPIKE)
     for result in results(name):
         judge = Judge()
         assert result["fired"] == list(range(1, COUNT + 1))
         assert result["norms"] == approx(norms)
         assert [seen["grad/norm"] for seen in result["seen"]] == approx(norms)
-        for place, (seen, expected) in enumerate(zip(result["seen"], whole["seen"], strict=True)):
+        for place, (seen, expected) in enumerate(zip(result["seen"], one_process["seen"], strict=True)):
             assert seen.keys() == expected.keys()
             assert seen == {
                 key: pytest.approx(value, rel=1e-3 if "std" in key else 2e-5) for key, value in expected.items()
@@ -170,21 +497,21 @@ def test_skipped_step_leaves_the_parameters_as_leaving_the_batch_out_does(result
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("leaving out")])
 def test_a_spike_that_the_train_step_leaves_out_counts_once_though_gradients_are_zeroed_in_place(results, name):
-    whole = train(net(), None, **LEAVING_OUT)["seen"]
-    assert whole[-1]["grad/spike_count"] == 1
+    alone = train(net(), None, **LEAVING_OUT)["seen"]
+    assert alone[-1]["grad/spike_count"] == 1
     for result in results(name):
-        for seen, expected in zip(result["seen"], whole, strict=True):
+        for seen, expected in zip(result["seen"], alone, strict=True):
             assert seen == {key: pytest.approx(value, rel=1e-3) for key, value in expected.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("accumulating")])
 def test_a_spike_counts_once_while_iterations_accumulate(results, name):
-    whole = train(net(), None, **ACCUMULATING)["seen"]
+    alone = train(net(), None, **ACCUMULATING)["seen"]
     # One value per step, and of the parts that are flagged.
     published = [0 if i % 4 == 0 else None for i in range(1, 17)] + [1, 1, 1, 1, None, None, None, 1, None, None]
-    assert [seen.get("grad/spike_count") for seen in whole] == published
+    assert [seen.get("grad/spike_count") for seen in alone] == published
     for result in results(name):
-        for seen, expected in zip(result["seen"], whole, strict=True):
+        for seen, expected in zip(result["seen"], alone, strict=True):
             assert seen == {key: pytest.approx(value, rel=1e-3) for key, value in expected.items()}
 
 
@@ -248,15 +575,15 @@ def test_dropped_run_frees_its_reducer_by_reference_counting(results):
 
 def test_processes_end_cleanly(tmp_path):
     """A reducer that outlives its process group aborts the process at its exit, one time in four."""
-    ends = launch("_worker", tmp_path, ["dropped"])
+    ends = launch("test_ranks", tmp_path, ["dropped"])
     if any(code == -signal.SIGABRT for code, _ in ends):  # without monitors too, one time in a hundred
-        ends = launch("_worker", tmp_path / "again", ["dropped"])
+        ends = launch("test_ranks", tmp_path / "again", ["dropped"])
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("Traceback" in error for _, error in ends), ends
 
 
 def test_a_training_after_the_process_group_has_ended(tmp_path):
-    launched("_worker", tmp_path, ["after the process group"])("after the process group")
+    launched("test_ranks", tmp_path, ["after the process group"])("after the process group")
 
 
 @pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])
@@ -285,3 +612,9 @@ def test_ranks_with_tensors_of_their_own_agree_on_what_is_a_spike(results, how):
         assert own == other
         assert own["grad/norm"] == pytest.approx(without["grad/norm"], rel=1e-6)  # the sum of floats in another order
     assert [seen["flag"] for seen in first["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    idist.get_world_size()  # asked before there is a group, as loggers do
+    run_scenarios(SCENARIOS, left_standing=["dropped"])

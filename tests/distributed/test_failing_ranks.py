@@ -1,20 +1,15 @@
-"""One rank of the runs that test_failing_rank.py looks at: ``… FOLDER RANK NAME …``, each with a group of its own."""
+"""A rank that fails, lags or leaves does not leave the other one hanging in a monitor's collective."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
-import gc
 import itertools
 import logging
-import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -34,23 +29,18 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches
-from tests.distributed import _models
-from tests.distributed._launch import WORLD
+from tests.distributed._launch import WORLD, run_scenarios
+from tests.distributed._models import ddp, fsdp, net, run, step_of
 
 COUNT, FAILS = 6, 3
 TIMEOUT = 5.0  # of collectives, in seconds
 
 
 def dense() -> nn.Module:
-    return _models.net(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    return net(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 
 
-def ddp() -> nn.Module:
-    return _models.ddp(dense())
-
-
-def fsdp() -> nn.Module:
-    return _models.fsdp(dense(), inner=["0"])
+MAKE = {"ddp": lambda: ddp(dense()), "fsdp": lambda: fsdp(dense(), inner=["0"])}
 
 
 def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any = torch.abs) -> dict[str, Any]:
@@ -234,16 +224,15 @@ def without_wrapper(rank: int) -> dict[str, Any]:
 
 def uneven_inputs(rank: int) -> dict[str, Any]:
     """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
-    model: Any = ddp()
+    model: Any = MAKE["ddp"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitors, batches = all_monitors(model, optimizer).values(), make_batches(COUNT)[: 3 + 2 * rank]
     with model.join():
-        rows = _models.run(_models.step_of(model, optimizer), batches, *monitors)
+        rows = run(step_of(model, optimizer), batches, *monitors)
     return {"published": [sorted({name.split("/")[0] for name in row if "/" in name}) for row in rows]}
 
 
 PLACES = {"ddp": ("before backward", "after backward", "handler of the gradients", "terminate"), "fsdp": ("handler",)}
-MAKE = {"ddp": ddp, "fsdp": fsdp}
 FAILING = {
     f"{world} {place}": functools.partial(failing, MAKE[world], place)
     for world, places in PLACES.items()
@@ -264,30 +253,47 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | 
 STAYS = ["ddp before backward"]
 
 
-def main() -> None:
-    folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)  # of Ignite, that a run has failed
-    for place, name in enumerate(names):
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / f'store{place}'}",
-            rank=rank,
-            world_size=WORLD,
-            timeout=datetime.timedelta(seconds=TIMEOUT),
-        )
-        try:
-            result = SCENARIOS[name](rank)
-        except Exception:  # noqa: BLE001
-            result = {"error": traceback.format_exc()}
-        gc.collect()
-        if name in STAYS and rank == 1:
-            while not (folder / f"{name}.0.pt").exists():
-                time.sleep(0.05)
-        torch.save(result, folder / f"{name}.{rank}.pt")
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+@pytest.mark.parametrize("name", FAILING)
+def test_the_other_rank_ends_with_an_error_and_nothing_is_left_on_either(results, name):
+    """Within the time that the process group gives a collective: a rank waits for nothing else."""
+    waiting, failed = results(name)
+    assert waiting["ended"] == "RuntimeError"  # of the collective that the other one did not come to
+    if "terminate" in name:
+        assert failed["ended"] is None
+    else:
+        assert f"rank 1 failed: {name.partition(' ')[2]}" in failed["message"]
+    assert failed["iteration"] == FAILS
+    assert waiting["iteration"] in (FAILS, FAILS + 1)
+    assert waiting["left"] == failed["left"] == []
+
+
+@pytest.mark.parametrize("name", LAGGING)
+def test_a_rank_that_lags_is_waited_for(results, name):
+    both = results(name)
+    assert [item["ended"] for item in both] == [None, None]
+    assert both[0]["published"] == both[1]["published"]
+
+
+@pytest.mark.parametrize("name", CONDITIONAL)
+def test_no_collective_is_added_where_only_some_ranks_come(results, name):
+    """In no iteration does a monitor make more or fewer of them on one rank than on the other."""
+    first, second = results(name)
+    assert first == second
+    added = {with_them - without for with_them, without in zip(first["monitored"], first["plain"], strict=True)}
+    assert 0 < max(added) <= min(added) + 1  # one more where the replica check exchanges names
+
+
+def test_ranks_that_have_run_out_of_data_are_not_waited_for(results):
+    families = ["grad", "gradient", "monitor", "parameter", "spectral", "step"]
+    assert [result["published"] for result in results("uneven inputs")] == [[families] * 3, [families] * 5]
+
+
+def test_every_backward_of_a_model_without_a_wrapper_takes_one_collective(results):
+    for result in results("plain"):
+        assert result["monitored"] == [2] * len(result["monitored"])
+        assert set(result["plain"]) == {0}
 
 
 if __name__ == "__main__":
-    main()
+    logging.disable(logging.ERROR)  # of Ignite, that a run has failed
+    run_scenarios(SCENARIOS, timeout=TIMEOUT, stays=STAYS)
