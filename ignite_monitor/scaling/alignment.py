@@ -57,9 +57,6 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         exclude: a regular expression that they must not contain.
         prefix: prefix of the keys.
 
-    Attributes:
-        reference: the reference, a module.
-
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument is invalid, no layer can be measured, or the reference has another structure.
@@ -70,7 +67,6 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
             handler = AlignmentHandler(model)
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
-            trainer.run(loader, max_epochs=5)
     """
 
     def __init__(
@@ -105,7 +101,11 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
 
     def _compared(self, incomplete: set[str]) -> None:
         table = self._calls.result(incomplete)
-        self.publish_table(self._keys, torch.cat([table, over_layers(table)]).flatten())
+        unknown = table.isnan()
+        smallest = table.masked_fill(unknown, math.inf).amin(0)
+        largest = table.masked_fill(unknown, -math.inf).amax(0)
+        over_layers = torch.stack([table.nanmean(0), smallest, largest]).masked_fill(unknown.all(0), math.nan)
+        self.publish_table(self._keys, torch.cat([table, over_layers]).flatten())
 
 
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
@@ -116,16 +116,12 @@ def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) ->
         fan_in: n, the number of products that each output is the sum of; more than 1.
         x: rows are its first dimension.
     """
-    exponents = (_rms(product(x, weight)).log() - (_rms(x) * _rms(weight[None])).log()) / math.log(fan_in)
+
+    def rms(values: Tensor) -> Tensor:
+        return values.flatten(1).square().mean(1).sqrt()
+
+    exponents = (rms(product(x, weight)).log() - (rms(x) * rms(weight[None])).log()) / math.log(fan_in)
     return torch.where(exponents.isfinite(), exponents, math.nan)
-
-
-def over_layers(alignments: Tensor) -> Tensor:
-    """Return mean, minimum and maximum over the layers of a table (layers, terms), in (3, terms); NaN if undefined."""
-    unknown = alignments.isnan()
-    smallest = alignments.masked_fill(unknown, math.inf).amin(0)
-    largest = alignments.masked_fill(unknown, -math.inf).amax(0)
-    return torch.stack([alignments.nanmean(0), smallest, largest]).masked_fill(unknown.all(0), math.nan)
 
 
 class AlignmentCalls(Comparison):
@@ -156,10 +152,8 @@ class AlignmentCalls(Comparison):
             raise NotComparableError("its forward was replaced after the handler was made")
         reference: Any = self._reference.modules[call.name]
         weight, x0, x = module.weight, call.kept.pop(), self._sample(call)
-        if x is None or x0 is None:
-            raise NotComparableError("its input is not a dense tensor on one device")
-        if x.shape != x0.shape:
-            raise NotComparableError(f"its inputs are {tuple(x.shape)}, in the reference {tuple(x0.shape)}")
+        if x is None or x0 is None or x.shape != x0.shape:
+            raise NotComparableError("its input is not a dense tensor of the same shape as in the reference")
         if not isinstance(weight, Tensor) or not is_plain(weight):
             raise NotComparableError("its weight is sharded while it runs")
         wide = wide_dtype(x.device)
@@ -210,23 +204,10 @@ def fan_in(module: nn.Module) -> float:
 
 
 def measurable_layers(model: nn.Module, parametrization: Parametrization | None) -> list[str]:
-    """Return the names of modules whose alignment is defined.
-
-    Args:
-        parametrization: with it only hidden layers and readouts count, whose fan-in grows with the width.
-    """
-    layers = []
-    for name, module in modules_by_name(model).items():
-        weight: Any = getattr(module, "weight", None)
-        if linear_map(module) is None or not weight.numel() or fan_in(module) <= 1:
-            continue
-        known = None if parametrization is None else parametrization.layers.get(name)
-        if parametrization is None or (known is not None and known.module and known.layer_type != "embedding"):
-            layers.append(name)
-    return layers
-
-
-def _rms(values: Tensor) -> Tensor:
-    rows = values.flatten(1)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms / math.sqrt(rows.shape[1])
+    """Return the names of modules whose alignment is defined; of a parametrization, of hidden layers and readouts."""
+    modules = modules_by_name(model)
+    if parametrization is not None:
+        layers = [layer for layer in parametrization.layers.values() if layer.layer_type != "embedding"]
+        modules = {layer.module: modules[layer.module] for layer in layers if layer.module in modules}
+    linear: dict[str, Any] = {name: module for name, module in modules.items() if linear_map(module) is not None}
+    return [name for name, module in linear.items() if module.weight.numel() and fan_in(module) > 1]

@@ -14,7 +14,7 @@ FLAT = 0.1
 """Slopes up to this size count as flat."""
 QUANTITIES = {
     "activation": "output",
-    "change": "change of the output",
+    "output_change": "change of the output",
     "weight_update": "change by its weights",
     "input_drift": "change by its input",
 }
@@ -57,7 +57,7 @@ class Slope(NamedTuple):
 
 
 class CoordinateCheck:
-    """Records of the same training at several widths.
+    """Records of the same training at several widths, made by :func:`coordinate_check`.
 
     Args:
         records: the records.
@@ -67,16 +67,10 @@ class CoordinateCheck:
         records: the records, in the order in which they were made.
         slopes: for each layer, step and quantity, the least-squares slope of log value over log width, without values
             of 0, such as all changes before the first update.
-        layers: names of the layers.
-        quantities: names of the measured quantities.
-        last_step: the last step.
     """
 
     def __init__(self, records: Iterable[Record], expected: Mapping[tuple[str, str], float] | None = None) -> None:
         self.records = list(records)
-        self.layers = list(dict.fromkeys(record.layer for record in self.records))
-        self.quantities = list(dict.fromkeys(record.quantity for record in self.records))
-        self.last_step = max((record.step for record in self.records), default=0)
         points: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
             if record.value > 0 and math.isfinite(record.value):
@@ -94,7 +88,7 @@ class CoordinateCheck:
         Args:
             step: the step; None for the last one.
         """
-        step = self.last_step if step is None else step
+        step = max(record.step for record in self.records) if step is None else step
         return {(slope.layer, slope.quantity): slope for slope in self.slopes if slope.step == step}
 
     def table(self, step: int | None = None) -> str:
@@ -106,9 +100,9 @@ class CoordinateCheck:
             step: the step; None for the last one.
         """
         slopes = self.slopes_at(step)
-        rows = [["layer", *self.quantities]]
-        for name in self.layers:
-            rows.append([name or "_root_", *(str(slopes.get((name, quantity), "-")) for quantity in self.quantities)])
+        rows = [["layer", *QUANTITIES]]
+        for layer in self._layers():
+            rows.append([layer or "_root_", *(str(slopes.get((layer, quantity), "-")) for quantity in QUANTITIES)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lost = dict.fromkeys((item.layer, item.width) for item in self.records if not math.isfinite(item.value))
@@ -122,41 +116,37 @@ class CoordinateCheck:
 
         Raises:
             ImportError: if matplotlib is not installed.
-            ValueError: if there are no records, or the file is of another kind.
         """
         try:
             from matplotlib import colormaps
             from matplotlib.figure import Figure
-            from matplotlib.style import context
         except ImportError as error:
             raise ImportError("A figure needs matplotlib: pip install 'ignite-monitor[scaling]'") from error
-        if not self.records:
-            raise ValueError("A coordinate check without records has no figure")
-        slopes, count = self.slopes_at(), len(self.layers)
-        colors = [colormaps["viridis"](0.9 * row / max(count - 1, 1)) for row in range(count)]
-        widths = sorted({record.width for record in self.records})
-        with context("default"):
-            figure = Figure((3.2 * len(self.quantities), 3.4 + 0.16 * count), dpi=120, layout="constrained")
-            axes: Any = figure.subplots(1, len(self.quantities), squeeze=False, sharey=True)[0]
-            for axis, quantity in zip(axes, self.quantities, strict=True):
-                for layer, color in zip(self.layers, colors, strict=True):
-                    points = sorted(
-                        (record.width, record.value)
-                        for record in self.records
-                        if (record.layer, record.quantity, record.step) == (layer, quantity, self.last_step)
-                        and 0 < record.value < math.inf
-                    )
-                    runs = {width: [value for other, value in points if other == width] for width, _ in points}
-                    label = f"{slopes.get((layer, quantity), '-')}  {layer or '_root_'}".replace("$", r"\$")
-                    axis.plot([*runs], [*map(statistics.geometric_mean, runs.values())], color=color, label=label)
-                    axis.plot([width for width, _ in points], [value for _, value in points], ".", color=color)
-                axis.set(title=QUANTITIES[quantity], xlabel="width", xscale="log", yscale="log")
-                axis.set_xticks(widths, widths)
-                axis.set_xticks([], minor=True)
-                axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=7)
-            axes[0].set_ylabel("root mean square")
-            figure.suptitle(f"Coordinate check after step {self.last_step}: slope ± error (expected), * if steep")
-            figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
+        slopes, layers, last = self.slopes_at(), self._layers(), max(record.step for record in self.records)
+        runs: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for record in self.records:
+            if record.step == last and 0 < record.value < math.inf:
+                runs[record.layer, record.quantity][record.width].append(record.value)
+        figure = Figure((13, 3.4 + 0.16 * len(layers)), dpi=120, layout="constrained")
+        axes: Any = figure.subplots(1, len(QUANTITIES), sharey=True)
+        for axis, (quantity, title) in zip(axes, QUANTITIES.items(), strict=True):
+            for row, layer in enumerate(layers):
+                values = sorted(runs[layer, quantity].items())
+                means = [statistics.geometric_mean(at_width) for _, at_width in values]
+                label = f"{slopes.get((layer, quantity), '-')}  {layer or '_root_'}".replace("$", r"\$")
+                color = colormaps["viridis"](0.9 * row / len(layers))
+                axis.plot([width for width, _ in values], means, ".-", color=color, label=label)
+            axis.set(title=title, xlabel="width", xscale="log", yscale="log")
+            axis.set_xticks(sorted({record.width for record in self.records}))
+            axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.minorticks_off()
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=7)
+        axes[0].set_ylabel("root mean square")
+        figure.suptitle(f"Coordinate check after step {last}: slope ± error (expected), * if steep")
+        figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
+
+    def _layers(self) -> list[str]:
+        return list(dict.fromkeys(record.layer for record in self.records))
 
 
 def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -23,32 +22,12 @@ from ignite_monitor.model.names import named_modules, named_parameters, unwrappe
 from ignite_monitor.scaling import program
 from ignite_monitor.scaling.parametrization import is_zero
 from ignite_monitor.scaling.program import ExportError, Fans, Operation, TracingError, role_by_fans
-from ignite_monitor.scaling.solver import Node
+from ignite_monitor.scaling.solver import Node, ParametrizedLayer
 
 _logger = logging.getLogger(__name__)
 
 FLAT = 0.02
 """Tolerance for the logarithm of a factor's ratio between the widths."""
-
-
-@dataclass
-class LayerUse:
-    """The use of one weight in a linear operation."""
-
-    weight: str  # the parameter's name
-    kind: str  # "embedding", "hidden" or "readout"
-    widths: tuple[int, int]  # n in both models
-    module: str | None = None  # name of the module whose output is the layer's output, if there is one
-    nodes: list[str] = field(default_factory=list)  # its nodes in the graph, one for every call
-    growth: float | None = None  # logarithm of the model's own factor in the larger model over the smaller one's
-    is_relative: bool = False  # True if a norm or a zero weight takes the output
-    few: bool = False  # True for a hidden layer whose number of outputs does not grow
-
-    @property
-    def exponent(self) -> float:
-        """Exponent of the model's own factor."""
-        growth = self.growth or 0.0
-        return 0.0 if abs(growth) <= FLAT else round(growth / math.log(self.widths[1] / self.widths[0]), 6)
 
 
 class Info(NamedTuple):
@@ -65,14 +44,19 @@ class Info(NamedTuple):
 class ExportedModels:
     """Layers and graph of a model at two widths, from an input for each, and roles of weights where they are given.
 
+    Attributes:
+        layers: name -> layer, in the order of the forward pass.
+        graph: name -> node.
+        reached: names of the parameters that the forward pass uses.
+
     Raises:
         ExportError: if a model can't be exported, or an operation, or the purpose of a weight, is not known.
     """
 
     def __init__(self, models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], roles: Mapping[str, str]) -> None:
-        self.uses: dict[str, LayerUse] = {}  # by layer, in the order of the forward pass
-        self.nodes: list[Node] = []  # of the layer graph
-        self.reached: set[str] = set()  # names of the parameters that the forward pass uses
+        self.layers: dict[str, ParametrizedLayer] = {}
+        self.graph: dict[str, Node] = {}
+        self.reached: set[str] = set()
         self._roles = roles
         self._parameters = {name: parameter for name, parameter, _ in named_parameters(models[1])}
         self._weights = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -80,7 +64,6 @@ class ExportedModels:
         names = {id(module): name for name, module in named_modules(models[1])}
         modules = self._root.named_modules(remove_duplicate=False)
         self._modules = {path: (module, names[id(module)]) for path, module in modules}
-        self._owners: dict[str, str] = {}  # weight -> the first node that uses it
         self._junctions: dict[tuple[str, ...], str] = {}
         self._warned = False
         self._infos: dict[Operation, Info] = {}
@@ -254,21 +237,18 @@ class ExportedModels:
         info = self._sum(op, moving) if moving else Info()
         growth = weight.growth + (0.0 if info.layer is not None else info.growth)
         self._settled([info], op)
-        kind, widths = role_by_fans(fans, self._roles.get(name))
-        if not parameter.requires_grad or kind == "vector":
+        layer_type, widths = role_by_fans(fans, self._roles.get(name))
+        if not parameter.requires_grad or layer_type == "vector":
             return Info(info.source, growth=growth)
-        layer, module = self._names(op, name, parameter)
+        key, module = self._names(op, name, parameter)
         inputs = () if info.source is None else (info.source,)
-        if kind == "fixed":
-            return Info(self._add(Node(layer, kind, inputs)), growth=growth)
-        known = self.uses.get(layer)
-        if known is not None and (known.kind, known.module) != (kind, module):  # the weight is used functionally, too
-            layer = f"{name}.{op.name}"
-        use = self.uses.setdefault(layer, LayerUse(name, kind, widths, module))
-        node = self._add(Node(layer, use.kind, inputs, shares=self._owners.get(name)))
-        self._owners.setdefault(name, node)
-        use.nodes.append(node)
-        return Info(node, layer=layer, growth=growth)
+        if layer_type == "fixed":
+            return Info(self._add(Node(key, inputs, is_fixed=True)), growth=growth)
+        known = self.layers.get(key)
+        if known is not None and (known.layer_type, known.module) != (layer_type, module):
+            key = f"{name}.{op.name}"  # the weight is used functionally, too
+        layer = self.layers.setdefault(key, ParametrizedLayer(key, layer_type, widths, name, module))
+        return Info(self._add(Node(key, inputs, layer)), layer=key, growth=growth)
 
     def _names(self, op: Operation, weight: str, parameter: Tensor) -> tuple[str, str | None]:
         """Names of the layer of a weight, and of the running module whose output is the layer's."""
@@ -285,15 +265,15 @@ class ExportedModels:
         """Attribute the factors of values that come straight from a layer to this layer."""
         settled = []
         for info in infos:
-            use = None if info.layer is None else self.uses[info.layer]
-            if use is not None:
-                use.is_relative |= is_relative
-                if use.growth is not None and abs(use.growth - info.growth) > FLAT:
+            layer = None if info.layer is None else self.layers[info.layer]
+            if layer is not None:
+                layer.is_relative |= is_relative
+                if layer.growth is not None and abs(layer.growth - info.growth) > FLAT:
                     raise TracingError(
-                        f"{info.layer} is used with different factors that depend on the width, the last before "
+                        f"{layer.name} is used with different factors that depend on the width, the last before "
                         f"{op.place}: multiply inside its module, or after a layer of its own"
                     )
-                use.growth, info = info.growth, info._replace(layer=None, growth=0.0)
+                layer.growth, info = info.growth, info._replace(layer=None, growth=0.0)
             settled.append(info)
         return settled
 
@@ -303,26 +283,26 @@ class ExportedModels:
         if len(sources) < 2:
             return Info(sources[0] if sources else None)
         if sources not in self._junctions:
-            self._junctions[sources] = self._add(Node(f"{op.large.name}+", "junction", sources))
+            self._junctions[sources] = self._add(Node(f"{op.large.name}+", sources))
         return Info(self._junctions[sources])
 
     def _add(self, node: Node) -> str:
         """Add a node, and return its name, which is made unique."""
-        used = node.name in {known.name for known in self.nodes}
-        self.nodes.append(node._replace(name=f"{node.name}#{len(self.nodes)}") if used else node)
-        return self.nodes[-1].name
+        name = f"{node.name}#{len(self.graph)}" if node.name in self.graph else node.name
+        self.graph[name] = node._replace(name=name)
+        return name
 
 
-def mark_relative(uses: Mapping[str, LayerUse], nodes: Iterable[Node]) -> None:
+def mark_relative(graph: dict[str, Node]) -> None:
     r"""Treat readouts inside the network whose output a norm or a zero weight takes as hidden layers of few outputs.
 
     Only their relative change counts, so that a + b = 1/2; c is 1 for LoRA's A, and 0 for its B, the ratio n of LoRA+
     (arXiv:2402.12354). Other layers of few outputs, such as routers and keys that all heads share, are readouts.
     """
     feeding: set[str] = set()
-    for node in reversed(list(nodes)):
-        if node.kind != "junction" or node.name in feeding:
+    for node in reversed(graph.values()):
+        is_inside, layer = node.name in feeding, node.layer
+        if is_inside or layer is not None or node.is_fixed:
             feeding.update(node.inputs)
-    for use in uses.values():
-        if use.kind == "readout" and use.is_relative and not feeding.isdisjoint(use.nodes):
-            use.kind, use.few = "hidden", True
+        if is_inside and layer is not None and layer.layer_type == "readout" and layer.is_relative:
+            layer.layer_type, layer.has_few_outputs = "hidden", True

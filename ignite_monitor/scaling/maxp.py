@@ -22,14 +22,14 @@ from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling.alignment import AlignmentCalls, measurable_layers
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.solver import Alignment, Solution
+from ignite_monitor.scaling.solver import FULL, Alignment, Solution
 
 
 class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     r"""Set each layer's learning rate to the largest with which, at its measured alignment, no activation grows.
 
-    The alignment is measured as :class:`AlignmentHandler` does, :func:`solve` gives exponents c, and the learning rate
-    of each group, from the next train step on, is
+    The alignment is measured as :class:`AlignmentHandler` does, a linear program gives exponents c, and the learning
+    rate of each group, from the next train step on, is
 
     .. math:: \mathtt{lr\_prefactor} \cdot n^{-c}
 
@@ -38,9 +38,9 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     {keys}
 
-    ``lr_prefactor`` may be set at any time. Ignite's parameter schedulers take the handler in place of an optimizer,
-    torch's take :meth:`as_optimizer`. A solve synchronizes host and device once. If it fails, nothing is changed; the
-    first failure is logged as a warning.
+    ``lr_prefactor`` may be set at any time; parameter schedulers take :meth:`as_optimizer`. A solve replaces rates that
+    other code has set, and synchronizes host and device once. If it fails, nothing is changed; the first failure is
+    logged as a warning.
 
     Args:
         parametrization: the parametrization of the trained model. Wrap or shard the model first.
@@ -54,8 +54,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             of the same structure, such as a copy from before ``fully_shard``.
 
     Attributes:
-        alignment: name -> current :class:`Alignment`.
-        solution: the current exponents.
+        alignment: name -> current (alpha, omega, u).
+        solution: the current exponents; ``c`` is a mapping from the names of layers, ``{layer}.bias`` for biases.
         failed_count: number of failed solves.
 
     Raises:
@@ -67,11 +67,11 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
             scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=100, solve_interval=10)
             scheduler.attach(trainer)
-            cosine = CosineAnnealingScheduler(scheduler, "lr", 0.1, 0.0, cycle_size=1000)
+            cosine = CosineAnnealingScheduler(scheduler.as_optimizer(), "lr", 0.1, 0.0, cycle_size=1000)
             trainer.add_event_handler(Events.ITERATION_STARTED, cosine)
     """
 
-    _state_dict_all_req_keys = ("steps", "lr_prefactor", "alignment", "c", "bias_c", "failed_count", "reference")
+    _state_dict_all_req_keys = ("steps", "lr_prefactor", "alignment", "c", "failed_count", "reference")
 
     def __init__(
         self,
@@ -96,11 +96,10 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         sample_size = check_count("sample_size", sample_size, least=1)
         self._c_ema = check_real("c_ema", c_ema, least=0.0, below=1.0)
         self._check_groups()
-        self.alignment = dict(parametrization.alignment)
+        self.alignment = dict.fromkeys(parametrization.layers, FULL)
         self.solution = parametrization.solution
         self.failed_count = 0
         self._steps = 0
-        self._rates: dict[tuple[str, bool], float] = {}
         self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
         self._set_rates()
         made = self._set_reference(reference)
@@ -110,42 +109,27 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     @property
     def lr_prefactor(self) -> float:
         """The factor of all learning rates; setting it sets them."""
-        return float(self.param_groups[0]["lr"])
+        return float(self._prefactor.param_groups[0]["lr"])
 
     @lr_prefactor.setter
     def lr_prefactor(self, value: float) -> None:
-        self.param_groups[0]["lr"] = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """One group, whose "lr" is ``lr_prefactor``, for Ignite's parameter schedulers."""
-        return self._prefactor.param_groups
+        self._prefactor.param_groups[0]["lr"] = value
 
     def as_optimizer(self) -> Optimizer:
-        """Return the optimizer whose only group is that of :attr:`param_groups`, for torch's schedulers."""
+        """Return an optimizer of one group, whose "lr" is ``lr_prefactor``, for schedulers of Ignite and torch."""
         return self._prefactor
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return alignments, exponents, the prefactor, the number of steps, and the reference's weights."""
         return OrderedDict(
             super().state_dict(),
             steps=self._steps,
             lr_prefactor=self.lr_prefactor,
             alignment={name: list(alignment) for name, alignment in self.alignment.items()},
             c=dict(self.solution.c),
-            bias_c=dict(self.solution.bias_c),
             failed_count=self.failed_count,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state, and set the learning rates.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it was saved by another kind of monitor, or with another model.
-        """
         Monitor.load_state_dict(self, state_dict)
         alignment = {name: Alignment(*numbers) for name, numbers in state_dict["alignment"].items()}
         if alignment.keys() != self.alignment.keys() or state_dict["c"].keys() != self.solution.c.keys():
@@ -154,7 +138,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._steps = int(state_dict["steps"])
         self.failed_count = int(state_dict["failed_count"])
         self.alignment = alignment
-        self.solution = Solution(dict(state_dict["c"]), self.solution.r, dict(state_dict["bias_c"]))
+        self.solution = Solution(dict(state_dict["c"]), self.solution.r)
         self.lr_prefactor = state_dict["lr_prefactor"]
 
     # Events
@@ -169,20 +153,11 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
-        rates = [(group["lr"], self._rates[name, bias]) for group, name, bias in self._groups()]
-        if any(not isinstance(current, Tensor) and current != own for current, own in rates):
-            self._warn(
-                "other code sets learning rates of the optimizer, which the next solve will replace: schedule "
-                "lr_prefactor of this handler instead"
-            )
         if self._is_due():
             super()._on_train_step_completed(engine)
         self._steps += 1
-        values = {f"c/{name}": c for name, c in self.solution.c.items()}
-        for group, name, bias in self._groups():
-            # Reading a tensor would synchronize.
-            lr = self._rates[name, bias] if isinstance(group["lr"], Tensor) else group["lr"]
-            values[f"lr/{name}{'.bias' * bias}"] = lr
+        values = {f"c/{name}": self.solution.c[name] for name in self.parametrization.layers}
+        values |= {f"lr/{key}": group["lr"] for key, group in self._groups()}
         values["failed_count"] = self.failed_count
         self.publish(**dict(zip(tags(values), values.values(), strict=True)))
 
@@ -200,25 +175,23 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             if self.failed_count == 1:
                 self._warn(f"no solution for the measured alignment; the exponents are not changed: {error}")
             return
-        c, bias_c = (
-            {name: self._c_ema * before[name] + (1 - self._c_ema) * value for name, value in after.items()}
-            for before, after in ((self.solution.c, solution.c), (self.solution.bias_c, solution.bias_c))
-        )
-        self.solution = Solution(c, solution.r, bias_c)
+        kept = self._c_ema
+        c = {key: kept * old + (1 - kept) * solution.c[key] for key, old in self.solution.c.items()}
+        self.solution = Solution(c, solution.r)
         self._set_rates()
 
     # Learning rates
 
-    def _groups(self) -> list[tuple[dict[str, Any], str, bool]]:
-        """The optimizer's groups that are of the parametrization, with the layer's name, and True for biases."""
+    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
+        """The optimizer's groups that are of the parametrization, with their keys in the solution."""
         groups = [group for group in self.optimizer.param_groups if group.get("layer_name") is not None]
-        return [(group, group["layer_name"], bool(group.get("bias"))) for group in groups]
+        return [(f"{group['layer_name']}{'.bias' if group.get('bias') else ''}", group) for group in groups]
 
     def _check_groups(self) -> None:
-        groups = self._groups()
-        if not groups or not {name for _, name, _ in groups} <= {*self.parametrization.layers, "_other"}:
+        groups = [group for _, group in self._groups()]
+        if not groups or not {group["layer_name"] for group in groups} <= {*self.parametrization.layers, "_other"}:
             raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
-        has_penalty = any(group.get("decoupled_weight_decay") is False for group, _, _ in groups)
+        has_penalty = any(group.get("decoupled_weight_decay") is False for group in groups)
         if self.parametrization.weight_decay and has_penalty:
             raise ValueError(
                 "Argument optimizer should decay weights apart from gradients, as AdamW does, for a parametrization "
@@ -228,14 +201,14 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _set_rates(self) -> None:
         """Set each group's "lr" to prefactor * n^-c, its "c", and its "weight_decay" inversely."""
         layers, decay = self.parametrization.layers, self.parametrization.weight_decay
-        for group, name, bias in self._groups():
-            group["c"] = self.parametrization.exponent(name, bias=bias, solution=self.solution)
-            factor = float(layers[name].fan_in if name in layers else 1) ** -group["c"]
-            lr = self._rates[name, bias] = self.lr_prefactor * factor
+        for key, group in self._groups():
+            layer = layers.get(group["layer_name"])
+            group["c"] = self.solution.c.get(key, 0.0)
+            factor = 1.0 if layer is None else layer.fan_in ** -group["c"]
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
+                group["lr"].fill_(self.lr_prefactor * factor)
             else:
-                group["lr"] = lr
+                group["lr"] = self.lr_prefactor * factor
             if decay and group.get("weight_decay"):  # not where the user has set it to 0
                 group["weight_decay"] = decay / factor
 

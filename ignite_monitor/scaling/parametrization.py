@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.monitor.ranks import from_every_rank
-from ignite_monitor.scaling.solver import Alignment, LayerGraph, Solution, solve
-
-
-class ParametrizedLayer(NamedTuple):
-    """One layer of a :class:`Parametrization`, of width n."""
-
-    name: str  # its name in the model
-    layer_type: str  # "embedding", "hidden" or "readout"
-    fan_in: int  # n: the fan-in, for an embedding the number of its outputs
-    a: float  # exponent of the multiplier
-    b: float  # exponent of the initial standard deviation
-    c: float  # exponent of the learning rate, as solved for when the parametrization was made
-    weight: str  # name of its parameter
-    biases: tuple[str, ...]  # names of its other parameters
-    module: str | None  # name of the module whose output is the layer's output; None if there is none
-    multiplier: float  # factor by which a forward hook multiplies the output; 1.0 without a hook
-    std: float | None  # standard deviation of the initial weights; None if they were kept
+from ignite_monitor.scaling.solver import Alignment, Node, ParametrizedLayer, Solution, solve
 
 
 @dataclass(eq=False)
@@ -40,10 +24,10 @@ class Parametrization:
 
     Attributes:
         model: the model.
-        layers: name -> :class:`ParametrizedLayer`, in the order of the forward pass.
-        graph: the :class:`LayerGraph`.
-        alignment: name -> :class:`Alignment` that the solution assumes.
-        solution: the :class:`Solution`.
+        layers: name -> layer, in the order of the forward pass: ``layer_type``, ``fan_in``, ``a``, ``b``, ``c``, ...
+        graph: name -> node of the graph of layers.
+        solution: the exponents under full alignment; ``c`` is a mapping from layers, ``{layer}.bias`` for biases.
+        pins: weight -> given exponent of its learning rate.
         optimizer_type: as given.
         lr_prefactor: as given; :attr:`param_groups` are made with it.
         weight_decay: as given.
@@ -51,9 +35,9 @@ class Parametrization:
 
     model: nn.Module
     layers: dict[str, ParametrizedLayer]
-    graph: LayerGraph
-    alignment: dict[str, Alignment]
+    graph: dict[str, Node]
     solution: Solution
+    pins: dict[str, float]
     optimizer_type: str
     lr_prefactor: float
     weight_decay: float | None
@@ -76,43 +60,28 @@ class Parametrization:
         """The groups for ``torch.optim.Muon``: hidden weights of two dimensions, if ``optimizer_type="muon"``."""
         return self._groups(muon=True)
 
-    def exponent(self, layer_name: str, *, bias: bool = False, solution: Solution | None = None) -> float:
-        """The learning-rate exponent of the group with this "layer_name" and "bias".
+    def solve(self, alignment: Mapping[str, Alignment]) -> Solution:
+        """Solve for the exponents of an alignment (alpha, omega, u) by layer; nothing is changed.
 
         Args:
-            layer_name: the group's "layer_name".
-            bias: the group's "bias".
-            solution: what :meth:`solve` returned; None for :attr:`solution`.
+            alignment: name -> alignment; other layers are fully aligned.
         """
-        if layer_name == "_other":
-            return 0.0
-        solution = solution or self.solution
-        return solution.bias_c[layer_name] if bias else solution.c[self.graph[layer_name].layer]
-
-    def solve(self, alignment: Mapping[str, Any] | None = None) -> Solution:
-        """Solve for the exponents of other alignments; nothing is changed.
-
-        Args:
-            alignment: name -> alignment; other layers keep theirs.
-
-        Raises:
-            ValueError: if there is no solution, or a layer is unknown.
-        """
-        if unknown := sorted(set(alignment or ()) - set(self.alignment)):
-            raise ValueError(f"Argument alignment should name layers, but given {unknown}")
-        return solve(self.graph, self.alignment | dict(alignment or {}), optimizer_type=self.optimizer_type)
+        return solve(self.graph, alignment, self.pins, sgd=self.optimizer_type == "sgd")
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
         left = {name: parameter for name, parameter, _ in named_parameters(self.model)}
-        parts = [(layer, layer.name, bias) for layer in self.layers.values() for bias in (False, True)]
         groups = []
-        for layer, name, bias in [*parts, (None, "_other", False)]:
+        for layer, bias in [
+            *((layer, bias) for layer in self.layers.values() for bias in (False, True)),
+            (None, False),
+        ]:
             names = list(left) if layer is None else layer.biases if bias else [layer.weight]
             params = [left.pop(item) for item in names if item in left]  # tied weights belong to the first layer
-            is_muon = layer is not None and not bias and self.graph[name].update is not None
+            is_muon = layer is not None and not bias and layer.muon_update is not None
             if not params or is_muon is not muon:
                 continue
-            fan_in, c = 1 if layer is None else layer.fan_in, self.exponent(name, bias=bias)
+            name, fan_in = ("_other", 1) if layer is None else (layer.name, layer.fan_in)
+            c = self.solution.c.get(f"{name}{'.bias' * bias}", 0.0)
             lr = self.lr_prefactor * fan_in**-c
             group = {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
             decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay * fan_in**c}

@@ -15,16 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from ignite_monitor.checks import check_choice, check_count, check_real, check_type
 from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling.exported import ExportedModels, LayerUse, mark_relative
-from ignite_monitor.scaling.parametrization import (
-    Parametrization,
-    ParametrizedLayer,
-    RandomTensors,
-    initialize_weights,
-    is_zero,
-)
+from ignite_monitor.scaling.exported import FLAT, ExportedModels, mark_relative
+from ignite_monitor.scaling.parametrization import Parametrization, RandomTensors, initialize_weights, is_zero
 from ignite_monitor.scaling.program import ExportError, TracingError, role_by_fans
-from ignite_monitor.scaling.solver import LAYER_TYPES, OPTIMIZER_TYPES, PRESETS, LayerGraph, Node, as_alignment, solve
+from ignite_monitor.scaling.solver import LAYER_TYPES, PRESETS, Node, ParametrizedLayer, solve
 
 MUON_UPDATES = {"original": 0.0, "match_rms_adamw": 0.5}
 """Exponent of the change of a hidden layer's output per step of ``torch.optim.Muon``, by its ``adjust_lr_fn``."""
@@ -43,8 +37,7 @@ def parametrize(
     weight_decay: float | None = None,
     optimizer_type: str = "adam",
     adjust_lr_fn: str = "original",
-    alignment: str | tuple[float, float, float] = "full",
-    ab_overrides: Mapping[str, tuple[float, float]] | None = None,
+    preset: str = "mup",
     c_overrides: Mapping[str, float] | None = None,
     kinds: Mapping[str, str] | None = None,
     initialize: bool = True,
@@ -57,11 +50,8 @@ def parametrize(
 
     A layer of width n multiplies its output by :math:`n^{-a}`, starts from weights of standard deviation
     ``std_prefactor`` :math:`\cdot\, n^{-b}` and zero biases, and learns at ``lr_prefactor`` :math:`\cdot\, n^{-c}`.
-    (a, b) are muP's by default; c is the smallest with which nothing grows. Layers whose output no module
-    returns have a = 0, and b and c larger by a: the same training. Other parameters, and frozen and zero weights, keep
-    their values.
-
-    Overrides are mappings by a layer's name, the last part of its name, or its type.
+    c is the smallest with which nothing grows. Layers whose output no module returns have a = 0, and b and c larger by
+    a: the same training. Other parameters, and frozen and zero weights, keep their values.
 
     Args:
         make_model: makes the model at a width.
@@ -75,11 +65,10 @@ def parametrize(
         optimizer_type: "adam" for Adam, AdamW and others whose updates do not depend on the gradient's size, "sgd", or
             "muon" for hidden weights trained by ``torch.optim.Muon`` and the rest by AdamW.
         adjust_lr_fn: Muon's argument of that name, "original" or "match_rms_adamw".
-        alignment: "full", "no", or (alpha, omega, u) for all layers.
-        ab_overrides: (a, b).
-        c_overrides: exponents of learning rates that are not to be solved for.
+        preset: (a, b) of all layers: "mup", "standard", "ntk" or "mean_field".
+        c_overrides: name of a layer, its last part, or a layer type -> exponent c that is not to be solved for.
         kinds: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer).
-            Where the graph can't be read, all weights but those of torch's modules need one.
+            Where the graph can't be read, all weights but those of Linear, convolutions and Embedding need one.
         initialize: False keeps all weights, and adds no multipliers; only learning rates follow the width.
 
     Returns:
@@ -87,7 +76,7 @@ def parametrize(
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument is invalid, the models differ in more than sizes, or a weight's purpose is unknown.
+        ValueError: if an argument is invalid, the models differ in more than sizes, or a given c is too small.
         RuntimeError: if the graph can't be read; the error names the place.
 
     Examples:
@@ -102,17 +91,16 @@ def parametrize(
     """
     if isinstance(make_model, nn.Module) or not callable(make_model):
         raise TypeError(f"Argument make_model should be a function of the width, but given {type(make_model)}")
-    is_pair = isinstance(widths, (tuple, list)) and len(widths) == 2
-    if not is_pair or check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
-        error = ValueError if is_pair else TypeError
-        raise error(f"Argument widths should be a small and a large width, but given {widths!r}")
+    check_type("widths", widths, tuple, "a tuple of a small and a large width")
+    if len(widths) != 2 or check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
+        raise ValueError(f"Argument widths should be a small and a large width, but given {widths!r}")
     lr_prefactor = check_real("lr_prefactor", lr_prefactor, above=0.0)
     std_prefactor = check_real("std_prefactor", std_prefactor, above=0.0)
     weight_decay = None if weight_decay is None else check_real("weight_decay", weight_decay, least=0.0)
-    check_choice("optimizer_type", optimizer_type, *OPTIMIZER_TYPES)
+    check_choice("optimizer_type", optimizer_type, "adam", "sgd", "muon")
     check_choice("adjust_lr_fn", adjust_lr_fn, *MUON_UPDATES)
+    check_choice("preset", preset, *PRESETS)
     check_type("initialize", initialize, bool, "bool")
-    assumed_alignment = as_alignment("alignment", alignment)
 
     with preserved_rng_state(cuda_devices()):
         small = make_model(widths[0])
@@ -120,44 +108,38 @@ def parametrize(
         model = make_model(widths[1])
     weights = _growing_weights(small, model)
     inputs = [sample_input(width) if callable(sample_input) else sample_input for width in widths]
-    uses, nodes = _read((small, model), (inputs[0], inputs[1]), _given_roles(kinds, weights), weights)
+    layers, graph = _read((small, model), (inputs[0], inputs[1]), _given_roles(kinds, weights), weights)
     gc.collect()  # exported programs hold the models in reference cycles
 
-    keys = {name: (name, name.rpartition(".")[2], use.kind) for name, use in uses.items()}
-    ab = _overridden("ab_overrides", ab_overrides, keys, _check_ab, LAYER_TYPES)
+    keys = {name: (name, name.rpartition(".")[2], layer.layer_type) for name, layer in layers.items()}
     c = _overridden("c_overrides", c_overrides, keys, check_real, LAYER_TYPES)
-    given = {uses[name].weight: value for name, value in c.items()}
-    if any(given[uses[name].weight] != value for name, value in c.items()):
+    pins = {layers[name].weight: value for name, value in c.items()}
+    if any(pins[layers[name].weight] != value for name, value in c.items()):
         raise ValueError(f"Layers that share a weight are given different c: {c}")
-    # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
-    kept = {name for name, use in uses.items() if not initialize or is_zero(weights[use.weight])}
-    completed = {node.name: node for node in nodes}
-    for name, use in uses.items():
-        a, b = ab.get(name, PRESETS["mup"][use.kind])
-        if use.module is None or name in kept:
-            a, b = 0.0 - use.exponent, a + b + use.exponent
-        is_muon = optimizer_type == "muon" and use.kind == "hidden" and weights[use.weight].ndim == 2
-        update = MUON_UPDATES[adjust_lr_fn] if is_muon else None
-        for key in use.nodes:
-            own = completed[key]._replace(kind=use.kind, a=a, b=b, few=use.few, update=update)
-            completed[key] = own._replace(c=given.get(use.weight))
-    graph, assumed = LayerGraph(completed.values()), dict.fromkeys(uses, assumed_alignment)
-    solution = solve(graph, assumed, optimizer_type=optimizer_type)
-
-    layers: dict[str, ParametrizedLayer] = {}
-    for name, use in uses.items():
-        node, n = graph[name], use.widths[1]
-        std = None if name in kept else std_prefactor * n**-node.b
-        multiplier = float(n) ** -(node.a + use.exponent)  # 1 without a module
-        exponents, biases = (node.a, node.b, solution.c[node.layer]), _biases(model, use)
-        layers[name] = ParametrizedLayer(name, use.kind, n, *exponents, use.weight, biases, use.module, multiplier, std)
-        first = layers[node.layer]
-        if initialize and (first.std, first.fan_in) != (std, n):
+    for layer in layers.values():
+        layer.a, layer.b = PRESETS[preset][layer.layer_type]
+        own = layer.growth or 0.0
+        own = 0.0 if abs(own) <= FLAT else round(own / math.log(layer.widths[1] / layer.widths[0]), 6)
+        # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
+        is_kept = not initialize or is_zero(weights[layer.weight])
+        if layer.module is None or is_kept:
+            layer.a, layer.b = 0.0 - own, layer.a + layer.b + own
+        layer.multiplier = float(layer.fan_in) ** -(layer.a + own)  # 1 without a module
+        layer.std = None if is_kept else std_prefactor * layer.fan_in**-layer.b
+        layer.biases = _biases(model, layer)
+        if optimizer_type == "muon" and layer.layer_type == "hidden" and weights[layer.weight].ndim == 2:
+            layer.muon_update = MUON_UPDATES[adjust_lr_fn]
+    owners: dict[str, ParametrizedLayer] = {}
+    for layer in layers.values():
+        first = owners.setdefault(layer.weight, layer)
+        if initialize and (first.std, first.fan_in) != (layer.std, layer.fan_in):
             raise ValueError(
-                f"Layers {first.name} and {name} share their weight, so both should have the same width and standard "
-                f"deviation, but they have {first.fan_in} and {n}, and {first.std} and {std}. Use modules that share "
-                "the parameter, such as nn.Linear, or initialize=False"
+                f"Layers {first.name} and {layer.name} share their weight, so both should have the same width and "
+                f"standard deviation, but they have {first.fan_in} and {layer.fan_in}, and {first.std} and {layer.std}"
             )
+    solution = solve(graph, {}, pins, sgd=optimizer_type == "sgd")
+    for name, layer in layers.items():
+        layer.c = solution.c[name]
     if initialize:
         replaced = dict.fromkeys(layer.weight for layer in layers.values() if layer.std is not None)
         lost = [name for name in replaced if not weights[name].is_meta and weights[name] not in random]
@@ -167,7 +149,7 @@ def parametrize(
                 f"not random, such as pretrained ones (first {lost[0]}). initialize=False keeps them."
             )
         initialize_weights(model, layers)
-    return Parametrization(model, layers, graph, assumed, solution, optimizer_type, lr_prefactor, weight_decay)
+    return Parametrization(model, layers, graph, solution, pins, optimizer_type, lr_prefactor, weight_decay)
 
 
 # Roles
@@ -175,53 +157,50 @@ def parametrize(
 
 def _read(
     models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], roles: Mapping[str, str], growing: Collection[str]
-) -> tuple[dict[str, LayerUse], list[Node]]:
-    """Uses of weights and the nodes of the graph, exported if possible, else from sizes and given roles."""
+) -> tuple[dict[str, ParametrizedLayer], dict[str, Node]]:
+    """Layers and graph, exported if possible, else from sizes and given roles."""
     try:
         exported = ExportedModels(models, inputs, roles)
     except ExportError:
         if not roles:
             raise
-        return _uses_by_size(models, roles, growing)
-    unused = [
-        f"{name} ({type(module).__name__})"
-        for name, parameter, module in named_parameters(models[1])
-        if name in growing and parameter.requires_grad and name not in roles and name not in exported.reached
-    ]
+        return _read_sizes(models, roles, growing)
+    trained = {name for name, parameter, _ in named_parameters(models[1]) if parameter.requires_grad}
+    unused = [name for name in growing if name in trained and name not in {*roles, *exported.reached}]
     if unused:
         raise TracingError(
             f"With sample_input the model does not use {', '.join(unused)}: give a sample_input with which it does, or "
             "freeze what is not trained"
         )
-    mark_relative(exported.uses, exported.nodes)
-    return exported.uses, exported.nodes
+    mark_relative(exported.graph)
+    return exported.layers, exported.graph
 
 
-def _uses_by_size(
+def _read_sizes(
     models: tuple[nn.Module, nn.Module], roles: Mapping[str, str], growing: Collection[str]
-) -> tuple[dict[str, LayerUse], list[Node]]:
-    """Uses and a graph, in which all layers take the output of the first embedding, for a model that can't be read."""
+) -> tuple[dict[str, ParametrizedLayer], dict[str, Node]]:
+    """Layers and a graph, in which all take the output of the first embedding, for a model that can't be read."""
     shapes = {name: parameter.shape for name, parameter, _ in named_parameters(models[0])}
-    uses: dict[str, LayerUse] = {}
+    layers: dict[str, ParametrizedLayer] = {}
     for name, weight, module in named_parameters(models[1]):
-        role, layer, pair = roles.get(name), name.removesuffix(".weight"), (shapes[name], weight.shape)
+        role, key, pair = roles.get(name), name.removesuffix(".weight"), (shapes[name], weight.shape)
         if name not in growing or not weight.requires_grad or role == "vector":
             continue
-        has_hook = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding))
-        if isinstance(module, nn.Embedding):
-            role, widths = role_by_fans(((1, pair[0][-1]), (1, pair[1][-1])), role or "embedding")
-        elif has_hook or isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):  # outputs first
-            fans = [(math.prod(shape[1:]), shape[0]) for shape in pair]
-            role, widths = role_by_fans((fans[0], fans[1]), role)
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)):
+            is_table = isinstance(module, nn.Embedding)
+            fans = [(1, shape[-1]) if is_table else (math.prod(shape[1:]), shape[0]) for shape in pair]
+            layers[key] = ParametrizedLayer(key, *role_by_fans((fans[0], fans[1]), role), name, key)
         elif role is None:
             raise ExportError(f"argument kinds should give the role of {name}, too")
         else:  # PyTorch has inputs last
             widths = [sizes for sizes in zip(*pair, strict=True) if sizes[0] != sizes[1]][-1]
-        uses[layer] = LayerUse(name, role, widths, layer if layer != name and has_hook else None, [layer])
-    first = next((name for name, use in uses.items() if use.kind == "embedding"), None)
-    inputs = () if first is None else (first,)
-    nodes = [Node(name, use.kind, () if use.kind == "embedding" else inputs) for name, use in uses.items()]
-    return uses, sorted(nodes, key=lambda node: node.name != first)
+            layers[key] = ParametrizedLayer(key, role, widths, name)
+    first = next((name for name, layer in layers.items() if layer.layer_type == "embedding"), None)
+    graph = {} if first is None else {first: Node(first, (), layers[first])}
+    for name, layer in layers.items():
+        inputs = () if layer.layer_type == "embedding" or first is None else (first,)
+        graph[name] = Node(name, inputs, layer)
+    return layers, graph
 
 
 def _given_roles(kinds: Any, weights: Collection[str]) -> dict[str, str]:
@@ -251,20 +230,14 @@ def _overridden(
     return {part: checked[own[0]] for part, own in fitting.items() if own}
 
 
-def _check_ab(name: str, value: object) -> tuple[float, float]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"Argument {name} should be two numbers (a, b), but given {value!r}")
-    return check_real(name, value[0]), check_real(name, value[1])
-
-
-def _biases(model: nn.Module, use: LayerUse) -> tuple[str, ...]:
+def _biases(model: nn.Module, layer: ParametrizedLayer) -> tuple[str, ...]:
     """Names of a layer's biases: all vectors of a module with one weight, else the one that is named alike."""
-    path, _, key = use.weight.rpartition(".")
-    module = dict(named_modules(model))[path if use.module is None else use.module]
+    path, _, key = layer.weight.rpartition(".")
+    owner = dict(named_modules(model))[path if layer.module is None else layer.module]
     alike = None if key == "weight" else key.replace("weight", "bias")
-    names = {id(parameter): name for name, parameter, _ in named_parameters(model)}
-    vectors = module.named_parameters(recurse=False)
-    return tuple(names[id(item)] for name, item in vectors if item.ndim < 2 and alike in (None, name))
+    vectors = dict(owner.named_parameters(recurse=False))
+    ids = {id(item) for name, item in vectors.items() if item.ndim < 2 and alike in (None, name)}
+    return tuple(name for name, parameter, _ in named_parameters(model) if id(parameter) in ids)
 
 
 def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Parameter]:

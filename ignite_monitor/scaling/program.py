@@ -52,6 +52,7 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     attributes = {module: dict(vars(module)) for module in model.modules()}
+    einsum: Any = torch.ops.aten.einsum.default
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # the graph of a model that torch refuses
@@ -59,7 +60,7 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
         warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
         try:
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)
-            exported = exported.run_decompositions({})
+            exported = exported.run_decompositions({einsum: torch.export.default_decompositions()[einsum]})
         except Exception as error:
             place = _own_line("".join(traceback.format_exception(error)))
             text = next(iter(str(error).strip().splitlines()), "")
@@ -134,7 +135,7 @@ LIKE = _names("zeros_like ones_like full_like empty_like rand_like randn_like ne
 SUMMED = {"sum": 1.0, "nansum": 1.0, "norm": 0.5, "linalg_vector_norm": 0.5, "linalg_norm": 0.5}
 POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0, "var": 2.0}
 ADDED = _names("addmm addmv baddbmm addbmm")  # the first argument is added, not multiplied
-MATRICES = ADDED | _names("matmul mm bmm mv dot linear einsum inner grouped_mm")
+MATRICES = ADDED | _names("matmul mm bmm mv dot linear inner grouped_mm")
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 
 Fans = tuple[tuple[int, int], tuple[int, int]]  # numbers of inputs and outputs, in both models
@@ -221,33 +222,17 @@ def _fans(node: fx.Node, factor: fx.Node) -> tuple[int, int] | None:
         return None
     if name == "linear" or name in RECURRENT:
         return shape[-1], shape[0]
-    if name in ("embedding", "embedding_bag"):
+    if name == "embedding":
         return 1, shape[-1]
+    if name.startswith("conv_transpose"):
+        groups: Any = args[6] if len(args) > 6 else 1
+        return shape[0] // groups * math.prod(shape[2:]), shape[1] * groups
     if name.startswith("conv"):
-        if "transpose" in name or (name == "convolution" and args[6]):
-            groups: Any = args[8] if name == "convolution" else (*args[6:7], 1)[0]
-            return shape[0] // int(groups) * math.prod(shape[2:]), shape[1] * int(groups)
         return math.prod(shape[1:]), shape[0]
-    if name == "einsum":
-        return _einsum(node, factor)
     pair = args[name in ADDED :][:2] if name in MATRICES else ()
     if factor not in pair:
         return None
     return (shape[-2], shape[-1]) if factor is pair[1] else (shape[-1], shape[-2])
-
-
-def _einsum(node: fx.Node, factor: fx.Node) -> tuple[int, int] | None:
-    """Sizes of an operand's subscripts that are summed over, and of those of the output that only it has."""
-    equation, operands = node.args[:2]
-    if not isinstance(equation, str) or not isinstance(operands, (tuple, list)) or len(operands) != 2:
-        return None
-    inputs, arrow, output = equation.replace(" ", "").replace("...", "").partition("->")
-    if not arrow:
-        output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
-    own, other = inputs.split(",")[:: 1 if operands[0] is factor else -1]
-    sizes = dict(zip(reversed(own), reversed(_shape(factor)), strict=False))
-    summed = math.prod(size for letter, size in sizes.items() if letter not in output)
-    return summed, math.prod(size for letter, size in sizes.items() if letter in output and letter not in other)
 
 
 def role_by_fans(fans: Fans, given: str | None) -> tuple[str, tuple[int, int]]:

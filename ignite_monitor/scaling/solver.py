@@ -28,16 +28,12 @@ wherever the inputs of all layers change, as they do behind an embedding.
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from ignite_monitor.checks import check_choice, check_real
+from typing import NamedTuple
 
 LAYER_TYPES = ("embedding", "hidden", "readout")
-OPTIMIZER_TYPES = ("adam", "sgd", "muon")
 
 PRESETS: dict[str, dict[str, tuple[float, float]]] = {
     "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5)},
@@ -45,11 +41,7 @@ PRESETS: dict[str, dict[str, tuple[float, float]]] = {
     "ntk": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (0.5, 0.0)},
     "mean_field": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (1.0, 0.0)},
 }
-"""Exponents (a, b) per layer type, as ``ab_overrides`` takes them."""
-
-
-class InfeasibleError(ValueError):
-    """No learning rates keep the changes of all activations bounded as the width grows."""
+"""Exponents (a, b) per layer type."""
 
 
 class Alignment(NamedTuple):
@@ -66,234 +58,168 @@ class Alignment(NamedTuple):
     u: float
 
 
-ALIGNMENTS = {"full": Alignment(1.0, 0.5, 1.0), "no": Alignment(0.5, 0.5, 0.5)}
+FULL = Alignment(1.0, 0.5, 1.0)
+"""Full alignment, which is assumed without a measurement."""
+
+
+@dataclass
+class ParametrizedLayer:
+    """One layer of a :class:`Parametrization`, of width n."""
+
+    name: str  # its name in the model
+    layer_type: str  # "embedding", "hidden" or "readout"
+    widths: tuple[int, int]  # n in the small and in the large model
+    weight: str  # name of its parameter
+    module: str | None = None  # name of the module whose output is the layer's output; None if there is none
+    biases: tuple[str, ...] = ()  # names of its other parameters
+    a: float = 0.0  # exponent of the output's multiplier
+    b: float = 0.0  # exponent of the initial standard deviation
+    c: float | None = None  # exponent of the learning rate: a given one, or as first solved for
+    std: float | None = None  # standard deviation of the initial weights; None if they are kept
+    multiplier: float = 1.0  # factor by which a forward hook multiplies the output; 1.0 without a hook
+    growth: float | None = None  # logarithm of the ratio of the model's own factors between the widths
+    is_relative: bool = False  # True if a norm or a zero weight takes the output
+    has_few_outputs: bool = False  # True for a hidden layer whose number of outputs does not grow
+    muon_update: float | None = None  # with Muon, the exponent of the output's change per step
+
+    @property
+    def fan_in(self) -> int:
+        """n: the fan-in, for an embedding the number of its outputs."""
+        return self.widths[1]
 
 
 class Node(NamedTuple):
-    """One node of a graph: a layer, or a junction of branches.
+    """One node of a graph: a use of a layer, a junction of branches, or a weight of a size that is fixed."""
 
-    ``kind`` is "embedding", "hidden" or "readout"; "junction" for a sum or product of its inputs; or "fixed" for a
-    weight whose size does not depend on the width.
-    """
-
-    name: str  # unique; for a layer, its name in the model
-    kind: str
-    inputs: tuple[str, ...] = ()  # names of the nodes whose values it takes; constant inputs are not listed
-    a: float = 0.0  # exponent of a layer's output multiplier
-    b: float = 0.0  # exponent of a layer's initial standard deviation
-    c: float | None = None  # a given exponent of the learning rate; None to solve for it
-    shares: str | None = None  # the layer whose weights it uses, if they are not its own
-    few: bool = False  # True for a hidden layer whose number of outputs does not grow
-    update: float | None = None  # for a layer that Muon trains, the exponent of its output's change per step
-
-    @property
-    def layer(self) -> str:
-        """The layer whose weights it uses: itself, or the one it shares them with."""
-        return self.name if self.shares is None else self.shares
-
-    @property
-    def has_weights(self) -> bool:
-        """True for nodes with a learning rate."""
-        return self.kind in LAYER_TYPES
+    name: str
+    inputs: tuple[str, ...] = ()  # names of earlier nodes whose values it takes; constant inputs are not listed
+    layer: ParametrizedLayer | None = None
+    is_fixed: bool = False
 
 
-class LayerGraph:
-    """Layers and junctions of a model, in the order of the forward pass.
-
-    Args:
-        nodes: the nodes, each after its inputs.
-
-    Raises:
-        ValueError: if names are not unique, a kind or an input is unknown, a junction has no input, or the activations
-            of a layer would grow or vanish with width at initialization, by its (a, b).
-    """
-
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self.nodes = tuple(nodes)
-        self._by_name: dict[str, Node] = {}
-        for node in self.nodes:
-            self._check(node)
-            self._by_name[node.name] = node
-        self.layers = [node for node in self.nodes if node.has_weights and node.shares is None]
-
-    def __getitem__(self, name: str) -> Node:
-        return self._by_name[name]
-
-    def _check(self, node: Node) -> None:
-        if not node.has_weights and node.kind not in ("junction", "fixed"):
-            raise ValueError(f"Node {node.name} is of the unknown kind {node.kind!r}")
-        if node.name in self._by_name:
-            raise ValueError(f"Two nodes are named {node.name}")
-        for name in node.inputs if node.shares is None else (*node.inputs, node.shares):
-            if name not in self._by_name:
-                raise ValueError(f"Node {node.name} refers to {name!r}, which no earlier node is named")
-        if node.kind == "junction" and not node.inputs:
-            raise ValueError(f"Node {node.name} is a junction without inputs")
-        excess = node.a + node.b - (0.0 if node.kind == "embedding" else 0.5)
-        is_readout = node.kind == "readout"
-        if node.has_weights and (excess < -1e-9 or (excess > 1e-9 and not is_readout)):
-            raise ValueError(
-                f"Layer {node.name} should have a + b {'at least' if is_readout else 'equal to'} "
-                f"{node.a + node.b - excess:g}, so that its outputs neither grow nor vanish with width at "
-                f"initialization, but has {node.a:g} + {node.b:g}"
-            )
+Graph = dict[str, Node]  # by name, in the order of the forward pass
 
 
-@dataclass(frozen=True)
-class Solution:
-    """Exponents that solve a graph, by the name of the layer or node.
+class Solution(NamedTuple):
+    """Exponents that solve a graph."""
 
-    Attributes:
-        c: of learning rates of weights.
-        r: with which the change of a node's output vanishes with width.
-        bias_c: of learning rates of biases, which change the output at the layer's rate r.
-    """
-
-    c: dict[str, float]
-    r: dict[str, float]
-    bias_c: dict[str, float]
+    c: dict[str, float]  # layer, and "{layer}.bias" for its biases, which change the output at the rate r -> of lr
+    r: dict[str, float]  # node -> with which the change of its output vanishes with width
 
 
 def solve(
-    graph: LayerGraph,
-    alignment: str | tuple[float, float, float] | Mapping[str, Any] = "full",
-    *,
-    optimizer_type: str = "adam",
+    graph: Graph, alignment: Mapping[str, Alignment], pins: Mapping[str, float], *, sgd: bool = False
 ) -> Solution:
     """Maximize the learning rates such that no activation's change grows with width.
 
     Args:
-        graph: the layers, with their (a, b), and c where it is given.
-        alignment: "full", "no" or (alpha, omega, u) for all layers, or a mapping from every layer's name to one.
-        optimizer_type: "adam" for optimizers whose updates do not depend on the gradient's size; "muon" for the same
-            in graphs with layers that Muon trains; or "sgd".
+        graph: the nodes.
+        alignment: layer -> alignment; others are fully aligned.
+        pins: weight -> exponent of its learning rate, where it is given.
+        sgd: True for SGD, False for optimizers whose updates do not depend on the gradient's size.
 
     Raises:
         ImportError: if SciPy is not installed.
-        ValueError: if an argument or the graph is invalid, or a given c is too small (:class:`InfeasibleError`).
-
-    Examples:
-        .. code-block:: python
-
-            graph = LayerGraph([Node("in", "embedding", (), -0.5, 0.5), Node("out", "readout", ("in",), 0.5, 0.5)])
-            solve(graph, "full").c  # {"in": 0.5, "out": 0.5}
+        ValueError: if a given c is too small, or the gradient's size is not known.
     """
-    check_choice("optimizer_type", optimizer_type, *OPTIMIZER_TYPES)
-    if not graph.layers:
-        raise ValueError("Argument graph should have at least one layer with weights")
-    sgd = optimizer_type == "sgd"
+    layers = {node.layer.name: node.layer for node in graph.values() if node.layer is not None}
     gradients = _gradients(graph) if sgd else {}
     full, minima = (
-        gradients | {("r", node.name): _changes(node, clipped_alignment(node, given), sgd) for node in graph.nodes}
-        for given in ("full", alignment)
+        gradients | {("r", name): _changes(node, given, sgd) for name, node in graph.items()}
+        for given in ({}, alignment)
     )
-    slowest = _minimize(full, {node.name: (-math.inf, math.inf) for node in graph.layers})
-    given = {node.name: node.c for node in graph.layers if node.c is not None}
-    bounds = {name: (given.get(name, -math.inf), given.get(name, largest)) for name, largest in slowest.items()}
-    c = _minimize(minima, bounds)
-    values: dict[Variable, float] = {("c", name): value for name, value in c.items()}
+    slowest = _minimize(full, {layer.weight: (-math.inf, math.inf) for layer in layers.values()})
+    bounds = {weight: (pins.get(weight, -math.inf), pins.get(weight, c)) for weight, c in slowest.items()}
+    values: dict[Variable, float] = {("c", weight): c for weight, c in _minimize(minima, bounds).items()}
     for variable, terms in minima.items():
         values[variable] = min(constant + sum(values[part] for part in parts) for constant, parts in terms)
-    r = {node.name: values["r", node.name] for node in graph.nodes}
-    updates = {node.name: node.a + values.get(("g", node.name), 0.0) if sgd else 0.0 for node in graph.nodes}
-    bias_c = {node.name: r[node.name] - node.a - updates[node.name] for node in graph.nodes if node.has_weights}
-    return Solution(c, r, bias_c)
+    c: dict[str, float] = {}
+    for name, node in graph.items():
+        layer = node.layer
+        if layer is not None and layer.name not in c:
+            update = layer.a + values.get(("g", name), 0.0) if sgd else 0.0
+            c[layer.name], c[f"{layer.name}.bias"] = values["c", layer.weight], values["r", name] - layer.a - update
+    return Solution(c, {name: values["r", name] for name in graph})
 
 
-def as_alignment(name: str, value: object) -> Alignment:
-    """An alignment that is given by its name or as three numbers, as the argument of this name."""
-    if isinstance(value, str) and value in ALIGNMENTS:
-        return ALIGNMENTS[value]
-    message = f"Argument {name} should be one of {list(ALIGNMENTS)} or three numbers, but given {value!r}"
-    if isinstance(value, str):
-        raise ValueError(message)
-    if not isinstance(value, (tuple, list)) or len(value) != 3:
-        raise TypeError(message)
-    return Alignment(*(check_real(name, number) for number in value))
+def clipped(layer: ParametrizedLayer, alignment: Alignment) -> Alignment:
+    """The alignment of a layer within the bounds of this module's docstring."""
+    start = layer.a + layer.b
+    if layer.layer_type == "embedding":  # it sums over nothing
+        return Alignment(0.0, start, 0.0)
+    if layer.muon_update is not None:  # an orthogonal update: its effect does not depend on the alignment
+        return Alignment(layer.muon_update, start, layer.muon_update)
+    alpha, omega, u = alignment
+    return Alignment(min(max(alpha, 0.5), 1.0), min(max(omega, 0.5), start), min(max(u, 0.5), 1.0))
 
 
-def clipped_alignment(node: Node, alignment: Any) -> Alignment:
-    """The alignment of a node within the bounds of this module's docstring, from what :func:`solve` takes."""
-    if node.kind not in ("hidden", "readout"):
-        return Alignment(0.0, node.a + node.b, 0.0)  # an embedding sums over nothing
-    if isinstance(alignment, Mapping):
-        key = node.name if node.name in alignment else node.layer
-        if key not in alignment:
-            raise ValueError(f"Argument alignment should have every layer, but lacks {key!r}")
-        alignment = alignment[key]
-    alpha, omega, u = as_alignment("alignment", alignment)
-    if node.update is not None:  # an orthogonal update: its effect does not depend on the alignment
-        return Alignment(node.update, node.a + node.b, node.update)
-    return Alignment(min(max(alpha, 0.5), 1.0), min(max(omega, 0.5), node.a + node.b), min(max(u, 0.5), 1.0))
-
-
-Variable = tuple[str, str]  # ("c", layer), ("r", node), or ("g", node) for gamma
+Variable = tuple[str, str]  # ("c", weight), ("r", node), or ("g", node) for gamma
 Term = tuple[float, tuple[Variable, ...]]  # the sum of a constant and variables
 Minima = dict[Variable, list[Term]]  # each variable is the smallest of its terms, which have variables before it
 
 
-def _changes(node: Node, alignment: Alignment, sgd: bool) -> list[Term]:
+def _changes(node: Node, alignment: Mapping[str, Alignment], sgd: bool) -> list[Term]:
     """The terms of a node's r."""
     inputs: list[Variable] = [("r", name) for name in node.inputs]
-    if not node.has_weights:
-        return [*([(0.0, ())] if node.kind == "fixed" else []), *((0.0, (variable,)) for variable in inputs)]
-    own: tuple[Variable, ...] = (("c", node.layer),)
-    if sgd and node.kind != "readout":
+    layer = node.layer
+    if layer is None:
+        return [*([(0.0, ())] if node.is_fixed else []), *((0.0, (variable,)) for variable in inputs)]
+    alpha, omega, u = clipped(layer, alignment.get(layer.name, FULL))
+    own: tuple[Variable, ...] = (("c", layer.weight),)
+    if sgd and layer.layer_type != "readout":
         own = (*own, ("g", node.name))
-    rate = (2 if sgd else 1) * node.a
-    terms: list[Term] = [(rate - alignment.alpha, own)]
-    if node.kind != "embedding":
-        terms += [(rate - alignment.u, (*own, variable)) for variable in inputs]
-    return terms + [(node.a + node.b - alignment.omega, (variable,)) for variable in inputs]
+    rate = (2 if sgd else 1) * layer.a
+    terms: list[Term] = [(rate - alpha, own)]
+    if layer.layer_type != "embedding":
+        terms += [(rate - u, (*own, variable)) for variable in inputs]
+    return terms + [(layer.a + layer.b - omega, (variable,)) for variable in inputs]
 
 
-def _gradients(graph: LayerGraph) -> Minima:
+def _gradients(graph: Graph) -> Minima:
     """The terms of each node's gamma, in backward order."""
     adam = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
-    minima: Minima = {("g", node.name): [] for node in reversed(graph.nodes)}
-    for node in reversed(graph.nodes):
-        gradient: list[Term] = [(0.0, (("g", node.name),))] if minima["g", node.name] else []
-        if node.kind == "readout":
-            gradient = [(node.a + node.b, ()), (2 * node.a, (("c", node.layer),))]
-        elif node.has_weights and not gradient:
-            raise ValueError(
-                f"Layer {node.name} reaches no trained readout, so its gradient with SGD is not known: {adam}"
-            )
-        for name in node.inputs if gradient else ():
-            if node.kind == "embedding" or graph[name].kind == "readout" or graph[name].few:
+    minima: Minima = {("g", name): [] for name in reversed([*graph])}
+    for name, node in reversed(graph.items()):
+        gradient: list[Term] = [(0.0, (("g", name),))] if minima["g", name] else []
+        layer_type = None if node.layer is None else node.layer.layer_type
+        if node.layer is not None and layer_type == "readout":
+            gradient = [(node.layer.a + node.layer.b, ()), (2 * node.layer.a, (("c", node.layer.weight),))]
+        elif layer_type is not None and not gradient:
+            raise ValueError(f"Layer {name} reaches no trained readout, so its gradient with SGD is not known: {adam}")
+        for source in node.inputs if gradient else ():
+            before = graph[source].layer
+            is_few = before is not None and (before.layer_type == "readout" or before.has_few_outputs)
+            if is_few or layer_type == "embedding":
                 raise ValueError(
-                    f"The number of outputs of {name} does not grow, so the gradient it gets from {node.name} with SGD "
+                    f"The number of outputs of {source} does not grow, so the gradient it gets from {name} with SGD "
                     f"follows no power of the width: {adam}"
                 )
-            minima["g", name] += gradient
+            minima["g", source] += gradient
     return {variable: terms for variable, terms in minima.items() if terms}
 
 
 def _minimize(minima: Minima, bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The optimal c by layer. r is at most each of its terms, which is enough, as all terms grow with r and c."""
+    """The optimal c by weight. r is at most each of its terms, which is enough, as all terms grow with r and c."""
     try:
-        optimize: Any = importlib.import_module("scipy.optimize")
-        sparse: Any = importlib.import_module("scipy.sparse")
+        from scipy import optimize, sparse  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError("Width scaling needs SciPy: pip install 'ignite-monitor[scaling]'") from error
-    variables: list[Variable] = [*(("c", name) for name in bounds), *minima]
-    columns = {variable: column for column, variable in enumerate(variables)}
+    columns = {variable: column for column, variable in enumerate([*(("c", weight) for weight in bounds), *minima])}
     rows = [(variable, term) for variable, terms in minima.items() for term in terms]
     matrix = sparse.lil_array((len(rows), len(columns)))
     for row, (variable, (_, parts)) in enumerate(rows):
         matrix[row, columns[variable]] += 1.0
         for part in parts:
             matrix[row, columns[part]] -= 1.0
-    layers = len(bounds)
     # Of equal sums, the earlier layers have the smaller c.
-    costs = [1 + 1e-3 * math.exp(-i / layers) for i in range(layers)] + [0.0] * len(minima)
+    costs = [1 + 1e-3 * math.exp(-i / len(bounds)) for i in range(len(bounds))] + [0.0] * len(minima)
     limits = [*bounds.values(), *((0.0 if kind == "r" else -math.inf, math.inf) for kind, _ in minima)]
     constants = [constant for _, (constant, _) in rows]
     result = optimize.linprog(costs, A_ub=matrix.tocsr(), b_ub=constants, bounds=limits, method="highs")
     if result.x is None:
         given = ", ".join(f"{low:g} for {name}" for name, (low, high) in bounds.items() if low == high)
-        raise InfeasibleError(
+        raise ValueError(
             f"Activations grow with width, as a given c is too small ({given}), and other layers can't be slower than "
             f"under full alignment: {result.message}"
         )
-    return {name: float(value) + 0.0 for name, value in zip(bounds, result.x, strict=False)}
+    return {weight: float(value) + 0.0 for weight, value in zip(bounds, result.x, strict=False)}
