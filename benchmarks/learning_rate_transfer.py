@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from trainings import digits, mean_and_error, options
 
-from ignite_monitor.scaling import PRESETS, parametrize
+from ignite_monitor.scaling import parametrize
 
 KINDS = {"standard": "standard", "mup": "muP"}
 TASKS = {"llama": "Llama", "vit": "ViT"}
@@ -118,9 +118,12 @@ def train(run: Run, steps: int = STEPS) -> float:
     torch.manual_seed(run.seed)
     draw, held_out = data(run.task)
     standard = run.kind == "standard"
-    options: dict[str, Any] = {"ab_overrides": PRESETS["standard"]} if standard else {}
     scaled = parametrize(
-        functools.partial(make, run.task), (32, run.width), sample_input=draw(), lr_prefactor=2.0**run.rate, **options
+        functools.partial(make, run.task),
+        (32, run.width),
+        sample_input=draw(),
+        lr_prefactor=2.0**run.rate,
+        preset="standard" if standard else "mup",
     )
     groups = scaled.model.parameters() if standard else scaled.param_groups
     optimizer = torch.optim.Adam(groups, lr=2.0**run.rate, fused=True)

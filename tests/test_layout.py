@@ -119,6 +119,7 @@ def test_who_imports_ignite():
     assert rest == {
         "ignite_monitor/attaching.py",
         "ignite_monitor/demo.py",
+        "ignite_monitor/scaling/coordinate_check.py",
         "ignite_monitor/scaling/maxp.py",
     }
 

@@ -201,7 +201,7 @@ def test_weights_that_do_not_grow_are_no_layers():
     assert kinds(parametrization) == {"2": ("embedding", 32), "4": ("readout", 32)}
     (other,) = [group for group in parametrization.param_groups if group["layer_name"] == "_other"]
     assert [each.shape for each in other["params"]] == [(7, 6), (7,), (3, 7), (3,)]
-    assert parametrization.graph["0"].kind == parametrization.graph["5"].kind == "fixed"
+    assert parametrization.graph["0"].is_fixed
     assert parametrization.solution.r["5"] == 0
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.scaling import PRESETS, InfeasibleError, TracingError, parametrize
+from ignite_monitor.scaling import TracingError, parametrize
+from ignite_monitor.scaling.solver import PRESETS, Alignment
 from tests.scaling import _models
 from tests.scaling._models import multipliers, weight_of
 
@@ -118,7 +119,7 @@ def test_a_failure_leaves_the_model_as_it_was():
         models.append(copy.deepcopy(models[-1]))
         return models[-2]
 
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(ValueError, match="too small"):
         made(make, c_overrides={"3": 0.5})
     for name, value in models[2].state_dict().items():
         assert torch.equal(value, models[3].state_dict()[name])
@@ -135,30 +136,23 @@ def nested(n):
     return nn.Sequential(nn.Linear(6, n), fc["a"], fc["b"], nn.Linear(n, 3))
 
 
-def test_overrides_by_name_then_last_part_then_type():
-    c = {"hidden": 1.1, "fc": 1.2, "1.fc": 1.3}
-    found = made(nested, c_overrides=c).solution.c
-    assert found == pytest.approx({"0": 0.5, "1.fc": 1.3, "2.fc": 1.2, "3": 0.5})
-    ab = {"fc": (0.25, 0.25), "2.fc": (0.5, 0.0), "readout": (0.0, 0.5)}
-    layers = made(nested, ab_overrides=ab).layers
-    assert {name: layer.a for name, layer in layers.items()} == {"0": -0.5, "1.fc": 0.25, "2.fc": 0.5, "3": 0.0}
-    found = made(nested, alignment=(0.7, 0.5, 0.7)).solution.c
-    assert found == pytest.approx({"0": 0.5, "1.fc": 0.7, "2.fc": 0.7, "3": 0.2})
+def test_given_exponents_by_name_then_last_part_then_type():
+    found = made(nested, c_overrides={"hidden": 1.1, "fc": 1.2, "1.fc": 1.3}).solution.c
+    assert (found["1.fc"], found["2.fc"]) == (1.3, 1.2)
+    assert found["0"] == found["3"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_as_overrides(preset):
-    found = made(ab_overrides=PRESETS[preset]).layers
+def test_presets(preset):
+    found = made(preset=preset).layers
     assert {layer.layer_type: (layer.a, layer.b) for layer in found.values()} == PRESETS[preset]
 
 
 def test_solve_again_changes_nothing():
     parametrization = made()
     before = copy.deepcopy(parametrization.solution)
-    assert parametrization.solve({"3": (0.75, 0.5, 0.75)}).c == pytest.approx({"0": 0.5, "3": 0.75, "6": 0.5})
+    assert parametrization.solve({"3": Alignment(0.75, 0.5, 0.75)}).c["3"] == pytest.approx(0.75)
     assert parametrization.solution == before
-    with pytest.raises(ValueError, match=r"name layers, but given \['4'\]"):
-        parametrization.solve({"4": "full"})
 
 
 class Tied(nn.Module):
@@ -175,11 +169,11 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_have_one_group():
-    parametrization = made(Tied, sample_input=_models.TOKENS, alignment="no")
+    parametrization = made(Tied, sample_input=_models.TOKENS)
     groups = by_name(parametrization.param_groups)
     assert list(groups) == ["tokens", "hidden"]
     assert parametrization.layers["head"].c == parametrization.layers["tokens"].c == pytest.approx(0.5)
-    for overrides in ({"ab_overrides": PRESETS["standard"]}, {"make": lambda n: Tied(n, functional=True)}):
+    for overrides in ({"preset": "standard"}, {"make": lambda n: Tied(n, functional=True)}):
         with pytest.raises(ValueError, match=r"share their weight, so both should have the same width"):
             made(**{"make": Tied, "sample_input": _models.TOKENS} | overrides)
     with pytest.raises(ValueError, match="different c"):
@@ -285,7 +279,8 @@ def test_initialize_false_keeps_the_function(caplog):
         )
     assert parametrization.model is model
     assert torch.equal(model(X), expected)
-    assert parametrization.solution.c == pytest.approx({"0": 0.0, "3": 1.0, "6": 1.0})  # of (0, a + b, a + c)
+    c = parametrization.solution.c
+    assert (c["0"], c["3"], c["6"]) == pytest.approx((0.0, 1.0, 1.0))  # of (0, a + b, a + c)
     assert not messages(caplog)
 
 
@@ -352,7 +347,8 @@ def test_old_torch_is_refused_by_name_and_given_roles_work(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     with pytest.raises(TracingError, match=r"torch 2\.6\.0\+cpu is not supported, but 2\.7 or newer"):
         made()
-    assert made(kinds={"3": "hidden"}).solution.c == pytest.approx({"0": 0.5, "3": 1.0, "6": 0.5})
+    layers = made(kinds={"3": "hidden"}).layers
+    assert {name: layer.c for name, layer in layers.items()} == pytest.approx({"0": 0.5, "3": 1.0, "6": 0.5})
 
 
 def test_raw_weights_of_a_model_that_can_not_be_exported_need_roles():
@@ -393,7 +389,7 @@ def odd_weight(n):
             r"first nothing more .* and 1\.weight in",
         ),
         (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, "more in the smaller and 0.bias"),
-        (odd_weight, (8, 16), TracingError, r"does not use mixing \(Sequential\)"),
+        (odd_weight, (8, 16), TracingError, "does not use mixing:"),
         (
             lambda n: nn.Sequential(nn.Linear(6, n), nn.utils.parametrizations.weight_norm(nn.Linear(n, 3))),
             (8, 16),
@@ -412,14 +408,11 @@ def test_models_it_can_not_compare(make, widths, error, match):
     [
         ({"optimizer_type": "lion"}, ValueError, "optimizer_type should be"),
         ({"optimizer_type": "muon", "adjust_lr_fn": "none"}, ValueError, "adjust_lr_fn should be"),
-        ({"alignment": "half"}, ValueError, "alignment should be one of"),
         ({"lr_prefactor": 0.0}, ValueError, "lr_prefactor should be"),
         ({"std_prefactor": -1.0}, ValueError, "std_prefactor should be greater than 0"),
         ({"weight_decay": -1.0}, ValueError, "weight_decay should be at least 0"),
         ({"initialize": 1}, TypeError, "initialize should be of type bool"),
-        ({"ab_overrides": {"3": 0.5}}, TypeError, r"ab_overrides\['3'\] should be two numbers"),
-        ({"ab_overrides": {"3": (0.5, 0.5)}}, ValueError, r"Layer 3 should have a \+ b equal to 0\.5"),
-        ({"ab_overrides": [1]}, TypeError, "ab_overrides should be of type Mapping or None"),
+        ({"preset": "half"}, ValueError, "preset should be"),
         ({"c_overrides": {"4": 0.5}}, ValueError, r"name layers or weights that grow with width, but given \['4'\]"),
         ({"kinds": {"3": "attention"}}, ValueError, r"kinds\['3'\] should be 'embedding' or"),
         ({"kinds": {"4": "hidden"}}, ValueError, r"kinds should name layers .* but given \['4'\]"),

@@ -74,9 +74,10 @@ def test_the_program_gives_the_closed_form_for_random_alignments(name):
         for layer in parametrization.layers.values():
             alpha, _, u = alignment[layer.name]
             gain = 0.0 if layer.layer_type == "embedding" else min(max(alpha, u, 0.5), 1.0)
-            owner = parametrization.graph[layer.name].layer
-            expected[owner] = max(expected.get(owner, -1.0), gain - layer.a)
-        assert parametrization.solve(alignment).c == pytest.approx(expected, abs=1e-6)
+            expected[layer.weight] = max(expected.get(layer.weight, -1.0), gain - layer.a)
+        c = parametrization.solve(alignment).c
+        found = {layer.weight: c[layer.name] for layer in parametrization.layers.values()}
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ once more in each hidden layer, as long as it moves :math:`\gamma`: up to :math:
 :math:`\gamma = s := a_L + b_L` and :math:`c_L = \max(\alpha, s) - 2 a_L`. Without a hidden layer it saves as much as it
 costs, and the embedding's c is to be the smaller: the same.
 
-These are the numbers of the four presets with :math:`\alpha` 1 (full) and 1/2 (no), among others.
+These are the numbers of the four presets with :math:`\alpha` 1 and 1/2, among others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,45 @@ import random
 
 import pytest
 
-from ignite_monitor.scaling import ALIGNMENTS, PRESETS, InfeasibleError, LayerGraph, Node, solve
+from ignite_monitor.scaling.solver import PRESETS, Node, ParametrizedLayer, solve
 
 
-def chain(preset="mup", hidden=2):
-    ab, names = PRESETS.get(preset) or dict(preset), ["in", *(f"h{n}" for n in range(hidden))]
-    layers = [Node(name, "hidden", (before,), *ab["hidden"]) for before, name in itertools.pairwise(names)]
-    last = Node("out", "readout", (names[-1],), *ab["readout"])
-    return LayerGraph([Node("in", "embedding", (), *ab["embedding"]), *layers, last])
+def use(name, layer_type, *inputs, a, b, **more):
+    return Node(name, inputs, ParametrizedLayer(name, layer_type, (8, 16), f"{name}.weight", a=a, b=b, **more))
+
+
+def source(name="in"):
+    return use(name, "embedding", a=-0.5, b=0.5)
+
+
+def hidden(name, *inputs, **more):
+    return use(name, "hidden", *inputs, a=0.0, b=0.5, **more)
+
+
+def readout(name, *inputs, a=0.5):
+    return use(name, "readout", *inputs, a=a, b=0.5)
+
+
+def solved(nodes, alignment=None, pins=(), sgd=False):
+    """The solution; one alignment is for all layers."""
+    graph = {node.name: node for node in nodes}
+    if isinstance(alignment, tuple):
+        alignment = dict.fromkeys(graph, alignment)
+    return solve(graph, alignment or {}, dict(pins), sgd=sgd)
+
+
+def weights(solution):
+    return {name: c for name, c in solution.c.items() if not name.endswith(".bias")}
+
+
+def chain(preset="mup", count=2):
+    ab, names = PRESETS.get(preset) or dict(preset), ["in", *(f"h{n}" for n in range(count)), "out"]
+    types = ["embedding", *["hidden"] * count, "readout"]
+    inputs = [(), *((name,) for name in names)]
+    return [
+        use(name, kind, *taken, a=ab[kind][0], b=ab[kind][1])
+        for name, kind, taken in zip(names, types, inputs, strict=False)
+    ]
 
 
 SPLITS = [
@@ -39,54 +70,22 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("hidden", [0, 1, 4])
-@pytest.mark.parametrize("optimizer_type", ["adam", "sgd"])
-@pytest.mark.parametrize("alignment", ["full", "no"])
-def test_closed_forms_of_presets_and_any_split_of_a_and_b(alignment, optimizer_type, hidden):
-    alpha = ALIGNMENTS[alignment].alpha
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("sgd", [False, True])
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_closed_forms_of_presets_and_any_split_of_a_and_b(alpha, sgd, count):
     for ab in (*PRESETS, *SPLITS):
         (first, _), (middle, _), (last, b) = (PRESETS.get(ab) or dict(ab)).values()
         s = last + b
         adam = (-first, alpha - middle, alpha - last)
-        sgd = (-2 * first - s, alpha - 2 * middle - s, max(alpha, s) - 2 * last)
-        expected = adam if optimizer_type == "adam" else sgd
-        found = solve(chain(ab, hidden), alignment, optimizer_type=optimizer_type)
-        assert [*found.c.values()] == pytest.approx([expected[0], *[expected[1]] * hidden, expected[2]], abs=1e-9)
-        assert min(found.r.values()) == pytest.approx(0, abs=1e-9)
-
-
-FULL = {
-    ("mup", "adam"): (1 / 2, 1, 1 / 2),
-    ("mup", "sgd"): (0, 0, 0),
-    ("standard", "adam"): (0, 1, 1),
-    ("standard", "sgd"): (-1 / 2, 1 / 2, 1),
-    ("ntk", "adam"): (0, 1 / 2, 1 / 2),
-    ("ntk", "sgd"): (-1 / 2, -1 / 2, 0),
-    ("mean_field", "adam"): (0, 1 / 2, 0),
-    ("mean_field", "sgd"): (-1, -1, -1),
-}
-
-
-@pytest.mark.parametrize("case", FULL)
-def test_exponents_of_presets(case):
-    """Of an embedding, a hidden layer and a readout, under full alignment."""
-    preset, optimizer_type = case
-    assert [*solve(chain(preset, 1), optimizer_type=optimizer_type).c.values()] == pytest.approx(FULL[case], abs=1e-9)
+        expected = (-2 * first - s, alpha - 2 * middle - s, max(alpha, s) - 2 * last) if sgd else adam
+        solution = solved(chain(ab, count), (alpha, 0.5, alpha), sgd=sgd)
+        c = [*weights(solution).values()]
+        assert c == pytest.approx([expected[0], *[expected[1]] * count, expected[2]], abs=1e-9)
+        assert min(solution.r.values()) == pytest.approx(0, abs=1e-9)
 
 
 # Measured alignments
-
-
-def source(name="in"):
-    return Node(name, "embedding", (), -0.5, 0.5)
-
-
-def hidden(name, *inputs, c=None, **more):
-    return Node(name, "hidden", inputs, 0.0, 0.5, c, **more)
-
-
-def readout(name, *inputs):
-    return Node(name, "readout", inputs, 0.5, 0.5)
 
 
 def transformer(blocks):
@@ -94,66 +93,55 @@ def transformer(blocks):
     nodes, stream = [source()], "in"
     for i in range(blocks):
         qkv = [hidden(f"{i}.{name}", stream) for name in "qkv"]
-        mixed = Node(f"{i}.mixed", "junction", tuple(node.name for node in qkv))
-        nodes += [*qkv, mixed, hidden(f"{i}.o", mixed.name), Node(f"{i}.sum", "junction", (stream, f"{i}.o"))]
+        mixed = Node(f"{i}.mixed", tuple(node.name for node in qkv))
+        nodes += [*qkv, mixed, hidden(f"{i}.o", mixed.name), Node(f"{i}.sum", (stream, f"{i}.o"))]
         stream = f"{i}.sum"
-    return LayerGraph([*nodes, readout("out", stream)])
+    return [*nodes, readout("out", stream)]
 
 
-def measured(graph, seed):
+def measured(nodes, seed):
     """Alignments as they are measured: omega a little off 1/2."""
     rng = random.Random(seed)
-    return {node.name: (rng.uniform(0.4, 1.1), rng.uniform(0.45, 0.6), rng.uniform(0.4, 1.1)) for node in graph.nodes}
-
-
-def closed_form(graph, alignment):
-    def clip(value):
-        return min(max(value, 0.5), 1.0)
-
-    return {
-        node.name: -node.a
-        if node.kind == "embedding"
-        else max(clip(alignment[node.name][0]), clip(alignment[node.name][2])) - node.a
-        for node in graph.layers
-    }
+    return {node.name: (rng.uniform(0.4, 1.1), rng.uniform(0.45, 0.6), rng.uniform(0.4, 1.1)) for node in nodes}
 
 
 @pytest.mark.parametrize("blocks", [1, 24])
 def test_measured_alignments_give_the_closed_form(blocks):
-    graph = transformer(blocks)
+    nodes = transformer(blocks)
     for seed in range(3):
-        alignment = measured(graph, seed)
-        assert solve(graph, alignment).c == pytest.approx(closed_form(graph, alignment), abs=1e-6)
+        alignment = measured(nodes, seed)
+        gains = {name: min(max(alpha, u, 0.5), 1.0) for name, (alpha, _, u) in alignment.items()} | {"in": 0.0}
+        expected = {node.name: gains[node.name] - node.layer.a for node in nodes if node.layer}
+        assert weights(solved(nodes, alignment)) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("optimizer_type", ["adam", "sgd"])
-def test_no_layer_is_slower_than_under_full_alignment(optimizer_type):
-    for graph in (transformer(12), chain("standard", 3), chain("ntk", 3)):
-        full = solve(graph, optimizer_type=optimizer_type)
+@pytest.mark.parametrize("sgd", [False, True])
+def test_no_layer_is_slower_than_under_full_alignment(sgd):
+    for nodes in (transformer(12), chain("standard", 3), chain("ntk", 3)):
+        full = weights(solved(nodes, sgd=sgd))
         for seed in range(4):
-            found = solve(graph, measured(graph, seed), optimizer_type=optimizer_type)
-            assert all(found.c[name] < full.c[name] + 1e-6 for name in full.c)
-            assert all(found.c[name] > full.c[name] - 1.0 - 1e-6 for name in full.c)
-            assert min(found.r.values()) > -1e-6
+            solution = solved(nodes, measured(nodes, seed), sgd=sgd)
+            assert all(full[name] - 1.0 - 1e-6 < c < full[name] + 1e-6 for name, c in weights(solution).items())
+            assert min(solution.r.values()) > -1e-6
 
 
 def test_without_an_embedding_a_layer_may_pay_for_the_next_up_to_full_alignment():
     """Nothing changes the input of h, so that a change of size n^-r with r > 0 lets the readout learn at u - r."""
-    graph = LayerGraph([hidden("h"), *(readout(f"out{n}", "h") for n in range(3))])
+    nodes = [hidden("h"), *(readout(f"out{n}", "h") for n in range(3))]
     alignment = {"h": (0.7, 0.5, 0.7), **{f"out{n}": (0.6, 0.5, 0.8) for n in range(3)}}
-    found = solve(graph, alignment)
-    assert found.c == pytest.approx({"h": 0.9, **{f"out{n}": 0.1 for n in range(3)}}, abs=1e-6)
+    expected = {"h": 0.9, **{f"out{n}": 0.1 for n in range(3)}}
+    assert weights(solved(nodes, alignment)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_tie_goes_to_the_earlier_layer():
-    graph = LayerGraph([hidden("h"), readout("out", "h")])
-    assert solve(graph, (0.7, 0.5, 0.9)).c == pytest.approx({"h": 0.7, "out": 0.4}, abs=1e-6)
+    c = weights(solved([hidden("h"), readout("out", "h")], (0.7, 0.5, 0.9)))
+    assert c == pytest.approx({"h": 0.7, "out": 0.4}, abs=1e-6)
 
 
 def test_muon_depends_on_no_alignment():
-    nodes = [source(), hidden("h", "in", update=0.5), hidden("g", "h", update=0.0), readout("out", "g")]
-    for alignment in ("full", "no", (0.7, 0.6, 0.8)):
-        c = solve(LayerGraph(nodes), alignment, optimizer_type="muon").c
+    nodes = [source(), hidden("h", "in", muon_update=0.5), hidden("g", "h", muon_update=0.0), readout("out", "g")]
+    for alignment in ((1.0, 0.5, 1.0), (0.5, 0.5, 0.5), (0.7, 0.6, 0.8)):
+        c = solved(nodes, alignment).c
         assert (c["h"], c["g"]) == pytest.approx((0.5, 0.0), abs=1e-6)
 
 
@@ -161,37 +149,37 @@ def test_muon_depends_on_no_alignment():
 
 
 def test_tied_layers_and_repeated_calls_have_one_learning_rate():
-    nodes = [source(), hidden("h", "in"), hidden("h#2", "h")._replace(shares="h")]
-    nodes += [readout("out", "h#2")._replace(shares="in")]
-    found = solve(LayerGraph(nodes), {"h": "full", "out": (0.6, 0.5, 0.6)})
-    assert found.c == pytest.approx({"in": 0.5, "h": 1.0})
-    assert found.r["out"] == pytest.approx(0.4)
+    nodes = [source(), first := hidden("h", "in"), first._replace(name="h#2", inputs=("h",)), readout("out", "h#2")]
+    nodes[-1].layer.weight = "in.weight"
+    solution = solved(nodes, {"out": (0.6, 0.5, 0.6)})
+    assert weights(solution) == pytest.approx({"in": 0.5, "h": 1.0, "out": 0.5})
+    assert solution.r["out"] == pytest.approx(0.4)
 
 
 def test_several_readouts_with_sgd():
     """The larger gradient counts: muP's readout hands back n^-1, a standard one n^-1/2."""
-    nodes = [source(), hidden("trunk", "in"), readout("a", "trunk"), Node("b", "readout", ("trunk",), 0.0, 0.5)]
-    found = solve(LayerGraph(nodes), "full", optimizer_type="sgd")
-    assert found.c == pytest.approx({"in": 0.5, "trunk": 0.5, "a": 0.0, "b": 1.0})
+    nodes = [source(), hidden("trunk", "in"), readout("a", "trunk"), readout("b", "trunk", a=0.0)]
+    assert weights(solved(nodes, sgd=True)) == pytest.approx({"in": 0.5, "trunk": 0.5, "a": 0.0, "b": 1.0})
     # muP's readout may learn until its gradient is as large as the other one's.
-    found = solve(LayerGraph(nodes), "no", optimizer_type="sgd")
-    assert found.c == pytest.approx({"in": 0.5, "trunk": 0.0, "a": -0.5, "b": 0.5}, abs=1e-6)
+    c = weights(solved(nodes, (0.5, 0.5, 0.5), sgd=True))
+    assert c == pytest.approx({"in": 0.5, "trunk": 0.0, "a": -0.5, "b": 0.5}, abs=1e-6)
 
 
 def test_biases_move_the_output_as_the_layer_does():
     """Under a multiplier n^-a a bias moves it by n^-(a + c) with Adam, and n^-(2a + c + gamma) with SGD."""
-    assert solve(chain(hidden=1)).bias_c == pytest.approx({"in": 0.5, "h0": 0.0, "out": -0.5})
-    sgd = solve(chain(hidden=1), optimizer_type="sgd").bias_c
-    assert sgd == pytest.approx({"in": 0.0, "h0": -1.0, "out": -1.0})
+    for sgd, expected in ((False, (0.5, 0.0, -0.5)), (True, (0.0, -1.0, -1.0))):
+        c = solved(chain(count=1), sgd=sgd).c
+        assert (c["in.bias"], c["h0.bias"], c["out.bias"]) == pytest.approx(expected)
 
 
 def test_given_exponents_stay_and_name_the_layer_they_are_too_small_for():
-    nodes = [source(), hidden("h", "in", c=1.3), readout("out", "h")]
-    assert solve(LayerGraph(nodes)).c == pytest.approx({"in": 0.5, "h": 1.3, "out": 0.5})
-    nodes = [source(), hidden("fast", "in", c=0.25), hidden("slow", "fast", c=1.5), readout("out", "slow")]
-    with pytest.raises(InfeasibleError, match=r"a given c is too small \(0\.25 for fast, 1\.5 for slow\)"):
-        solve(LayerGraph(nodes))
-    assert solve(LayerGraph([nodes[0], hidden("fast", "in", c=0.6)]), "no").c["fast"] == 0.6
+    nodes = [source(), hidden("fast", "in"), hidden("slow", "fast"), readout("out", "slow")]
+    c = weights(solved(nodes, pins={"fast.weight": 1.3}))
+    assert c == pytest.approx({"in": 0.5, "fast": 1.3, "slow": 1.0, "out": 0.5})
+    pins = {"fast.weight": 0.25, "slow.weight": 1.5}
+    with pytest.raises(ValueError, match=r"given c is too small \(0\.25 for fast\.weight, 1\.5 for slow\.weight\)"):
+        solved(nodes, pins=pins)
+    assert solved(nodes, (0.5, 0.5, 0.5), pins={"fast.weight": 0.6}).c["fast"] == 0.6
 
 
 @pytest.mark.parametrize(
@@ -205,49 +193,43 @@ def test_given_exponents_stay_and_name_the_layer_they_are_too_small_for():
     ],
 )
 def test_gradients_that_are_not_known(nodes, match):
-    solve(LayerGraph(nodes))
+    solved(nodes)
     with pytest.raises(ValueError, match=match):
-        solve(LayerGraph(nodes), optimizer_type="sgd")
+        solved(nodes, sgd=True)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "match"),
-    [
-        ([Node("x", "attention")], "kind"),
-        ([source(), source()], "Two nodes"),
-        ([hidden("h", "no")], "no earlier node"),
-        ([Node("j", "junction")], "without inputs"),
-        ([hidden("h")._replace(b=0.7)], r"a \+ b equal to 0\.5"),
-        ([readout("out")._replace(b=-0.5)], r"a \+ b at least 0\.5"),
-    ],
-)
-def test_wrong_graphs(nodes, match):
-    with pytest.raises(ValueError, match=match):
-        LayerGraph(nodes)
+def test_random_graphs_satisfy_the_constraints_and_no_exponent_can_be_smaller():
+    """The definition, evaluated at the solution: r is at least 0, and not if any exponent falls by 0.01."""
 
+    def smallest(nodes, alignment, c):
+        r = {}
+        for node in nodes:
+            rates = [r[name] for name in node.inputs]
+            terms = [*rates]
+            if layer := node.layer:
+                alpha, omega, u = alignment[node.name]
+                own, is_embedding = layer.a + c[node.name], layer.layer_type == "embedding"
+                terms = [own - (0.0 if is_embedding else alpha)]
+                for rate in rates:
+                    terms += [own + rate - u, layer.a + layer.b + rate - min(omega, layer.a + layer.b)]
+            r[node.name] = min(terms, default=math.inf)
+        return min(r.values())
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"alignment": "half"}, ValueError, "alignment should be one of"),
-        ({"alignment": 0.5}, TypeError, "alignment should be one of"),
-        ({"alignment": {"h0": "full", "out": "full"}}, ValueError, "lacks 'h1'"),
-        ({"alignment": (math.nan, 0.5, 1.0)}, ValueError, "alignment should be finite"),
-        ({"optimizer_type": "adagrad"}, ValueError, "optimizer_type should be"),
-        ({"optimizer_type": ["adam"]}, TypeError, "optimizer_type should be"),
-    ],
-)
-def test_wrong_arguments(arguments, error, match):
-    with pytest.raises(error, match=match):
-        solve(chain(), **arguments)
-
-
-def test_no_weights_at_all():
-    with pytest.raises(ValueError, match="at least one layer"):
-        solve(LayerGraph([]))
+    rng = random.Random(0)
+    for _ in range(50):
+        nodes = [source()]
+        for i in range(rng.randrange(1, 12)):
+            before = rng.sample([node.name for node in nodes], min(len(nodes), rng.randrange(1, 4)))
+            make = rng.choice([hidden, readout, None])
+            nodes.append(Node(f"n{i}", tuple(before)) if make is None else make(f"n{i}", before[0]))
+        alignment = {node.name: (rng.uniform(0.5, 1), rng.uniform(0.5, 1), rng.uniform(0.5, 1)) for node in nodes}
+        c = weights(solved(nodes, alignment))
+        assert smallest(nodes, alignment, c) > -1e-6
+        for name in c:
+            assert smallest(nodes, alignment, c | {name: c[name] - 0.01}) < 0
 
 
 def test_without_scipy(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "scipy.optimize", None)
+    monkeypatch.setitem(__import__("sys").modules, "scipy", None)
     with pytest.raises(ImportError, match=r"ignite-monitor\[scaling\]"):
-        solve(chain())
+        solved(chain())
