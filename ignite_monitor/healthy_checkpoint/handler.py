@@ -3,137 +3,87 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
-from ignite.handlers.checkpoint import BaseSaveHandler, Checkpoint
-from torch import Tensor
+from ignite.handlers import Checkpoint
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
+from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import max_over_ranks
-from ignite_monitor.rollback.parts import TrainingState
+from ignite_monitor.rollback.snapshots import TrainingState, finite
 
 
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A checkpoint is saved if the last ``quiet`` iterations had no spike, the train step's output is finite if it is one
-    number, and all tensors in ``to_save`` are finite, except those that are not from the beginning, attention masks for
-    instance. Otherwise a warning gives the reason, and the checkpoint is saved after the first healthy iteration. An
-    overflow that a GradScaler handles is no spike.
-
-    Call it on all ranks: they save together. Host and device are synchronized only while a checkpoint is due.
+    A checkpoint is saved if the last ``quiet`` iterations had no spike, the loss in the train step's output is finite,
+    and so are all tensors in ``to_save`` that were finite at the beginning. Otherwise a warning gives the reason, and
+    the checkpoint is saved after the first healthy iteration. All ranks have to call it; they save together.
 
     Args:
-        to_save: name -> object with a ``state_dict``, as for Ignite's ``Checkpoint``.
-        save_handler: directory, or save handler, as for Ignite's ``Checkpoint``.
+        to_save, save_handler, kwargs: as for Ignite's ``Checkpoint``.
         monitors: the monitors whose spikes count; None for all on the engine.
         quiet: number of iterations without a spike, at least 1.
-        checkpoint_arguments: further arguments of Ignite's ``Checkpoint``: ``n_saved``, ``score_function`` …
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if an argument has a value that is not allowed, or a monitor in ``monitors`` detects no spikes.
-
-    Examples:
-        .. code-block:: python
-
-            checkpoint = HealthyCheckpoint({"model": model, "optimizer": optimizer}, "checkpoints", n_saved=2)
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(every=1000), checkpoint)
+        TypeError: if an argument is of another type, or a monitor detects no spikes.
+        ValueError: if ``quiet`` is less than 1.
     """
 
     def __init__(
-        self,
-        to_save: Mapping[str, Any],
-        save_handler: str | Path | Callable[..., Any] | BaseSaveHandler,
-        *,
-        monitors: Iterable[Monitor] | None = None,
-        quiet: int = 20,
-        **checkpoint_arguments: Any,
+        self, to_save: Any, save_handler: Any, *, monitors: list[Monitor] | None = None, quiet: int = 20, **kwargs: Any
     ) -> None:
-        super().__init__(to_save, save_handler, **checkpoint_arguments)
-        self.monitors = None if monitors is None else list(monitors)
-        for monitor in self.monitors or ():
-            if not isinstance(monitor, Monitor):
-                raise TypeError(f"Argument monitors should be a list of monitors, but given {type(monitor)}")
-            if monitor.counts() is None:
-                raise ValueError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
-        self.quiet = check_count("quiet", quiet, least=1)
-        self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")
-        self._state = TrainingState(to_save)
-        self._state.exempt_nonfinite()
-        self._spike_counts: deque[dict[str, Tensor]] = deque(maxlen=self.quiet)  # as the last iterations started
-        self._watched: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._due: Any = None  # the event of a checkpoint that waits for a healthy iteration
+        super().__init__(to_save, save_handler, **kwargs)
+        for monitor in monitors or ():
+            if not isinstance(monitor, Monitor) or monitor.counts() is None:
+                raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
+        self.monitors, self.quiet = monitors, check_count("quiet", quiet, least=1)
+        self._training = TrainingState(to_save)
+        self._finite = finite(self._training.state())
+        self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
+        self._due: Any = None  # event of a checkpoint that waits for a healthy iteration
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint now, or after the first healthy iteration."""
-        engines = (monitor._attached_to() for monitor in self._monitors(engine))
-        trainers = {trainer for trainer in engines if trainer is not None}
-        for trainer in trainers - set(self._watched):
-            self._watched.add(trainer)
-            trainer.add_event_handler(Events.ITERATION_STARTED, self._on_iteration_started)
+        source = EventSource.on(engine)
+        trainer = self.monitors[0]._attached_to() if self.monitors else engine if source is not None else None
+        if trainer is not None and not trainer.has_event_handler(self._on_iteration_completed):
+            trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
         problem = self._problem(engine)
         if not problem:
-            self._save(engine, *args, **kwargs)
+            self._due = None
+            super().__call__(engine, *args, **kwargs)
         elif self._due is None:
-            later = "; it is saved after the first healthy iteration" if engine in trainers else ""
-            self.logger.warning(
-                "HealthyCheckpoint: iteration %d: no checkpoint is saved, since %s%s",
-                *(engine.state.iteration, problem, later),
-            )
-            if engine in trainers:
-                self._due = engine.last_event_name
-                engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
-
-    def _on_iteration_started(self, engine: Engine) -> None:
-        self._spike_counts.append(self._counts(engine))
+            text = "HealthyCheckpoint: iteration %d: no checkpoint is saved, since %s"
+            logging.getLogger(__name__).warning(text, engine.state.iteration, problem)
+            self._due = engine.last_event_name if engine is trainer else None  # a score is that of these weights
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         if self._due is not None and not self._problem(engine):
-            engine.last_event_name = self._due  # for global_step_transform
-            self._save(engine)
-
-    def _save(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
-        if self._due is not None:
-            self._due = None
-            engine.remove_event_handler(self._on_iteration_completed, Events.ITERATION_COMPLETED)
-        super().__call__(engine, *args, **kwargs)
+            engine.last_event_name, self._due = self._due, None  # for global_step_transform
+            super().__call__(engine)
 
     def _problem(self, engine: Engine) -> str:
-        """Return why training is not healthy, the same on all ranks if it is; synchronizes with the device."""
-        problem = self._own_problem(engine)
-        on_any = max_over_ranks(torch.tensor([float(bool(problem))], device=idist.device()))
-        return problem or ("another rank is not healthy" if on_any.item() else "")
+        """Return why training is not healthy, on any rank; synchronizes with the device."""
+        earlier, counts = self._earlier[0] if len(self._earlier) == self.quiet else {}, self._spikes(engine)
+        spikes = [prefix for prefix in counts if float(counts[prefix]) != float(earlier.get(prefix, 0.0))]
+        problems = [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
+        if (loss := loss_in(engine.state.output)) is not None and not math.isfinite(loss):
+            problems.append(f"the loss is {float(loss)}")
+        now = {} if problems else finite(self._training.state())
+        problems += [f"{path} is not finite" for path in now if not now[path] and self._finite.get(path, True)]
+        on_any = max_over_ranks(torch.tensor([float(bool(problems))], device=idist.device()))
+        return (problems or ["another rank is not healthy"])[0] if on_any.item() else ""
 
-    def _own_problem(self, engine: Engine) -> str:
-        earlier = self._spike_counts[0] if len(self._spike_counts) == self.quiet else {}
-        for prefix, count in self._counts(engine).items():
-            if float(count) != float(earlier.get(prefix, 0.0)):
-                return f"{prefix} had a spike in the last {self.quiet} iterations"
-        output: Any = engine.state.output
-        is_number = isinstance(output, Real) or (isinstance(output, Tensor) and output.numel() == 1)
-        if is_number and not torch.as_tensor(output).isfinite().all():
-            return f"the output of the train step is {output}"
-        paths = self._state.nonfinite()
-        return f"{paths[0]} is not finite" if paths else ""
-
-    def _counts(self, engine: Engine) -> dict[str, Tensor]:
-        counts = ((monitor.prefix, monitor.counts()) for monitor in self._monitors(engine))
-        return {prefix: count[0] for prefix, count in counts if count is not None}
-
-    def _monitors(self, engine: Engine) -> list[Monitor]:
-        if self.monitors is not None:
-            return self.monitors
+    def _spikes(self, engine: Engine) -> dict[str, Any]:
         source = EventSource.on(engine)
-        monitors = [] if source is None else source.monitors
-        return [monitor for monitor in monitors if monitor.counts() is not None]
+        monitors = self.monitors or (source.monitors if source is not None else [])
+        return {item.prefix: counts[0] for item in monitors if (counts := item.counts()) is not None}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 PROBATION = 8  # consecutive healthy iterations that end a recovery
 HOLD = 48  # iterations since the first sign of instability after which it is accepted as a new regime
@@ -45,14 +41,13 @@ _ACTIONS = {
 }
 
 
-@dataclass
 class RecoveryPolicy:
     """State machine that chooses an :class:`Action` after every iteration."""
 
-    patience: int
-    max_rollbacks: int
+    SAVED = ("recovering", "first_sign", "healthy", "nonfinite", "discarded", "rollbacks")
 
-    def __post_init__(self) -> None:
+    def __init__(self, patience: int, max_rollbacks: int) -> None:
+        self.patience, self.max_rollbacks = patience, max_rollbacks
         self.reset()
 
     def reset(self) -> None:
@@ -85,12 +80,3 @@ class RecoveryPolicy:
         elif self.healthy >= PROBATION:
             self.recovering = False
         return action
-
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers and a list of numbers."""
-        return deepcopy(vars(self))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state, with this policy's arguments."""
-        own = {"patience": self.patience, "max_rollbacks": self.max_rollbacks}
-        vars(self).update(deepcopy(dict(state_dict)) | own)

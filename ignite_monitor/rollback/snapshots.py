@@ -1,32 +1,43 @@
-"""Snapshots in memory, and the choice of the one to restore."""
+"""Snapshots in memory: take, choose, restore, and check for non-finite values."""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from ignite_monitor.rollback.parts import clone
+import torch
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-RECENT = 3  # newest snapshots, which are always kept
+from ignite_monitor.model.samples import local
+from ignite_monitor.model.tensors import tensors_in
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.transfer import transfer
+
+Snapshot = dict[str, Any]
+"""Copies of the ``state`` and ``thresholds`` after an ``iteration``, and the product of all factors of learning rates,
+``lr_scale``."""
+
+_RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
 _MARGIN = 2  # times the delay of the detection: a snapshot is so much older than the first sign
 _PROVED = 20  # iterations, or ten times the delay, after which a restored snapshot has proved healthy
-_PROBE = 7  # of so many discarded iterations one is tried from an older snapshot, in case that the newest is damaged
+_RETRY = 7  # discarded iterations after which the newest snapshot is restored
 
-
-@dataclass(eq=False)
-class Snapshot:
-    """State after an iteration."""
-
-    iteration: int
-    state: Any  # nested copies
-    thresholds: Any  # nested copies, of monitors and triggers
-    lr_scale: float  # product of the factors that learning rates had been multiplied by
+# Learning rates in the states of parameter groups and of torch's schedulers, and of Ignite's.
+_RATES = {"lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "max_lrs", "eta_min"}
+_RATES |= {"start_value", "end_value", "values"}
 
 
 class Snapshots:
     """Snapshots in order of their iterations: three recent ones, and at most ``keep`` older ones."""
+
+    SAVED = ("all", "restored", "restored_at")
 
     def __init__(self, every: int, keep: int, on_host: bool) -> None:
         self.every, self.keep, self.on_host = every, keep, on_host
@@ -35,23 +46,22 @@ class Snapshots:
     def clear(self) -> None:
         """Drop all snapshots."""
         self.all: list[Snapshot] = []
-        self.taken = 0  # iteration of the newest one
-        self.restored = -1  # iteration of the one restored last
-        self.restored_at = 0  # iteration in which it was restored
+        self.restored = 0  # iteration of the one restored last
+        self.restored_at = -math.inf  # iteration in which it was restored
 
     def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
         """Copy a state after an iteration."""
-        self.taken = iteration
-        self.all.append(Snapshot(iteration, clone(state, self.on_host), clone(thresholds), lr_scale))
-        older = self.all[:-RECENT]
-        if len(older) > 1 and older[-1].iteration - older[-2].iteration < _SPACING * self.every:
+        saved, thresholds = clone(state, self.on_host), clone(thresholds)
+        self.all.append({"iteration": iteration, "state": saved, "thresholds": thresholds, "lr_scale": lr_scale})
+        older = self.all[:-_RECENT]
+        if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < _SPACING * self.every:
             self.all.remove(older[-1])
         elif len(older) > self.keep:
             self.all.remove(older[0])
 
     def before(self, first_sign: int) -> Snapshot:
         """Return the newest snapshot after which an iteration before the first sign was healthy, else the oldest."""
-        usable = [snapshot for snapshot in self.all if snapshot.iteration + 1 < first_sign]
+        usable = [snapshot for snapshot in self.all if snapshot["iteration"] + 1 < first_sign]
         return usable[-1] if usable else self.all[0]
 
     def choose(self, iteration: int, first_sign: int, discarded: int) -> Snapshot:
@@ -62,30 +72,129 @@ class Snapshots:
         """
         if not discarded:
             newest, delay = self.before(first_sign), iteration - first_sign
-            if self.restored >= 0 and first_sign - self.restored_at < max(_PROVED, 10 * delay):
-                self.all = [snapshot for snapshot in self.all if snapshot.iteration < self.restored] or self.all[:1]
-            else:
-                self.drop_newer(newest.iteration)
-            self.all[-1].thresholds = newest.thresholds  # those of an older one may not be warmed up
-            snapshot = self.before(first_sign - _MARGIN * delay)
-        elif discarded < _PROBE:
-            snapshot = self.before(self.restored + 2)  # the same
-        else:
-            older = 0 if discarded % _PROBE else discarded // _PROBE
-            snapshot = self.all[max(len(self.all) - 1 - older, 0)]
-        self.restored, self.restored_at = snapshot.iteration, iteration
-        return snapshot
+            has_proved = first_sign - self.restored_at >= max(_PROVED, 10 * delay)
+            self.drop_newer(newest["iteration"] if has_proved else self.restored - 1)
+            self.all[-1]["thresholds"] = newest["thresholds"]  # those of an older one may not be warmed up
+            self.restored = self.before(first_sign - _MARGIN * delay)["iteration"]
+        elif discarded >= _RETRY:
+            self.restored = self.all[-1]["iteration"]
+        self.restored_at = iteration
+        return self.before(self.restored + 2)
 
     def drop_newer(self, iteration: int) -> None:
-        """Drop the snapshots taken after an iteration."""
-        self.all = [snapshot for snapshot in self.all if snapshot.iteration <= iteration]
+        """Drop the snapshots taken after an iteration, but not the oldest."""
+        self.all = [snapshot for snapshot in self.all if snapshot["iteration"] <= iteration] or self.all[:1]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The snapshots that a recovery may need, at most four."""
-        saved = [vars(snapshot) | {"state": clone(snapshot.state)} for snapshot in self.all[-RECENT - 1 :]]
-        return {"all": saved, "taken": self.taken, "restored": self.restored, "restored_at": self.restored_at}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        vars(self).update(state_dict)
-        self.all = [Snapshot(**{**saved, "state": clone(saved["state"], self.on_host)}) for saved in state_dict["all"]]
+class TrainingState:
+    """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors and engines."""
+
+    def __init__(self, to_save: Mapping[str, Any]) -> None:
+        kept = {name: thing for name, thing in to_save.items() if not isinstance(thing, (Monitor, Engine))}
+        for name, thing in kept.items():
+            if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise TypeError(
+                    f"Argument to_save should hold objects with a state_dict, but {name!r} is {type(thing)}"
+                )
+        self.things = {name: _unwrapped(thing) for name, thing in kept.items()}
+        self.modules = [thing for thing in self.things.values() if isinstance(thing, nn.Module)]
+        self.optimizers = [thing for thing in self.things.values() if hasattr(thing, "register_step_post_hook")]
+
+    def state(self) -> dict[str, Any]:
+        """The state itself, nothing copied."""
+        return {name: _state_of(thing) for name, thing in self.things.items()}
+
+    def restore(self, state: Mapping[str, Any], lr_factor: float) -> None:
+        """Restore an earlier state with its learning rates times a factor, and drop all gradients."""
+        for name, thing in self.things.items():
+            has_rates = any(hasattr(thing, key) for key in ("param_groups", "get_last_lr", "simulate_values"))
+            _restore(thing, _scaled(state[name], lr_factor) if has_rates and lr_factor != 1.0 else state[name])
+        for parameter in chain(*(module.parameters() for module in self.modules), *map(_optimized, self.optimizers)):
+            parameter.grad = None
+
+    def layout(self) -> list[Any]:
+        """Identity, shape and dtype of all parameters."""
+        return [(id(item), item.shape, item.dtype) for module in self.modules for item in module.parameters()]
+
+
+def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
+    """Copy containers with their tensors, to host memory if asked; the tensors of ``into`` that fit are used."""
+    if type(value) in (dict, OrderedDict):
+        known = into if isinstance(into, dict) else {}
+        return type(value)((key, clone(item, on_host, known.get(key))) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(clone(item, on_host) for item in value)
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
+    if fits and into.layout == value.layout == torch.strided and 0 not in into.stride():  # 0: expanded
+        local(into).detach().copy_(local(value))
+        return into
+    if not on_host or value.is_cpu:
+        return value.detach().clone()
+    pinned = value.is_cuda and type(value) in (Tensor, nn.Parameter)
+    copied = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
+    local(copied).copy_(local(value).detach())
+    return copied
+
+
+def finite(state: Any) -> dict[str, bool]:
+    """Path -> whether the tensor, of a DTensor this rank's part, is finite; in one transfer from each device."""
+    tensors = {path.replace("/", "."): local(tensor.detach()) for path, tensor in tensors_in(state)}
+    usual = {path: tensor for path, tensor in tensors.items() if tensor.itemsize > 1 and not tensor.is_meta}
+    [flags] = transfer([[tensor.isfinite().all() for tensor in usual.values()]])
+    return {path: bool(flag) for path, [flag] in zip(usual, flags, strict=True)}
+
+
+def _state_of(thing: Any) -> Any:
+    """The state itself, nothing copied; of modules with non-persistent buffers."""
+    if isinstance(thing, nn.Module):
+        modules, unused = thing.named_modules(), nn.Module.get_extra_state
+        return {
+            "tensors": dict(chain(thing.named_parameters(), thing.named_buffers())),
+            "extra": {name: m.get_extra_state() for name, m in modules if type(m).get_extra_state is not unused},
+        }
+    return thing.state_dict()
+
+
+def _restore(thing: Any, state: Any) -> None:
+    if isinstance(thing, nn.Module):
+        current = _state_of(thing)["tensors"]
+        for name, tensor in clone(state["tensors"], into=current).items():
+            if tensor is not current.get(name):
+                path, _, leaf = name.rpartition(".")
+                setattr(thing.get_submodule(path), leaf, tensor)
+        for name, extra in clone(state["extra"]).items():
+            thing.get_submodule(name).set_extra_state(extra)
+        return
+    current, is_usual = thing.state_dict(), isinstance(thing, Optimizer)
+    if is_usual and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
+        # In place, since load_state_dict() may change dtypes.
+        parameters, restored = dict(enumerate(_optimized(thing))), clone(state, into=current)
+        thing.state.clear()
+        thing.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
+        for group, saved in zip(thing.param_groups, restored["param_groups"], strict=False):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+    elif state:  # a disabled GradScaler has nothing to load
+        thing.load_state_dict(clone(state))
+
+
+def _scaled(state: Any, factor: float, is_rate: bool = False) -> Any:
+    """The state with its learning rates and base rates multiplied by a factor."""
+    if isinstance(state, dict):
+        others = state.get("param_name", "lr") != "lr"  # an Ignite scheduler of something else
+        return {key: _scaled(value, factor, key in _RATES and not others) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_scaled(item, factor, is_rate) for item in state)
+    return state * factor if is_rate and isinstance(state, (float, int, Tensor)) else state
+
+
+def _optimized(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unwrapped(thing: Any) -> Any:
+    """The torch optimizer inside of a wrapper that has no step hooks of its own, such as accelerate's."""
+    inner = getattr(thing, "optimizer", None)
+    is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
+    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing

@@ -1,1 +1,0 @@
-"""SpikeRecorder: files with the batch, the losses and the RNG state of every spike."""

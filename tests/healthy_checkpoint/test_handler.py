@@ -128,7 +128,7 @@ def test_bad_input():
     with pytest.raises(TypeError, match="Argument monitors"):
         HealthyCheckpoint({"model": model}, "unused", monitors=[model])
     stats = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="Argument monitors"):
+    with pytest.raises(TypeError, match="Argument monitors"):
         HealthyCheckpoint({"model": model}, "unused", monitors=[stats])
     with pytest.raises(ValueError, match="Argument quiet"):
         HealthyCheckpoint({"model": model}, "unused", quiet=0)

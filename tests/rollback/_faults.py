@@ -15,7 +15,7 @@ from ignite_monitor import GradMonitor, RollbackHandler
 
 START, AFTER = 220, 30
 # name -> how many iterations it lasts
-FAULTS = {"labels": 30, "inputs": 20, "lr x100": 3, "lr grows": 100, "nan": 1, "statistics": 1}
+FAULTS = {"labels": 30, "lr x100": 3, "lr grows": 100, "nan": 1}
 MODES = ("sgd", "adamw", "amp", "accumulation")
 RANKS = ("ddp", "fsdp")
 
@@ -51,9 +51,7 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 def damaged(batch: tuple[Tensor, Tensor], fault: str) -> tuple[Tensor, Tensor]:
     x, y = batch
-    if fault == "labels":
-        return x, (y + 1) % 10
-    return (x * 30, y) if fault == "inputs" else batch
+    return (x, (y + 1) % 10) if fault == "labels" else batch
 
 
 @torch.no_grad()
@@ -63,9 +61,6 @@ def wreck(model: nn.Module, fault: str) -> None:
         if fault == "nan" and isinstance(module, nn.Linear):
             weight = getattr(module.weight, "_local_tensor", module.weight)
             weight.view(-1)[:1] = float("nan")
-        if fault == "statistics" and isinstance(module, nn.BatchNorm1d):
-            module.running_mean.add_(30.0)
-            module.running_var.mul_(1000.0)
 
 
 @torch.no_grad()

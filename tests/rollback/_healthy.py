@@ -51,32 +51,7 @@ def batches_of_two(count: int) -> Parts:
     return _classifier(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
 
-def gan(count: int) -> Parts:
-    generator = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid())
-    critic = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.99)) for model in (generator, critic)]
-
-    def train_step(engine: Engine, batch: Any) -> float:
-        fake = generator(torch.randn(len(batch[0]), 8))
-        optimizers[1].zero_grad()
-        loss = F.softplus(-critic(batch[0])).mean() + F.softplus(critic(fake.detach())).mean()
-        loss.backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        own = F.softplus(-critic(fake)).mean()
-        own.backward()
-        optimizers[0].step()
-        return (loss + own).item()
-
-    monitors = [
-        GradMonitor(model, optimizer, prefix=f"{name}/grad", flag=f"{name}_spike")
-        for name, model, optimizer in zip(("generator", "critic"), (generator, critic), optimizers, strict=True)
-    ]
-    names = ("generator", "critic", "optimizer_g", "optimizer_c")
-    return train_step, dict(zip(names, (generator, critic, *optimizers), strict=True)), monitors
-
-
-KINDS = {kind.__name__: kind for kind in (mlp, cnn_one_cycle, batches_of_two, gan)}
+KINDS = {kind.__name__: kind for kind in (mlp, cnn_one_cycle, batches_of_two)}
 
 
 def data(kind: str, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:

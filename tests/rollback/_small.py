@@ -51,9 +51,8 @@ class Training:
         scaler: bool = False,
         accumulate: int = 1,
         monitor: dict[str, Any] | None = None,
-        scheduler: Callable[[Any], Any] | None = None,
         handler: bool = True,
-        names: Iterable[str] = ("model", "optimizer", "scaler", "ema", "scheduler"),
+        names: Iterable[str] = ("model", "optimizer", "scaler", "ema"),
         **kwargs: Any,
     ) -> None:
         self.model = Net()
@@ -62,9 +61,7 @@ class Training:
         )
         self.optimizer = optimizer(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7) if scaler else None
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.before: dict[int, Any] = {}
-        self.rates: list[float] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.accumulate = accumulate
         self.trainer = Engine(self.train_step)
@@ -97,21 +94,32 @@ class Training:
             self.optimizer.zero_grad()
             if "ema" in self.things:
                 self.ema.update_parameters(self.model)
-            if self.scheduler is not None:
-                self.scheduler.step()
         return loss.item()
 
     def state(self) -> dict[str, Any]:
         """All there is, copied, and buffers that no state_dict holds."""
-        state = {name: thing.state_dict() for name, thing in self.things.items() if name != "scheduler"}
+        state = {name: thing.state_dict() for name, thing in self.things.items()}
         return copy.deepcopy(state | {"steps": self.model.steps})
 
     def _note_before(self, engine: Engine) -> None:
         self.before[engine.state.iteration - 1] = self.state()
 
     def _note_after(self, engine: Engine) -> None:
-        self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
         self.metrics[engine.state.iteration] = dict(engine.state.metrics)
+
+    def at(self, iteration: int, function: Callable[[], Any]) -> None:
+        """Call a function as an iteration starts."""
+        self.trainer.add_event_handler(Events.ITERATION_STARTED(once=iteration), lambda _: function())
+
+    def after_step(self, function: Callable[[Engine], Any]) -> None:
+        """Call a function after each train step; if it returns a number, that is the output."""
+
+        def train_step(engine: Engine, batch: Batch) -> Any:
+            output = self.train_step(engine, batch)
+            changed = function(engine)
+            return output if changed is None else changed
+
+        self.trainer._process_function = train_step
 
     def run(self, batches: Iterable[Batch], request: Iterable[int] = ()) -> None:
         """Train; during the iterations named it is asked to go back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -13,18 +12,14 @@ import torch.nn.utils.prune
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from ignite_monitor import (
-    GradMonitor,
     MonitorEvents,
     RollbackHandler,
-    SpikeMonitor,
-    StaticThreshold,
 )
 from tests._trainers import assert_same
 from tests.rollback import _healthy
-from tests.rollback._small import Net, Training, make_batches
+from tests.rollback._small import Training, make_batches
 
 FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))
 OPTIMIZERS = {
@@ -44,37 +39,30 @@ def messages(caplog, level=logging.WARNING):
     return [record.getMessage() for record in caplog.records if record.levelno >= level]
 
 
+TWICE = {34: 30, 65: 62}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "scaler", "where"),
+    ("optimizer", "arguments", "restored"),
     [
-        ("sgd", False, "device"),
-        ("adamw", True, "host"),
-        ("fused", False, "host"),
-        ("tensor lr", False, "device"),
-        ("two groups", True, "device"),
+        ("sgd", {}, TWICE),
+        ("adamw", {"scaler": True, "where": "host"}, TWICE),
+        ("fused", {"where": "host"}, TWICE),
+        ("tensor lr", {}, TWICE),
+        ("two groups", {"scaler": True}, TWICE),
+        ("adamw", {}, {3: 0}),  # when the optimizer has no state yet
+        *(("sgd", {"accumulate": 4, "every": 5}, one) for one in ({13: 8}, {14: 8}, {18: 16})),  # between steps
     ],
 )
-def test_everything_is_bitwise_that_of_the_snapshot(optimizer, scaler, where):
-    training = Training(OPTIMIZERS[optimizer], scaler=scaler, where=where, lr_factor=1.0, monitor={}, loss=no_loss)
+def test_everything_is_bitwise_that_of_the_snapshot(optimizer, arguments, restored):
+    training = Training(OPTIMIZERS[optimizer], lr_factor=1.0, monitor={}, loss=no_loss, **arguments)
     back = []
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda engine: back.append(training.state()))
-    training.run(make_batches(70), request=[34, 65])
-    assert training.of("restored_iteration") == {34: 30, 65: 62}
-    for state, iteration in zip(back, training.of("restored_iteration").values(), strict=True):
+    training.run(make_batches(70), request=restored)
+    assert training.of("restored_iteration") == restored
+    for state, iteration in zip(back, restored.values(), strict=True):
         assert_same(state, training.before[iteration])
-    assert training.of("count")[70] == 2
-
-
-def test_state_that_has_come_since_is_gone_again():
-    training = Training(OPTIMIZERS["adamw"])
-    counts = []
-    training.trainer.add_event_handler(
-        MonitorEvents.ROLLED_BACK, lambda engine: counts.append(len(training.optimizer.state))
-    )
-    training.run(make_batches(8), request=[3])
-    assert training.of("restored_iteration") == {3: 0}
-    assert counts == [0]
-    assert len(training.optimizer.state) == len(list(training.model.parameters()))
+    assert training.of("count")[70] == len(restored)
 
 
 def test_a_buffer_of_another_shape_and_a_replaced_one_go_back():
@@ -117,21 +105,11 @@ def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
     assert training.trainer.state.iteration == 30
 
 
-@pytest.mark.parametrize(("request_at", "expected"), [(13, 8), (14, 8), (18, 16)])
-def test_accumulation_snapshots_lie_between_steps(request_at, expected):
-    training = Training(accumulate=4, every=5)
-    training.run(make_batches(20), request=[request_at])
-    assert training.of("restored_iteration") == {request_at: expected}
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_an_instability_again_restores_an_older_snapshot(resumed):
+def test_an_instability_again_restores_an_older_snapshot():
+    """Also if the handler's state was saved and loaded in the meantime."""
     training = Training(max_rollbacks=4, loss=no_loss)
-    if resumed:
-        training.trainer.add_event_handler(
-            Events.ITERATION_COMPLETED(lambda _, i: i in (40, 49)),
-            lambda _: training.rollback.load_state_dict(training.rollback.state_dict()),
-        )
+    for iteration in (41, 50):
+        training.at(iteration, lambda: training.rollback.load_state_dict(training.rollback.state_dict()))
     training.run(make_batches(60), request=[39, 48, 57])
     assert training.of("restored_iteration") == {39: 30, 48: 20, 57: 0}
 
@@ -147,16 +125,8 @@ def test_one_bad_batch_is_left_alone():
 def test_a_nonfinite_batch_is_its_own_business_if_the_state_is_finite(monitored, value):
     """With the steps left out the weights stay finite, but not the buffers that a forward pass has changed."""
     training = Training(monitor={"on_spike": "skip"} if monitored else None)
-    step = training.train_step
-
-    def leaves_out(engine, batch):
-        return value if batch[0] is None else step(engine, batch)
-
-    training.trainer._process_function = leaves_out
-    batches = make_batches(60)
-    for i in [30, 31, 32]:
-        batches[i] = (None, None)
-    training.run(batches)
+    training.after_step(lambda engine: value if 31 <= engine.state.iteration <= 33 else None)
+    training.run(make_batches(60))
     assert training.of("count")[60] == 0
 
 
@@ -186,12 +156,11 @@ def test_overflows_that_a_grad_scaler_handles_never_roll_back():
 
 def test_so_many_nonfinite_losses_in_a_row_roll_back():
     training = Training(patience=4)
-    step = training.train_step
-    training.trainer._process_function = lambda e, b: math.nan if 32 <= e.state.iteration < 42 else step(e, b)
-    training.run(make_batches(60))
+    training.after_step(lambda engine: math.nan if 32 <= engine.state.iteration < 42 else None)
+    training.run(make_batches(48))
     assert set(training.of("restored_iteration")) == set(range(35, 42))
     assert training.of("restored_iteration")[35] == 30
-    assert (training.of("count")[60], training.of("discarded_count")[60]) == (1, 6)
+    assert (training.of("count")[48], training.of("discarded_count")[48]) == (1, 6)
 
 
 @pytest.mark.parametrize("monitor", [None, {}, {"on_spike": "skip"}])
@@ -210,11 +179,8 @@ def test_nan_for_ever_ends_the_run_with_a_message(monitor, caplog):
 
 def test_a_state_that_is_not_finite_again_and_again_ends_the_run(caplog):
     training = Training(max_rollbacks=2)
-
-    @training.trainer.on(Events.ITERATION_STARTED(lambda _, i: i in (60, 80, 100)))
-    def wreck(_):
-        training.model.layers[0].weight.data[0, 0] = math.nan
-
+    for iteration in (60, 80, 100):
+        training.at(iteration, lambda: training.model.layers[0].weight.data[0].fill_(math.nan))
     training.run(make_batches(150))
     assert training.trainer.state.iteration == 100
     assert len(messages(caplog, logging.ERROR)) == 1
@@ -225,51 +191,42 @@ def test_a_state_that_is_not_finite_again_and_again_ends_the_run(caplog):
 def test_masks_of_minus_infinity_are_no_trouble(late):
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
     if late:
-
-        @training.trainer.on(Events.ITERATION_STARTED(once=20))
-        def register(_):
-            training.model.register_buffer("late", torch.full((2,), -math.inf), persistent=False)
-
-    step = training.train_step
-    training.trainer._process_function = lambda e, b: math.nan if e.state.iteration == 40 else step(e, b)
+        mask = torch.full((2,), -math.inf)
+        training.at(20, lambda: training.model.register_buffer("late", mask, persistent=False))
+    training.after_step(lambda engine: math.nan if engine.state.iteration == 40 else None)
     training.run(make_batches(60))
     assert training.of("count")[60] == 0
 
 
-@pytest.mark.parametrize("what", ["parameter", "buffer", "optimizer"])
+@pytest.mark.parametrize("what", ["parameter", "optimizer"])
 def test_a_ruined_state_is_seen_where_a_gradient_is_not_finite(what, caplog):
     training = Training(OPTIMIZERS["adamw"], monitor={})
 
-    @training.trainer.on(Events.ITERATION_STARTED(once=42))
-    def wreck(_):
-        tensor = {
-            "parameter": training.model.layers[0].weight.data,
-            "buffer": training.model.layers[1].running_var,
-            "optimizer": training.optimizer.state[training.model.layers[4].bias]["exp_avg"],
-        }[what]
+    def wreck():
+        bias = training.model.layers[4].bias
+        tensor = bias.data if what == "parameter" else training.optimizer.state[bias]["exp_avg"]
         tensor[0] = math.nan
 
+    training.at(42, wreck)
     training.run(make_batches(60))
-    # Statistics are not used in training, and moments show in the next loss.
+    # Moments show in the next loss.
     assert next(iter(training.of("restored_iteration").items())) == (43 if what == "optimizer" else 42, 40)
     [warning] = [text for text in messages(caplog) if "rolled back to" in text]
-    assert {"parameter": "parameters", "buffer": "running_var", "optimizer": "optimizer"}[
-        what
-    ] in warning or "layers" in warning
+    assert what in warning or "layers" in warning
 
 
 @pytest.mark.parametrize("kind", ["exponent bit", "weight"])
 def test_a_ruined_weight_costs_at_most_25_steps(kind):
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
 
-    @training.trainer.on(Events.ITERATION_STARTED(once=69))
-    def ruin(_):
+    def ruin():
         weight = training.model.layers[4].weight.data.view(-1)[:1]
         if kind == "weight":
             weight.fill_(1000.0)
         else:
             weight.view(torch.int32).bitwise_xor_(1 << 30)
 
+    training.at(69, ruin)
     training.run(make_batches(100))
     [(iteration, restored)] = training.of("restored_iteration").items()
     assert restored == 60
@@ -290,43 +247,13 @@ def test_thirty_bad_batches_cost_at_most_ten_more():
 def test_weights_ruined_after_a_long_data_fault_are_restored():
     """The gradient is smaller than in the fault, in which the loss alone was accepted."""
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
-
-    @training.trainer.on(Events.ITERATION_STARTED(once=160))
-    def damage(engine):
-        with torch.no_grad():
-            training.model.layers[4].bias += 4.0
-
+    training.at(160, lambda: training.model.layers[4].bias.data.add_(4.0))
     training.run(make_batches(220, bad=range(47, 77)))
     norms = {iteration: values["grad/norm"] for iteration, values in training.metrics.items()}
     assert norms[160] < max(norms[iteration] for iteration in range(47, 77))
     assert training.of("count")[159] == 1
     assert training.of("count")[220] == 2
     assert training.model.layers[4].bias.abs().max() < 1
-
-
-def test_a_probe_of_an_older_snapshot_finds_that_the_newest_is_damaged():
-    """The weights are damaged without a sign before a snapshot, and show it after: an older snapshot recovers."""
-    training = Training(names=["model", "optimizer"], loss=lambda engine: engine.state.seen)
-    training.trainer.state.seen = 1.0
-
-    def seen(engine):
-        steps = float(training.model.steps)
-        engine.state.seen = 100.0 if steps > 45 else 1.0 + 0.01 * (engine.state.iteration % 3)
-
-    training.trainer._process_function = wrap(training.train_step, after=seen)
-    training.run(make_batches(100))
-    restored = list(training.of("restored_iteration").values())
-    assert restored[0] == 40
-    assert min(restored) < 40
-
-
-def wrap(step, after):
-    def train_step(engine, batch):
-        output = step(engine, batch)
-        after(engine)
-        return output
-
-    return train_step
 
 
 @pytest.mark.parametrize("how", ["continue", "terminate"])
@@ -354,7 +281,7 @@ def test_a_loss_that_alternates_keeps_94_percent_of_its_steps(period, jump):
     def add(engine):
         engine.state.loss = engine.state.loss + jump * ((engine.state.iteration // period) % 2)
 
-    training.trainer._process_function = wrap(training.train_step, after=add)
+    training.after_step(add)
     training.run(make_batches(1200))
     assert float(training.model.steps) >= 0.94 * 1200
     assert training.optimizer.param_groups[0]["lr"] == 1e-3
@@ -362,22 +289,10 @@ def test_a_loss_that_alternates_keeps_94_percent_of_its_steps(period, jump):
 
 def test_an_announced_regime_change_costs_nothing(caplog):
     training = Training(monitor={})
-    training.trainer.add_event_handler(Events.ITERATION_STARTED(once=60), lambda _: training.rollback.accept())
+    training.at(60, training.rollback.accept)
     training.run(make_batches(120, bad=range(60, 121), factor=30.0))
     assert training.of("count")[120] == 0
     assert not [text for text in messages(caplog) if "rolled back" in text]
-
-
-@pytest.mark.parametrize("shift", [0.0, -100.0])
-def test_losses_of_any_sign_are_judged(shift):
-    training = Training(names=["model", "optimizer"], loss=lambda engine: engine.state.seen)
-
-    def seen(engine):
-        engine.state.seen = float(engine.state.loss) * (1.0 if engine.state.iteration < 60 else 30.0) + shift
-
-    training.trainer._process_function = wrap(training.train_step, after=seen)
-    training.run(make_batches(75))
-    assert training.of("count")[75] == 1
 
 
 def test_a_changed_model_gets_a_new_snapshot_at_once():
@@ -403,7 +318,7 @@ def test_weights_loaded_by_the_user_are_not_rolled_back_after_forget_or_a_new_ru
     assert training.of("restored_iteration") == {37: 35}
     loading.remove()
     load(-7.0)
-    training.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda _: training.rollback.request("asked"))
+    training.at(3, lambda: training.rollback.request("asked"))
     training.trainer.run(make_batches(10), max_epochs=1, epoch_length=10)
     assert training.of("restored_iteration")[3] < 3
     assert training.model.layers[0].weight.mean() < -6.0
@@ -428,33 +343,9 @@ def test_a_batch_of_less_than_half_the_size_resets_all_thresholds(sizes, resets,
     assert training.of("count")[120] == 0
 
 
-# Learning rates
-
-
-@pytest.mark.parametrize("kind", ["step", "cosine"])
-def test_schedules_are_restored_and_lowered_from_the_second_rollback_on(kind, caplog):
-    def make(optimizer):
-        return StepLR(optimizer, 25, 0.5) if kind == "step" else CosineAnnealingLR(optimizer, 200)
-
-    training = Training(scheduler=make, max_rollbacks=5, loss=no_loss)
-    training.run(make_batches(90), request=[34, 58, 85])
-    bare = Training(scheduler=make, handler=False)
-    bare.run(make_batches(90))
-    restored = training.of("restored_iteration")
-    assert restored == {34: 30, 58: 52, 85: 76}
-    assert training.rates[:33] == bare.rates[:33]
-    assert training.rates[33:57] == bare.rates[29:53]
-    assert training.rates[57:74] == pytest.approx([rate / 2 for rate in bare.rates[47:64]], rel=1e-9)
-    assert [text for text in messages(caplog) if "learning rates multiplied by 0.5" in text]
-
-
 def test_a_rate_that_was_set_too_high_and_left_is_restored():
     training = Training(names=["model", "optimizer"], monitor={"on_spike": "skip"})
-
-    @training.trainer.on(Events.ITERATION_STARTED(once=60))
-    def set_rate(_):
-        training.optimizer.param_groups[0]["lr"] = 1e6
-
+    training.at(60, lambda: training.optimizer.param_groups[0].update(lr=1e6))
     training.run(make_batches(100))
     assert training.of("count")[100] == 1
     assert training.optimizer.param_groups[0]["lr"] == 1e-3
@@ -486,12 +377,13 @@ def test_one_warning_and_one_event_per_rollback(caplog):
     training.run(make_batches(90, bad=range(62, 80)), request=[34])
     assert events == [(34, 30.0), (64, 52.0)]
     assert [text for text in messages(caplog, logging.INFO) if "rollback" in text] == [
-        "RollbackHandler (rollback): iteration 34: asked to; rolled back to iteration 30, 4 batches skipped",
+        "RollbackHandler (rollback): iteration 34: asked to; rolled back to iteration 30, 4 batches skipped; "
+        "restored model, optimizer",
         *[text for text in messages(caplog) if "iteration 64:" in text],
     ]
 
 
-@pytest.mark.parametrize("kind", [*_healthy.KINDS] if FULL else ["mlp", "cnn_one_cycle", "gan"])
+@pytest.mark.parametrize("kind", [*_healthy.KINDS] if FULL else ["mlp", "cnn_one_cycle"])
 def test_without_trouble_training_is_bitwise_the_same(kind):
     expected, _ = _healthy.run(kind, seed=0, count=70, handler=False)
     got, rollback = _healthy.run(kind, seed=0, count=70)
@@ -499,9 +391,8 @@ def test_without_trouble_training_is_bitwise_the_same(kind):
     assert rollback.metrics == {"rollback/count": 0.0, "rollback/discarded_count": 0.0}
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_memory_is_as_large_as_promised(where):
-    training = Training(OPTIMIZERS["adamw"], names=["model", "optimizer"], keep=2, where=where)
+def test_memory_is_as_large_as_promised():
+    training = Training(names=["model", "optimizer"], keep=2)
     counts = []
     training.trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda _: counts.append(len(training.rollback._snapshots.all))
@@ -509,9 +400,6 @@ def test_memory_is_as_large_as_promised(where):
     training.run(make_batches(300))
     assert max(counts[100:]) <= 2 + 3
     assert counts[-1] >= 3
-
-
-# Resuming
 
 
 def start_to_resume():
@@ -561,9 +449,6 @@ def test_killed_and_resumed(cut, uninterrupted):
     assert_same(resumed.state(), whole.state())
 
 
-# Bad input
-
-
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
@@ -571,8 +456,6 @@ def test_killed_and_resumed(cut, uninterrupted):
         ({"to_save": {}}, ValueError, "to_save should hold a model"),
         ({"to_save": {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}}, ValueError, "model"),
         ({"to_save": {"model": nn.Linear(2, 2), "loss": 3.0}}, TypeError, "'loss'"),
-        ({"to_save": {1: nn.Linear(2, 2)}}, TypeError, "strings"),
-        ({"to_save": {"model": nn.Linear(2, 2), "trainer": Engine(lambda *_: None)}}, ValueError, "'trainer'"),
         ({"every": 0}, ValueError, "every"),
         ({"keep": 0}, ValueError, "keep"),
         ({"patience": "3"}, TypeError, "patience"),
@@ -591,21 +474,14 @@ def test_bad_arguments(kwargs, error, text):
         RollbackHandler(**{"to_save": {"model": nn.Linear(2, 2)}} | kwargs)
 
 
-def test_bad_reason_loss_and_state():
-    training = Training()
-    with pytest.raises(TypeError, match="reason"):
-        training.rollback.request(3)
+def test_state_of_another_to_save():
+    training, states = Training(), []
+    training.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda _: states.append(training.rollback.state_dict())
+    )
+    training.run(make_batches(1))
     with pytest.raises(ValueError, match="other"):
-        RollbackHandler({"other": nn.Linear(2, 2)}).load_state_dict(run_a_little().rollback.state_dict())
-    wrong = Training(loss=lambda engine: "much")
-    with pytest.raises(TypeError, match="loss"):
-        wrong.run(make_batches(2))
-
-
-def run_a_little():
-    training = Training()
-    training.run(make_batches(3))
-    return training
+        RollbackHandler({"other": nn.Linear(2, 2)}).load_state_dict(states[0])
 
 
 def test_it_says_so_where_nothing_tells_of_trouble(caplog):
@@ -615,54 +491,3 @@ def test_it_says_so_where_nothing_tells_of_trouble(caplog):
     trainer.run(range(50), max_epochs=1)
     [warning] = messages(caplog)
     assert "loss=" in warning
-
-
-def test_it_says_so_where_the_optimizer_makes_no_step(caplog):
-    training = Training(every=3)
-    stranger = torch.optim.SGD(Net().parameters(), lr=0.1)
-    other = RollbackHandler({"model": training.model, "optimizer": stranger}, every=3, prefix="other")
-    other.attach(training.trainer)
-    training.run(make_batches(100))
-    [warning] = messages(caplog)
-    assert "(other): no snapshot for" in warning
-
-
-def test_it_warns_once_if_to_save_holds_no_optimizer(caplog):
-    training = Training(names=["model"])
-    training.run(make_batches(60), request=[37, 52])
-    texts = [text for text in messages(caplog) if "to_save holds no optimizer" in text]
-    assert len(texts) == 1
-
-
-def test_a_reset_of_any_monitor_triggers():
-    """THRESHOLD_RESET of any monitor on the engine, whatever it detects."""
-    training = Training()
-    monitor = SpikeMonitor(
-        lambda engine: 2.0 if 42 <= engine.state.iteration < 49 else 1.0,
-        threshold=StaticThreshold(1.5),
-        max_consecutive_spikes=4,
-        prefix="share",
-    )
-    monitor.attach(training.trainer)
-    training.run(make_batches(48))
-    assert training.of("restored_iteration")[45] == 30
-
-
-def test_gan_goes_back_as_a_whole():
-    train_step, to_save, monitors = _healthy.gan(100)
-    trainer = Engine(train_step)
-    for monitor in monitors:
-        monitor.attach(trainer)
-    rollback = RollbackHandler(to_save, every=10)
-    rollback.attach(trainer)
-    before, after = {}, {}
-
-    def states():
-        return copy.deepcopy({name: thing.state_dict() for name, thing in to_save.items()})
-
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=31), lambda _: before.update(states()))
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=34), lambda _: rollback.request("to see"))
-    trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: after.update(states()))
-    trainer.run(_healthy.data("gan", 0, 50), max_epochs=1, epoch_length=50)
-    assert_same(after, before)
-    assert isinstance(monitors[0], GradMonitor)
