@@ -28,9 +28,11 @@ class HealthyCheckpoint(Checkpoint):
     the checkpoint is saved after the first healthy iteration. All ranks have to call it; they save together.
 
     Args:
-        to_save, save_handler, kwargs: as for Ignite's ``Checkpoint``.
+        to_save: name -> object with a ``state_dict``, as for Ignite's ``Checkpoint``.
+        save_handler: directory, or save handler.
         monitors: the monitors whose spikes count; None for all on the engine.
         quiet: number of iterations without a spike, at least 1.
+        kwargs: further arguments of ``Checkpoint``: ``n_saved``, ``score_function`` …
 
     Raises:
         TypeError: if an argument is of another type, or a monitor detects no spikes.
@@ -52,8 +54,7 @@ class HealthyCheckpoint(Checkpoint):
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint now, or after the first healthy iteration."""
-        source = EventSource.on(engine)
-        trainer = self.monitors[0]._attached_to() if self.monitors else engine if source is not None else None
+        trainer = self.monitors[0]._attached_to() if self.monitors else engine if self._spikes(engine) else None
         if trainer is not None and not trainer.has_event_handler(self._on_iteration_completed):
             trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
@@ -62,8 +63,8 @@ class HealthyCheckpoint(Checkpoint):
             self._due = None
             super().__call__(engine, *args, **kwargs)
         elif self._due is None:
-            text = "HealthyCheckpoint: iteration %d: no checkpoint is saved, since %s"
-            logging.getLogger(__name__).warning(text, engine.state.iteration, problem)
+            text = f"HealthyCheckpoint: iteration {engine.state.iteration}: no checkpoint is saved, since {problem}"
+            logging.getLogger(__name__).warning(text)
             self._due = engine.last_event_name if engine is trainer else None  # a score is that of these weights
 
     def _on_iteration_completed(self, engine: Engine) -> None:

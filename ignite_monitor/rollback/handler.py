@@ -100,7 +100,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.on_exhausted = on_exhausted
         self._policy = RecoveryPolicy(patience, check_count("max_rollbacks", max_rollbacks, least=1))
         self._snapshots = Snapshots(every, keep, on_host=where == "host")
-        self._training = TrainingState(to_save)
+        self._training = TrainingState(
+            {name: to_save[name] for name in to_save if not isinstance(to_save[name], Engine)}
+        )
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
         self._loss_threshold = LossThreshold()
@@ -112,7 +114,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._layout: list[Any] = []
 
     def request(self, reason: str) -> None:
-        """Roll back when this iteration is completed; the warning gives the reason."""
+        """Roll back when this iteration is completed.
+
+        Args:
+            reason: text of the warning.
+        """
         self._triggers.request = str(reason)
 
     def accept(self) -> None:

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -87,10 +86,10 @@ class Snapshots:
 
 
 class TrainingState:
-    """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors and engines."""
+    """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
-        kept = {name: thing for name, thing in to_save.items() if not isinstance(thing, (Monitor, Engine))}
+        kept = {name: thing for name, thing in to_save.items() if not isinstance(thing, Monitor)}
         for name, thing in kept.items():
             if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise TypeError(
