@@ -137,23 +137,24 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if first.type != "cpu" or torch.float64 in dtypes:
         return _wide_norms(tensors, norm_type)
     tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
-    values = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-    short = [i for i, size in enumerate(sizes) if size <= _LONGEST_SUM]
-    if short:
-        values[short] = torch.stack(foreach_norm([tensors[i] for i in short], norm_type, dtype=torch.float32)).double()
-    for i in set(range(len(tensors))).difference(short):
-        values[i] = _long_norm(tensors[i].view(-1), norm_type)
-    if not torch.is_nonzero((values == values.clamp(*_SAFE)).all()):
-        unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
+    short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _LONGEST_SUM]
+    rows = [_row_norms(tensor, norm_type) for tensor, size in zip(tensors, sizes, strict=True) if size > _LONGEST_SUM]
+    of_short = iter(foreach_norm(short, norm_type, dtype=torch.float32) if short else ())
+    of_long = iter(foreach_norm(rows, norm_type, dtype=torch.float64) if rows else ())
+    values = torch.stack([next(of_short if size <= _LONGEST_SUM else of_long) for size in sizes]).double()
+    unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
+    if unsafe:
         values[unsafe] = _wide_norms([tensors[i] for i in unsafe], norm_type)
     return values
 
 
-def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
-    whole = len(vector) // _ROW * _ROW
-    pieces = (vector[:whole].view(-1, _ROW), vector[whole:].view(1, -1))
-    parts = [torch.linalg.vector_norm(rows, norm_type, 1, dtype=torch.float32) for rows in pieces if rows.numel()]
-    return torch.linalg.vector_norm(torch.cat(parts).double(), norm_type)  # type: ignore[no-any-return]
+def _row_norms(tensor: Tensor, norm_type: float) -> Tensor:
+    vector = tensor.view(-1)
+    rest = len(vector) % _ROW
+    rows = torch.linalg.vector_norm(vector[: len(vector) - rest].view(-1, _ROW), norm_type, 1, dtype=torch.float32)
+    if rest:
+        rows = torch.cat((rows, torch.linalg.vector_norm(vector[-rest:], norm_type, dtype=torch.float32).view(1)))
+    return rows
 
 
 def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
