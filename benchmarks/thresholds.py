@@ -27,9 +27,9 @@ from trainings import options, print_header, print_row
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
+from ignite_monitor.gradient.detector import culprits, named
 from ignite_monitor.gradient.loss import LossDetector
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
-from ignite_monitor.gradient.spike_numbers import culprits, named
 
 WARMUP = 20
 
@@ -244,7 +244,7 @@ def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> tupl
                 spoilt[tensor] *= factor
                 detection = detector.detect(names, spoilt)
                 found.append(bool(detection.spike[tensor]))
-                shares = named(culprits(detection, detection.spike.any()).tolist(), detector.names)
+                shares = named(culprits(detection).tolist(), detector.names)
                 first += [next(iter(shares), "") == names[tensor]] * found[-1]
         detector.observe(detector.detect(names, norms))
     return f"{fmean(found):.2f}", f"{fmean(first) if first else math.nan:.2f}"

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ignite_monitor.checks import check_count, check_real
+from ignite_monitor.checks import check_count, check_function, check_real
 from ignite_monitor.model._torch import foreach_add, foreach_addcdiv, foreach_mul
 from ignite_monitor.model.devices import move_like
 
@@ -39,8 +39,8 @@ class ThresholdRule:
     r"""Base class of threshold rules: running moments, warm-up, and a state for checkpoints.
 
     A subclass overrides :meth:`__call__`; one that needs more than the moments also extends :meth:`empty` and
-    :meth:`include`. The state is a dictionary of 0-dim tensors on the device of the values, and nothing reads it on the
-    host. If many values are followed side by side, all tensors that are 0-dim below have their shape.
+    :meth:`include`. All numbers are 0-dim tensors on the device of the values, or vectors if many values are followed
+    side by side, and nothing reads them on the host.
 
     The moments weigh the i-th of n values by :math:`w_i = d^{\,n-i}` with the decay d (Welford 1962, in the weighted
     form of D. H. D. West, "Updating mean and variance estimates: an improved method", CACM 22(9), 1979). The divisor
@@ -101,12 +101,7 @@ class ThresholdRule:
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new 0-dim tensors.
-
-        Args:
-            state: the state before the value.
-            value: the value, 0-dim.
-        """
+        """Return the state after one more value, as new tensors."""
         return self._moments(state, value, value - state["mean"])
 
     def _moments(self, state: State, value: Tensor, delta: Tensor) -> State:
@@ -119,18 +114,11 @@ class ThresholdRule:
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike: the limit.
-
-        Args:
-            limit: the threshold that the spike exceeded, 0-dim.
-        """
+        """Return the value that updates the statistics in place of a spike: the limit that it exceeds."""
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return threshold, mean and sample standard deviation, 0-dim.
-
-        The threshold is NaN during the warm-up, the mean before the first value, the deviation before the second.
-        """
+        """Return threshold, mean and sample standard deviation; NaN while there is none."""
         state = self.state
         weight, mean, count = state["weight"], state["mean"], state["count"]
         # NaN before the first value, by 0 / 0.
@@ -141,12 +129,9 @@ class ThresholdRule:
         return limit.masked_fill(count < self.warmup, math.nan), known_mean, std
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
-        """Update the statistics with one value.
+        """Update the statistics with a value, where ``when`` is True, and without those before where ``reset`` is True.
 
-        Args:
-            value: the value, 0-dim; if it is used, its powers are finite.
-            when: 0-dim bool: do so only if it is True; None for True.
-            reset: 0-dim bool: discard all earlier values first; None for False.
+        If it is used, the powers of the value must be finite.
         """
         rows = self._rows if reset is None else torch.where(reset, self._initial, self._rows)
         after = self.include(dict(zip(self._names, rows.unbind(), strict=True)), value)
@@ -158,11 +143,7 @@ class ThresholdRule:
         self._rows = self._initial.expand_as(self._rows)
 
     def to(self, reference: Tensor) -> None:
-        """Move the state to another device.
-
-        Args:
-            reference: tensor of the device and dtype, and if the state is 0-dim, of the shape.
-        """
+        """Move the state to the device and dtype of a tensor; a 0-dim state gets its shape."""
         self._initial, rows = move_like(self._initial, reference), move_like(self._rows, reference)
         if rows.ndim == 1:
             self._initial = self._initial.view(-1, *[1] * reference.ndim)
@@ -170,11 +151,7 @@ class ThresholdRule:
         self._rows = rows.expand(-1, *reference.shape)
 
     def arrange(self, index: Tensor) -> None:
-        """Select values that are followed side by side.
-
-        Args:
-            index: their indices, one-dimensional; the index after the last one is a new value.
-        """
+        """Select values that are followed side by side by index; the index after the last one is a new value."""
         self._rows = torch.cat((self._rows, self._initial), -1)[:, index]
 
     def state_dict(self) -> State:
@@ -182,14 +159,7 @@ class ThresholdRule:
         return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a rule of the same kind.
-
-        Raises:
-            ValueError: if names or shapes differ from those of this rule.
-        """
+        """Continue from a saved state; a ValueError if it is of a rule with other names or shapes."""
         self._rows = torch.stack([*loaded(self.state, state_dict).values()])
 
 
@@ -234,34 +204,21 @@ class StaticThreshold(ThresholdRule):
 
 
 class CallableThreshold(ThresholdRule):
-    """A value above ``rule(mean, std, count)`` is a spike.
-
-    The function is called from the third value on. It returns NaN or inf for no threshold. It is tried once, with
-    a mean of 1, a standard deviation of 0.1 and a count of 100, when the rule is made.
-
-    Args:
-        rule: function of three 0-dim tensors that returns a number or a 0-dim tensor.
+    """A value above ``rule(mean, std, count)`` is a spike, from the third value on; NaN or inf for no threshold.
 
     Raises:
-        TypeError: if ``rule`` is no function of three tensors that returns a number.
-        ValueError: if it raises an error.
+        TypeError: if ``rule`` is no function of three 0-dim tensors that returns a number or a 0-dim tensor.
     """
 
     def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
-        if not callable(rule) or isinstance(rule, type):
-            hint = f": give an instance, {rule.__name__}(…)" if isinstance(rule, type) else ""
-            raise TypeError(
-                f"Argument threshold should be a threshold rule, a number or a function, but given {rule}{hint}"
-            )
+        described = "a threshold rule, a number, or a function of mean, std and count that returns a number"
+        if isinstance(rule, type):
+            raise TypeError(f"Argument threshold should be {described}, but given {rule}: give an instance")
+        check_function("threshold", rule, "mean", "std", "count", described=described, optional=False)
         super().__init__(warmup=2)
-        expected = "Argument threshold should be a function of mean, std and count that returns a number"
-        try:
-            answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
-        except Exception as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{expected}, but {rule} raised {error!r}") from error
+        answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
         if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
-            raise TypeError(f"{expected} or a 0-dim tensor, but {rule} returned {type(answer)}")
+            raise TypeError(f"Argument threshold should be {described}, but {rule} returned {type(answer)}")
         self.rule = rule
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ignite.engine import Engine
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,32 +15,32 @@ from ignite_monitor.model._torch import backward_number, queue_callback, untrace
 
 
 class Patch:
-    """A replaced function of an engine.
+    """A replaced function of an engine or optimizer.
 
     Args:
         replacement: a method, referenced weakly; called with the original function and its arguments.
     """
 
-    def __init__(self, engine: Engine, name: str, replacement: Any) -> None:
-        self._engine, self._name = weakref.ref(engine), name
-        self._original = vars(engine).get(name)  # None for a method of its class
-        original = weakly(getattr(engine, name)) if self._original is None else self._original
+    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+        self._original = vars(owner).get(name)  # None for a method of its class
+        original = weakly(getattr(owner, name)) if self._original is None else self._original
         owner_of, function = weakref.ref(replacement.__self__), replacement.__func__
 
         @functools.wraps(original)
-        def patched(*args: Any) -> Any:
+        def patched(*args: Any, **kwargs: Any) -> Any:
             owner = owner_of()
-            return original(*args) if owner is None else function(owner, original, *args)
+            return original(*args, **kwargs) if owner is None else function(owner, original, *args, **kwargs)
 
         self._patched = patched
-        setattr(engine, name, patched)
+        setattr(owner, name, patched)
 
     def remove(self) -> None:
         """Restore the original, unless others have replaced the function since."""
-        engine = self._engine()
-        if engine is not None and vars(engine).get(self._name) is self._patched:
-            delattr(engine, self._name)
-            vars(engine).update({} if self._original is None else {self._name: self._original})
+        owner = self._owner()
+        if owner is not None and vars(owner).get(self._name) is self._patched:
+            delattr(owner, self._name)
+            vars(owner).update({} if self._original is None else {self._name: self._original})
 
 
 def weakly(method: Any) -> Callable[..., Any]:

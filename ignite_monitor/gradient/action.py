@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function
-from ignite_monitor.detection.spikes import Detection, may_be_true
-from ignite_monitor.gradient.detector import GradientDetection
+from ignite_monitor.detection.spikes import may_be_true
+from ignite_monitor.gradient.detector import GradientDetection, gradients_of
 from ignite_monitor.gradient.skip import StepSkipper, check_step, hides_gradients, skips_on_device
 from ignite_monitor.gradient.window import Taken
 from ignite_monitor.model._torch import foreach_scale, sparse_parts
@@ -26,13 +26,14 @@ _DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient s
 class SpikeAction:
     """Skips steps or clips gradients, and counts that.
 
-    Clipping multiplies the gradients of a step by threshold / norm on the device, or by the smallest of these ratios
-    if single parameters are compared too. A non-finite gradient cannot be clipped: its step is skipped if that takes
-    no synchronization, on the CPU and in fused optimizers of ``torch.optim``.
+    Clipping multiplies the gradients of a step by the smallest ratio threshold / norm, on the device. A non-finite
+    gradient cannot be clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers
+    of ``torch.optim``.
 
     Attributes:
         kind: "skip", "clip" or None.
         counts: steps skipped, and with "clip" gradients clipped, so far: name -> 0-dim tensor.
+        skipper: restores what skipping a step has changed.
 
     Raises:
         TypeError: if ``on_spike`` is of another type.
@@ -50,37 +51,23 @@ class SpikeAction:
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
         self._optimizer = optimizer
-        self._skipper = StepSkipper()
+        self.skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step in progress is skipped
-        self._logged = self._at_start = dict.fromkeys(names, 0.0)  # counts at the last log line, and before the run
+        self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
 
     def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
         """Contexts of a train step with skipped steps; ``completed`` is called after a step that is not run."""
         if self.kind != "skip" or self._optimizer is None:
             return []
-        return [self._skipper.context(self._optimizer, completed)]
+        return [self.skipper.context(self._optimizer, completed)]
 
     def at_step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor], taken: Taken, read: Callable[[Tensor], bool]
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], taken: Taken, read: Callable[[Tensor], bool]
     ) -> Callable[[], None] | None:
         """Return a function that acts on the gradients of a step that starts; ``read`` reads a flag on the host."""
-        detection = taken.detection
-
-        def skip() -> None:
-            self._skip(optimizer, detection.spike, read)
-
-        def clip() -> None:
-            factor = clip_factor(detection)
-            clipped = factor < 1.0
-            if taken.updates and may_be_true(clipped):
-                scale(gradients, factor)
-                self._count("clipped_count", clipped)
-            lost = detection.spike & detection.norm.nonfinite
-            on_device = skips_on_device(optimizer)
-            if may_be_true(lost) and (on_device or (lost.is_cpu and hides_gradients(optimizer))):
-                self._skip(optimizer, lost, torch.is_nonzero)
-
-        return skip if self.kind == "skip" else clip if self.kind == "clip" else None
+        if self.kind == "skip":
+            return lambda: self._skip(optimizer, taken.detection.spike, read)
+        return (lambda: self._clip(optimizer, parameters, taken)) if self.kind == "clip" else None
 
     def made(self, optimizer: Optimizer, spike: Tensor) -> bool | Tensor:
         """Return whether the completed step was made, a 0-dim bool tensor if only the device may know."""
@@ -89,34 +76,38 @@ class SpikeAction:
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         return made if found_inf is None else (found_inf == 0).to(spike.device) & made
 
-    def restore(self) -> None:
-        """Undo what skipping a step has changed."""
-        self._skipper.restore()
-
     def start_run(self) -> None:
         """Restore, and count the log lines of a run from zero."""
-        self.restore()
-        self._at_start = dict(self._logged)
+        self.skipper.restore()
+        self._in_run = dict.fromkeys(self.counts, 0.0)
 
     def message(self, counts: Sequence[float]) -> str | None:
         """Describe the skips and clips since the last call, from :attr:`counts` on the host: ten, then each 100th."""
         parts = []
         for name, count in zip(self.counts, counts, strict=True):
-            before, now = self._logged[name] - self._at_start[name], count - self._at_start[name]
+            before = self._in_run[name]
+            now = self._in_run[name] = before + count - self._read[name]
             if now > before and (before < 10 or now // 100 > before // 100):
                 parts.append(f"{_DONE[name]} ({now:.0f} in this run).")
-        self._logged = dict(zip(self.counts, counts, strict=True))
+            self._read[name] = count
         return " ".join(parts) or None
 
     def load(self, counts: dict[str, Tensor]) -> None:
         """Continue from other :attr:`counts`."""
-        self.counts = counts
-        before, self._logged = self._logged, {name: float(count) for name, count in counts.items()}
-        # A rollback loads a state in mid-run: the number of log lines in this run stays.
-        self._at_start = {name: self._at_start[name] + self._logged[name] - before[name] for name in before}
+        self.counts, self._read = counts, {name: float(count) for name, count in counts.items()}
+
+    def _clip(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], taken: Taken) -> None:
+        norm, factor = taken.detection.norm, clip_factor(taken.detection)
+        clipped = factor < 1.0
+        if taken.updates and may_be_true(clipped):
+            scale(gradients_of(parameters), factor)
+            self._count("clipped_count", clipped)
+        lost = norm.spike & norm.nonfinite
+        if may_be_true(lost) and (skips_on_device(optimizer) or (lost.is_cpu and hides_gradients(optimizer))):
+            self._skip(optimizer, lost, torch.is_nonzero)
 
     def _skip(self, optimizer: Optimizer, flag: Tensor, read: Callable[[Tensor], bool]) -> None:
-        self._skipper.skip(optimizer, flag, read)
+        self.skipper.skip(optimizer, flag, read)
         self._skipped = flag
         if may_be_true(flag):
             self._count("skipped_count", flag)
@@ -127,14 +118,9 @@ class SpikeAction:
 
 def clip_factor(detection: GradientDetection) -> Tensor:
     """Factor of a gradient after which no norm is above its threshold, 0-dim; 1 for a non-finite gradient."""
-    factor = _ratio(detection.norm)
-    if detection.parameters is not None:
-        factor = torch.minimum(factor, _ratio(detection.parameters).amin())
-    return torch.where(detection.norm.nonfinite, 1.0, factor)
-
-
-def _ratio(detection: Detection) -> Tensor:
-    return torch.where(detection.above, detection.threshold / detection.compared, 1.0)
+    parts = [part for part in (detection.norm, detection.parameters) if part is not None]
+    ratios = [torch.where(part.above, part.threshold / part.compared, 1.0).amin() for part in parts]
+    return torch.where(detection.norm.nonfinite, 1.0, torch.stack(ratios).amin())
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

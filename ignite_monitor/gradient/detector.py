@@ -18,7 +18,6 @@ from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
-from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
@@ -60,21 +59,69 @@ class GradientDetection(NamedTuple):
             values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
         return values
 
-    def where(self, flag: Tensor, other: GradientDetection | None) -> GradientDetection:
-        """Select this detection where a 0-dim bool tensor is True, elsewhere the other one; NaN and False for None."""
+    def numbers(self) -> Tensor:
+        """Collect the numbers of a :class:`SpikeNumbers` in a vector, without synchronization."""
+        norm, loss, parameters = self.norm, self.loss, self.parameters
+        by_gradient = norm.spike if parameters is None else norm.spike | parameters.spike.any()
+        numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(by_gradient)
+        if loss is not None:
+            by_loss, by_gradient = loss.spike & ~by_gradient, loss.spike | by_gradient
+            numbers = torch.where(by_loss, torch.stack((loss.value, loss.threshold)).exp(), numbers)
+        parts = [by_loss.view(1).to(numbers.dtype), numbers]
+        if parameters is not None:  # none is named if only those of another rank are above their thresholds
+            parts.append(culprits(parameters) * by_gradient)
+        return torch.cat(parts)
 
-        def select(one: Any, two: Any) -> Any:
-            if isinstance(one, Detection):
-                return Detection(*map(select, one, two or [None] * len(one)))
-            if not isinstance(one, Tensor):
-                return one
-            if two is None:
-                two = math.nan if one.is_floating_point() else False
-            elif one.shape != two.shape:  # parameters have been added in between
-                return one
-            return torch.where(flag, one, two)
 
-        return GradientDetection(*map(select, self, other or [None] * len(self)))
+class SpikeNumbers(NamedTuple):
+    """Numbers of a spike on the host.
+
+    Attributes:
+        name: "norm", or "loss" if the gradient is within its threshold.
+        value: norm or loss.
+        threshold: its threshold; inf for none.
+        culprits: name -> share in the excess over their thresholds, of the parameters with the largest.
+    """
+
+    name: str
+    value: float
+    threshold: float
+    culprits: dict[str, float]
+
+    @classmethod
+    def from_host(cls, numbers: Sequence[float], names: Sequence[str]) -> SpikeNumbers:
+        """Convert :meth:`GradientDetection.numbers`, read on the host, of parameters with these names."""
+        by_loss, value, threshold, *shares = numbers
+        threshold = math.inf if math.isnan(threshold) else threshold
+        return cls("loss" if by_loss else "norm", value, threshold, named(shares, names))
+
+    def __str__(self) -> str:
+        text = f"{'loss' if self.name == 'loss' else 'gradient norm'} {self.value:.3g}"
+        if 0 < self.threshold < self.value < math.inf:
+            text += f", {self.value / self.threshold:.3g} x its threshold"
+        shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in self.culprits.items())
+        return f"{text}; {shares}" if shares else text
+
+
+def culprits(detection: Detection) -> Tensor:
+    """Return the three largest shares in the excess of all norms over their thresholds, then the parameters' indices.
+
+    Norms that are not finite share it equally. If all norms are within their thresholds, it is the excess over the
+    means.
+    """
+    huge = torch.finfo(detection.value.dtype).max ** 0.5
+    bounds = torch.stack((detection.threshold, detection.mean)).nan_to_num(math.inf)
+    excess, beyond = (detection.value - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
+    excess = torch.where(excess.any(), excess, beyond)
+    shares, indices = (excess / excess.sum()).topk(min(3, len(excess)))
+    return torch.cat((shares, indices))
+
+
+def named(culprits: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    """Convert :func:`culprits`, read on the host, to name -> share; shares below 5 % are omitted."""
+    half = len(culprits) // 2
+    shares = zip(culprits[half:], culprits[:half], strict=True)
+    return {names[int(index)]: share for index, share in shares if share >= 0.05}
 
 
 class GradientDetector:
@@ -119,15 +166,12 @@ class GradientDetector:
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.pending: tuple[GradientDetection, Tensor] | None = None
         self._probe: AccumulationProbe | None = None  # of the pending detection's gradient
-        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
+        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")
 
     def detect(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
     ) -> GradientDetection:
-        """Compare gradients, of at least one of the parameters, with their thresholds; updates nothing.
-
-        ``scale`` is a factor of all gradients, 0-dim.
-        """
+        """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
         of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
         loss, parameter, names = None, None, ()
         if of_parameters is None:
@@ -136,7 +180,11 @@ class GradientDetector:
         else:
             parts = norms(gradients, self._norm_type)
             parts = parts if scale is None else parts / scale.to(parts.device)
-            parameter = of_parameters.detect(self._names(parameters), _with_zeros(parts, parameters))
+            all_parts = parts
+            if len(parts) < len(parameters):  # 0 for a parameter without a gradient
+                given, none = iter(parts.unbind()), torch.zeros_like(parts[0])
+                all_parts = torch.stack([none if item.grad is None else next(given) for item in parameters])
+            parameter = of_parameters.detect(self._names(parameters), all_parts)
             names, any_spike = of_parameters.names, parameter.spike.any()
             norm, any_spike = norm_of_parts(gradients, parts, self._norm_type, self._reduction, any_spike)
         detection = self._detectors["detector"].detect(norm)
@@ -169,7 +217,7 @@ class GradientDetector:
         self._probe = tracker.accumulation_probe(optimizer)
         return [self._probe]
 
-    def resolve(self, device: torch.device) -> Tensor:
+    def resolve(self, pending: GradientDetection) -> Tensor:
         """Let the pending detection update the statistics, unless a backward has accumulated into its gradient.
 
         Returns:
@@ -177,7 +225,7 @@ class GradientDetector:
         """
         accumulated = None if self._probe is None else self._probe.accumulates
         if accumulated is None:
-            accumulated = torch.zeros((), dtype=torch.bool, device=device)
+            accumulated = torch.zeros_like(pending.spike)
         if world_size() > 1 and all_take_part(self._model):
             accumulated = max_over_ranks(accumulated.to(torch.float32)) > 0
         self.losses.resolve(accumulated)
@@ -195,17 +243,13 @@ class GradientDetector:
         """Forget the pending detection."""
         self.pending = self._probe = None
 
-    def counts(self) -> Sequence[Tensor]:
+    def counts(self) -> Tensor:
         """Number of spikes, of non-finite norms, and of resets so far, the pending detection included."""
         return self._counts if self.pending is None else self._counts_with(*self.pending)
 
-    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Any:
-        flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
-        if when is not None:
-            flags = [flag & when for flag in flags]
-        if self._counts[0].device != flags[0].device:
-            self._counts = tuple(move_like(count, detection.norm.value) for count in self._counts)
-        return foreach_add(self._counts, flags)
+    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Tensor:
+        flags = torch.stack((detection.spike, detection.norm.nonfinite, detection.threshold_reset))
+        return move_like(self._counts, detection.norm.value) + (flags if when is None else flags & when)
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
@@ -218,37 +262,24 @@ class GradientDetector:
         for detector in self._detectors.values():
             detector.reset_threshold()
 
-    def _copy(self) -> GradientDetector:
-        duplicate = copy.copy(self)
-        duplicate._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
-        return duplicate
-
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
-        duplicate = self._copy()
-        duplicate.settle()
-        state = {name: detector.state_dict() for name, detector in duplicate._detectors.items()}
-        return state | {"counts": torch.stack([*duplicate._counts])}
+        settled = copy.copy(self)
+        settled._detectors = copy.deepcopy(self._detectors)
+        settled.settle()
+        state = {name: detector.state_dict() for name, detector in settled._detectors.items()}
+        return state | {"counts": settled._counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
-        counts = loaded({"counts": torch.stack([*self._counts])}, {"counts": state_dict["counts"]})["counts"]
-        duplicate = self._copy()
-        for name in duplicate._detectors.keys() & state_dict.keys():
-            duplicate._detectors[name].load_state_dict(state_dict[name])
-        self._detectors = duplicate._detectors
-        self._counts = counts.clone().unbind()
+        counts = loaded({"counts": self._counts}, {"counts": state_dict["counts"]})["counts"]
+        detectors = copy.deepcopy(self._detectors)
+        for name in detectors.keys() & state_dict.keys():
+            detectors[name].load_state_dict(state_dict[name])
+        self._detectors, self._counts = detectors, counts.clone()
         self.drop_pending()
 
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """The gradients of parameters that have one."""
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-
-
-def _with_zeros(norms_given: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Norms of all parameters from the norms of those that have a gradient."""
-    if len(norms_given) == len(parameters):
-        return norms_given
-    given, none = iter(norms_given.unbind()), torch.zeros_like(norms_given[0])
-    return torch.stack([none if parameter.grad is None else next(given) for parameter in parameters])

@@ -23,10 +23,8 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction
-from ignite_monitor.gradient.detector import GradientDetection, GradientDetector, gradients_of
+from ignite_monitor.gradient.detector import GradientDetection, GradientDetector, SpikeNumbers, gradients_of
 from ignite_monitor.gradient.loss import NO_LOSS, LossSource
-from ignite_monitor.gradient.missing import NO_GRADIENT, MissingStep
-from ignite_monitor.gradient.spike_numbers import SpikeNumbers, spike_numbers
 from ignite_monitor.gradient.window import GradientWindow
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
@@ -37,18 +35,37 @@ from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.monitor.transfer import as_published, is_on_host
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
+_PATIENCE = 50
+
+_NO_GRADIENT = (
+    "iteration %d: no gradient of the model was seen, so nothing is published. Either model or optimizer is not that "
+    "of the train step; or backward() is called in an event handler, where it is not monitored; or the model is not "
+    "trained in every iteration: then attach with a filter."
+)
+_NO_STEP = (
+    f"{_PATIENCE} gradients in a row met no step of %s, so the model is not trained and the threshold statistics are "
+    "not updated. Likely cause: %s."
+)
+_ACCUMULATED_SPIKE = (
+    "the train step returns at a spike while it accumulates gradients, without zero_grad(). They keep accumulating, "
+    "and every later gradient is a spike: call optimizer.zero_grad() before that return"
+)
+_OTHER_CAUSES = (
+    "step() is not called; or it is called in iterations that the filter given to attach() excludes; or every gradient "
+    "overflows, and the GradScaler skips the steps"
+)
+
 
 class GradMonitor(DetectionMonitor, schema=GRADIENT):
     r"""Detect gradient spikes before the optimizer step.
 
     After each ``backward()``, the norm of the unscaled, unclipped gradient, reduced over ranks, is compared with a
     threshold estimated from previous norms (default: exponentially weighted mean + 6 standard deviations). The result
-    is in ``engine.state.unhealthy_spike`` and ``engine.state.grad_norm`` when ``backward()`` returns; ``on_spike`` acts
-    on it. With gradient accumulation they describe what has been accumulated.
+    is in ``engine.state.unhealthy_spike``, the norm in ``engine.state.grad_norm``. With gradient accumulation they
+    describe what has been accumulated.
 
-    One norm per optimizer step updates the statistics, and one per spike whose step the train step skips. Changes of
-    the gradient after backward, as by clipping, make no difference. The source of the first non-finite gradient is
-    logged.
+    One norm per optimizer step updates the statistics, and one per spike whose step the train step skips. The source of
+    the first non-finite gradient is logged.
 
     {keys}
 
@@ -59,15 +76,15 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
             ``MeanStdThreshold()``.
         loss: criterion module, or function of the engine that returns the loss after a backward. A step is then also a
-            spike if the logarithm of its mean loss is 4.5 standard deviations above its trend.
+            spike if the logarithm of its loss is 4.5 standard deviations above its trend.
         per_parameter: compare the gradient of each parameter with its own threshold too, and name the parameters with
             the largest excess at a spike.
-        on_spike: None to report only. ``"skip"``: the optimizer's ``step()`` does nothing. ``"clip"``: gradients are
-            multiplied by threshold / norm when the step starts. Or a function ``(engine, norm)``.
+        on_spike: None; ``"skip"``: the optimizer's ``step()`` does nothing; ``"clip"``: gradients are multiplied by
+            threshold / norm when the step starts; or a function ``(engine, norm)``.
         max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
         norm_type: p of the norm: 1, 2 or ``math.inf``.
-        reduction: ``"mean"`` if every rank has the same gradient (DDP): root mean square of the ranks' norms. ``"sum"``
-            if each rank has another part. DTensors (FSDP2, tensor parallel) are exact in either.
+        reduction: ``"mean"`` if every rank has the same gradient (DDP): root mean square of the ranks' norms; ``"sum"``
+            if each rank has another part. DTensors are exact in either.
         prefix: prefix of all names, and of ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: attribute of ``engine.state`` for the result: False until it is known, then a bool on the CPU, else a
             0-dim bool tensor.
@@ -127,11 +144,12 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         )
         self._window = GradientWindow()
         self._locator = NonFiniteLocator(model)
-        self._missing_step = MissingStep("an optimizer" if optimizer is None else type(optimizer).__name__)
+        self._unstepped = 0  # consecutive gradients without a step
+        self._other_optimizer: str | None = None  # that has stepped since
         self._forget_iteration()
 
     def counts(self) -> Tensor:
-        return torch.stack([*self._detector.counts()])
+        return self._detector.counts()
 
     def run_totals(self) -> dict[str, float | Tensor]:
         counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
@@ -190,11 +208,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         contexts += self._action.contexts(self._source.step_completed)
         return contexts + self._detector.probe_contexts(tracker, self.optimizer)
 
-    def detach(self) -> None:
-        super().detach()
-        self._detector.settle()
-        self._window = GradientWindow()
-
     def reset_run_state(self) -> None:
         super().reset_run_state()
         self._locator.calls.release()
@@ -211,10 +224,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if not gradients or backward.reached.isdisjoint(map(id, parameters)):  # it reached others of the model
             return
         if self._detector.pending is not None:
-            accumulated = self._detector.resolve(gradients[0].device)
-            # Read it only if the announcement of the spike has synchronized already.
-            if (is_on_host(accumulated) or self._window.announced) and not bool(accumulated):
-                self._window.announced = False
+            accumulated = self._detector.resolve(self._detector.pending[0])
+            if self._window.announced:  # which has synchronized already
+                self._window.announced = bool(accumulated)
         self._detector.losses.backward_ended(engine)
         self._scale = None if self.scaler is None else backward.scale(self.scaler)
         self._seen = True
@@ -224,19 +236,18 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._show(engine, detection, announce)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
-        self._action.restore()  # from a step that raised an error
+        self._action.skipper.restore()  # from a step that raised an error
         tracker = step.tracker
         if not step.is_of(self.optimizer):
             if tracker.shares(step.optimizer):
-                self._missing_step.other = type(step.optimizer).__name__
+                self._other_optimizer = type(step.optimizer).__name__
             if self._window.other_step_started():
                 self._show_last(engine)
             return None
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = tracker.parameters_of(self.optimizer)
-        gradients = gradients_of(parameters)
-        if not is_whole or not gradients:
+        if not is_whole or all(parameter.grad is None for parameter in parameters):
             self._window.close()
             self._show_last(engine)
             return None
@@ -244,13 +255,11 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         def detect() -> GradientDetection:
             self._seen = True
             self._detector.drop_pending()  # its gradient is the same, or a part of it
-            return self._detector.detect(parameters, gradients, step.scale)
+            return self._detector.detect(parameters, gradients_of(parameters), step.scale)
 
         taken = self._window.step_started(detect)
         self._show(engine, taken.detection, announce=taken.updates)
-        if self._action.kind is None:
-            return None
-        return self._action.at_step(step.optimizer, gradients, taken, self._is_known_spike)
+        return self._action.at_step(step.optimizer, parameters, taken, self._is_known_spike)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
         if not step.is_of(self.optimizer):
@@ -265,37 +274,35 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             if taken.updates:
                 self._detector.observe(taken.detection)
                 self._resets.set(taken.detection.threshold_reset)
-        return None if self._action.kind is None else self._action.restore
+        return None if self._action.kind is None else self._action.skipper.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._source is None:
             return
         if not self._seen:
             if self._source.tracker(self.model).reduced:
-                self._warn_once(NO_GRADIENT, engine.state.iteration)
+                self._warn_once(_NO_GRADIENT, engine.state.iteration)
             return
         newest, taken = self._window.returned(), self._window.last
-        published = last = None if taken is None else taken.detection
-        flag, is_sure = None, True
+        published, is_sure = None if taken is None else taken.detection, None
         if newest is not None:
-            # The gradient of a step is published, unless a later one is a spike.
-            flag = newest.spike if last is not None else newest.spike | newest.norm.nonfinite
+            flag = newest.spike | newest.norm.nonfinite
             if may_be_true(flag):
                 self._detector.pending = newest, flag
                 self._detector.losses.postpone()
                 self._resets.set(newest.threshold_reset & flag)
-                published = newest if is_on_host(flag) else newest.where(flag, last)
-                is_sure = is_on_host(flag) or last is not None
+                if published is None:  # else the values are those of the last step
+                    published, is_sure = newest, None if is_on_host(flag) else flag
             self._announce(engine, newest)
-        self._warn_of_missing(published or newest)
+        detection = published or newest
+        self._warn_of_missing(detection)
+        if self._detector.losses.is_missing():
+            self._warn_once(NO_LOSS, self._iteration)
         if published is None:
             self._publish_none()
         else:
-            if is_sure:
-                self._show(engine, published)
             self._publish(published, log=True)
-            self._is_published = None if is_sure else flag
-        detection = published or newest
+            self._is_published = is_sure
         if detection is not None:
             if self._action.kind is not None and is_on_host(detection.spike):
                 cause = f"{self._numbers(detection)}; " if detection.spike else ""
@@ -324,7 +331,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
     def _publish(self, detection: GradientDetection, log: bool = False) -> None:
         """Publish a detection, and log the culprits of its spike."""
         self._publish_none()
-        spikes, nonfinite, _ = self._detector.counts()
+        spikes, nonfinite, _ = self._detector.counts().unbind()
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._scale is not None:
             values["scale"] = self._scale
@@ -346,7 +353,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         tensors = [] if self._action.kind is None else [*self._action.counts.values()]
         tensors += [] if self._is_published is None else [self._is_published]
         spike = self._possible_spike
-        return tensors if spike is None else [*tensors, spike.spike, spike_numbers(spike)]
+        return tensors if spike is None else [*tensors, spike.spike, spike.numbers()]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         numbers, detection = iter(extra), self._possible_spike
@@ -367,7 +374,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
 
     def _numbers(self, detection: GradientDetection) -> SpikeNumbers:
-        return SpikeNumbers.from_host(spike_numbers(detection).tolist(), detection.names)
+        return SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
 
     def _log_action(self, counts: list[float], cause: str = "") -> None:
         action = self._action.message(counts)
@@ -403,8 +410,15 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._log(logging.WARNING, text)
 
     def _warn_of_missing(self, detection: GradientDetection | None) -> None:
-        text = self._missing_step.note(self._iteration, self._stepped is False, detection, self.scaler is not None)
-        if text is not None:
-            self._log(logging.WARNING, text)
-        if self._detector.losses.is_missing():
-            self._warn_once(NO_LOSS, self._iteration)
+        if self._stepped is not False:
+            self._unstepped, self._other_optimizer = 0, None
+            return
+        self._unstepped += 1
+        if self._unstepped == _PATIENCE:
+            name = "an optimizer" if self.optimizer is None else type(self.optimizer).__name__
+            cause = _OTHER_CAUSES
+            if self._other_optimizer is not None:
+                cause = f"{self._other_optimizer}, which holds parameters of the model too, makes the steps"
+            elif detection is not None and is_on_host(detection.spike) and detection.spike:
+                cause = _ACCUMULATED_SPIKE
+            self._log(logging.WARNING, _NO_STEP % (name, cause))

@@ -21,9 +21,8 @@ _SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_los
 _PATIENCE = 20
 
 NO_LOSS = (
-    f"iteration %d: {_PATIENCE} gradients, but no loss was seen, so losses are not compared and loss_spike is not "
-    "reported. Likely cause: the train step computes its loss by another module, by a function, or inside a compiled "
-    "one: give a function of the engine that returns the loss."
+    f"iteration %d: {_PATIENCE} gradients, but no loss was seen, so loss_spike is not reported. Likely "
+    "cause: another module, a function or a compiled module computes it: give a function of the engine that returns it."
 )
 
 LossSource = nn.Module | Callable[[Any], Any]
@@ -54,13 +53,8 @@ class TrendThreshold(MeanStdThreshold):
 class LossDetector(SpikeDetector):
     """Detects spikes of the logarithm of a loss, by a :class:`TrendThreshold`.
 
-    A loss of zero or less has no logarithm: it is not compared and updates nothing.
-
-    Args:
-        k: number of standard deviations above the forecast.
-        warmup: number of losses before the first threshold, at least 2.
-        decay: factor of all earlier weights at every new loss, in (0, 1).
-        options: those of :class:`SpikeDetector`.
+    A loss of zero or less has no logarithm: it is not compared and updates nothing. ``options`` are those of
+    :class:`SpikeDetector`.
     """
 
     def __init__(self, k: float = 4.5, warmup: int = 20, decay: float = 0.99, **options: Any) -> None:

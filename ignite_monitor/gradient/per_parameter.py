@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
@@ -21,12 +20,8 @@ class PerParameterDetector(SpikeDetector):
     r"""Compares one gradient norm per parameter with its own :class:`RobustThreshold`, all in one vector.
 
     A change that all parameters share is no fault of one of them. So if most norms are above their means, each is
-    divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean (``docs/detection.md``). Parameters are
-    identified by name. A norm of zero, as of a parameter without a gradient, updates nothing.
-
-    Args:
-        k: number of upper spreads above the mean.
-        options: those of :class:`SpikeDetector`.
+    divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean (``docs/detection.md``). A norm of zero,
+    as of a parameter without a gradient, updates nothing. ``options`` are those of :class:`SpikeDetector`.
 
     Attributes:
         names: of the parameters, in the order of the state.
@@ -40,16 +35,12 @@ class PerParameterDetector(SpikeDetector):
     def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:  # type: ignore[override]
         """Compare the norms of the named parameters, a vector with 0 for no gradient.
 
-        Returns:
-            A detection of all parameters in :attr:`names`, which start with the given ones.
+        The state of other parameters is discarded.
         """
         if self.rule.state["mean"].device != norms.device:
             self.to(norms.new_zeros(len(self.names)))
-        if names != self.names[: len(names)]:
-            known = set(names)
-            self._arrange((*names, *(name for name in self.names if name not in known)))
-        if len(self.names) > len(names):
-            norms = pad(norms, (0, len(self.names) - len(names)))
+        if names != self.names:
+            self._arrange(names)
         means = self.rule.state["mean"]  # 0 before the first
         ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)

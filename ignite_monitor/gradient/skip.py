@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
+from ignite_monitor.events.hooks import Patch, remove_all
 from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.norms import any_sharded
 
@@ -61,34 +62,33 @@ class StepSkipper:
     @contextmanager
     def context(self, optimizer: Optimizer, completed: Callable[[Optimizer], None]) -> Iterator[None]:
         """Context of a train step; ``completed`` is called after a step that is not run."""
-        optimizer = _innermost(optimizer)
-        if _is_from_torch(optimizer):
-            yield
-            return
-        own, original = vars(optimizer).get("step"), optimizer.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self._is_inside = True
-            try:
-                return original(*args, **kwargs)
-            except _SkippedError:
-                completed(optimizer)
-                return None
-            finally:
-                self._is_inside = self._is_skipped = False
-
-        handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
-        optimizer.step = step  # type: ignore[method-assign]
+        optimizer, handles = _innermost(optimizer), list[Any]()
+        if not _is_from_torch(optimizer):
+            self._completed = functools.partial(completed, optimizer)
+            handles.append(Patch(optimizer, "step", self._step))
+            handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
         try:
             yield
         finally:
-            handle.remove()
-            if vars(optimizer).get("step") is step:
-                if own is None:
-                    del optimizer.step
-                else:
-                    optimizer.step = own  # type: ignore[method-assign]
+            remove_all(handles)
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            return step(*args, **kwargs)
+        except _SkippedError:
+            return self._completed()
+        finally:
+            self._is_inside = self._is_skipped = False
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_inside or callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
+            raise ValueError(
+                f"on_spike='skip' can skip a step of {type(optimizer).__name__} only if it is called as "
+                f"optimizer.step() after backward(), without a closure: call it so, or {_FIX}"
+            )
+        if self._is_skipped:
+            raise _SkippedError
 
     def skip(self, optimizer: Optimizer, spike: Tensor, read: Callable[[Tensor], bool]) -> None:
         """Skip the step that starts if a 0-dim bool tensor is True; ``read`` reads it on the host, if need be."""
@@ -118,21 +118,6 @@ class StepSkipper:
                 optimizer.found_inf = before
             elif hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = type(optimizer).__name__
-        if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
-            raise ValueError(
-                f"on_spike='skip' cannot skip a step of {name} that is given a closure, because it may have changed "
-                f"parameters when it evaluates the closure: call backward() before step(), or {_FIX}"
-            )
-        if not self._is_inside:
-            raise ValueError(
-                f"on_spike='skip' can skip a step of {name} only if it is called as optimizer.step(), but a method "
-                f"kept from before was called: call optimizer.step(), or {_FIX}"
-            )
-        if self._is_skipped:
-            raise _SkippedError
 
 
 def hides_gradients(optimizer: Optimizer) -> bool:

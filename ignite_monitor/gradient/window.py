@@ -14,7 +14,7 @@ another optimizer's step  -                      -                              
 own step                  detect, or last (3)    detect, or last (3)             take newest
 ... without a gradient    -                      drop newest                     drop newest
 ... completed (4)         -                      drop newest                     drop newest
-train step returned (5)   publish last           publish last                    publish newest, or last
+train step returned (5)   publish last           publish last                    publish last, or newest
 ========================  =====================  ==============================  ===========================
 
 1. After iterations that were not monitored, newest is dropped.
@@ -22,10 +22,10 @@ train step returned (5)   publish last           publish last                   
 3. ``last``, if an own step of this iteration took the detection of a backward. Otherwise the gradients were set by
    hand or are of an earlier iteration; they are detected at each step.
 4. The detection that the step took updates the statistics.
-5. ``newest`` is published if there was no own step, or it is a spike that is not shared. If it is ``used_by_other``,
-   the detection of the last backward that was not shared takes its place. A spike is postponed: the next backward shows
-   whether its gradient was discarded, and it updates the statistics, or was accumulated into. Otherwise, without an
-   own step, the gradient is incomplete and not published.
+5. ``newest`` is published if it is a spike and there was no own step: without a spike the gradient is incomplete. If
+   it is ``used_by_other``, the detection of the last backward that was not shared takes its place. A spike is
+   postponed: the next backward shows whether its gradient was discarded, and it updates the statistics, or was
+   accumulated into.
 
 A backward is shared if it reached other monitored models too, as in a GAN. Another optimizer that steps then may have
 been the one that the backward was for. ``tests/stress/_window_truth.py`` implements the same rule independently.

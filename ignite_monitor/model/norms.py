@@ -138,23 +138,24 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return _wide_norms(tensors, norm_type)
     tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
     short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= _LONGEST_SUM]
-    rows = [_row_norms(tensor, norm_type) for tensor, size in zip(tensors, sizes, strict=True) if size > _LONGEST_SUM]
-    of_short = iter(foreach_norm(short, norm_type, dtype=torch.float32) if short else ())
-    of_long = iter(foreach_norm(rows, norm_type, dtype=torch.float64) if rows else ())
-    values = torch.stack([next(of_short if size <= _LONGEST_SUM else of_long) for size in sizes]).double()
-    unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
-    if unsafe:
+    all_norms = list(foreach_norm(short, norm_type, dtype=torch.float32)) if short else []
+    for i, size in enumerate(sizes):
+        if size > _LONGEST_SUM:
+            all_norms.insert(i, _long_norm(tensors[i].view(-1), norm_type))
+    values = torch.stack(all_norms).double()
+    least, largest = map(float, values.aminmax())
+    if not _SAFE[0] < least <= largest < _SAFE[1]:
+        unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
         values[unsafe] = _wide_norms([tensors[i] for i in unsafe], norm_type)
     return values
 
 
-def _row_norms(tensor: Tensor, norm_type: float) -> Tensor:
-    vector = tensor.view(-1)
+def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
     rest = len(vector) % _ROW
     rows = torch.linalg.vector_norm(vector[: len(vector) - rest].view(-1, _ROW), norm_type, 1, dtype=torch.float32)
     if rest:
         rows = torch.cat((rows, torch.linalg.vector_norm(vector[-rest:], norm_type, dtype=torch.float32).view(1)))
-    return rows
+    return torch.linalg.vector_norm(rows, norm_type, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:

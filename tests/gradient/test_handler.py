@@ -649,4 +649,4 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
     )
     trainer.run([torch.randn(4, 8) for _ in range(7)], max_epochs=1)
     assert found == pytest.approx(expected, rel=1e-5)
-    assert set(monitor.state_dict()["per_parameter"]["names"]) == dict(model.named_parameters()).keys()
+    assert monitor.state_dict()["per_parameter"]["names"] == ["2.weight", "2.bias"]
