@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -134,6 +135,12 @@ class SpikeDetector:
         self._state = {"recent": recent, "previous": flag}
         if self._suspends:
             self._state["suspended"] = flag
+
+    def copy(self) -> SpikeDetector:
+        """Return a detector of the same rule and state; it shares the tensors, which are never changed in place."""
+        duplicate = copy.copy(self)
+        duplicate.rule, duplicate._state = copy.copy(self.rule), dict(self._state)
+        return duplicate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and a dict of tensors."""

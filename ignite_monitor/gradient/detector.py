@@ -18,6 +18,7 @@ from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
+from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
@@ -166,7 +167,7 @@ class GradientDetector:
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.pending: tuple[GradientDetection, Tensor] | None = None
         self._probe: AccumulationProbe | None = None  # of the pending detection's gradient
-        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")
+        self._counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
     def detect(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
@@ -243,13 +244,15 @@ class GradientDetector:
         """Forget the pending detection."""
         self.pending = self._probe = None
 
-    def counts(self) -> Tensor:
+    def counts(self) -> Sequence[Tensor]:
         """Number of spikes, of non-finite norms, and of resets so far, the pending detection included."""
         return self._counts if self.pending is None else self._counts_with(*self.pending)
 
-    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Tensor:
-        flags = torch.stack((detection.spike, detection.norm.nonfinite, detection.threshold_reset))
-        return move_like(self._counts, detection.norm.value) + (flags if when is None else flags & when)
+    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> list[Tensor]:
+        flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
+        if self._counts[0].device != flags[0].device:
+            self._counts = [move_like(count, detection.norm.value) for count in self._counts]
+        return foreach_add(self._counts, flags if when is None else [flag & when for flag in flags])
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
@@ -265,18 +268,18 @@ class GradientDetector:
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
         settled = copy.copy(self)
-        settled._detectors = copy.deepcopy(self._detectors)
+        settled._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
         settled.settle()
         state = {name: detector.state_dict() for name, detector in settled._detectors.items()}
-        return state | {"counts": settled._counts}
+        return state | {"counts": torch.stack([*settled._counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
-        counts = loaded({"counts": self._counts}, {"counts": state_dict["counts"]})["counts"]
-        detectors = copy.deepcopy(self._detectors)
+        counts = loaded({"counts": torch.stack([*self._counts])}, {"counts": state_dict["counts"]})["counts"]
+        detectors = {name: detector.copy() for name, detector in self._detectors.items()}
         for name in detectors.keys() & state_dict.keys():
             detectors[name].load_state_dict(state_dict[name])
-        self._detectors, self._counts = detectors, counts.clone()
+        self._detectors, self._counts = detectors, counts.clone().unbind()
         self.drop_pending()
 
 

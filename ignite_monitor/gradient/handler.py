@@ -149,7 +149,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._forget_iteration()
 
     def counts(self) -> Tensor:
-        return self._detector.counts()
+        return torch.stack([*self._detector.counts()])
 
     def run_totals(self) -> dict[str, float | Tensor]:
         counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
@@ -331,7 +331,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
     def _publish(self, detection: GradientDetection, log: bool = False) -> None:
         """Publish a detection, and log the culprits of its spike."""
         self._publish_none()
-        spikes, nonfinite, _ = self._detector.counts().unbind()
+        spikes, nonfinite, _ = self._detector.counts()
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._scale is not None:
             values["scale"] = self._scale
