@@ -17,32 +17,18 @@ from ignite_monitor.model.devices import move, move_like
 
 
 class Detection(NamedTuple):
-    """Result for one value; all tensors have its shape and device.
-
-    Attributes:
-        value: the value.
-        compared: what was compared with the threshold: the value or, for single tensors, a normalized one; the
-            ``ignored`` value of the detector if it is not finite.
-        threshold: what it was compared with; NaN or inf if it was not compared.
-        limit: the threshold of the rule, compared or not.
-        mean: mean of the values that the threshold was estimated from; NaN before the first.
-        std: their sample standard deviation; NaN before the second.
-        spike: whether it is a spike.
-        nonfinite: whether it is inf or NaN.
-        above: whether it is finite and above the threshold.
-        threshold_reset: whether it resets the rule.
-    """
+    """Result for one value; all tensors have its shape and device."""
 
     value: Tensor
-    compared: Tensor
-    threshold: Tensor
-    limit: Tensor
-    mean: Tensor
-    std: Tensor
-    spike: Tensor
-    nonfinite: Tensor
-    above: Tensor
-    threshold_reset: Tensor
+    compared: Tensor  # with the threshold: the value, or for single tensors a normalized one; ``ignored`` if not finite
+    threshold: Tensor  # what it was compared with; NaN or inf if it was not compared
+    limit: Tensor  # the threshold of the rule, compared or not
+    mean: Tensor  # mean of the values that the threshold was estimated from; NaN before the first
+    std: Tensor  # their sample standard deviation; NaN before the second
+    spike: Tensor  # whether it is a spike
+    nonfinite: Tensor  # whether it is inf or NaN
+    above: Tensor  # whether it is finite and above the threshold
+    threshold_reset: Tensor  # whether it resets the rule
 
 
 class SpikeDetector:
@@ -61,10 +47,6 @@ class SpikeDetector:
         max_consecutive_spikes: number of consecutive finite spikes that reset the rule.
         overflow_is_spike: whether a non-finite value is a spike; False if a GradScaler handles it.
         ignored: value that is not compared and updates nothing; for norms 0, as of an unused model; NaN for none.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if ``max_consecutive_spikes`` is less than 1.
     """
 
     _DECREASE = 0.25
@@ -163,7 +145,7 @@ class SpikeDetector:
 
     def arrange(self, index: Tensor) -> None:
         """Select values compared side by side by index; the index after the last one is a new value."""
-        self.rule.arrange(index)
+        self.rule._arrange(index)
         self._state = {name: pad(value, (0, 1))[index] for name, value in self._state.items()}
 
 

@@ -52,24 +52,13 @@ class ThresholdRule:
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if an argument is out of its range, or :meth:`empty` returns tensors that are not 0-dim.
-
-    Examples:
-        .. code-block:: python
-
-            class TwiceTheMean(ThresholdRule):
-                def __call__(self, mean, std, count):
-                    return 2 * mean
-
-            GradMonitor(model, optimizer, threshold=TwiceTheMean(warmup=50))
+        ValueError: if an argument is out of its range.
     """
 
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
         empty = self.empty()
-        if any(value.dim() for value in empty.values()):
-            raise ValueError(f"{type(self).__name__}.empty should return 0-dim tensors, but returned {empty}")
         self._names = tuple(empty)
         # One row for each name, so that one operation selects all of them.
         self._rows = self._initial = torch.stack([value.to(torch.float64) for value in empty.values()])
@@ -90,9 +79,6 @@ class ThresholdRule:
             mean: weighted mean of the earlier values, 0-dim.
             std: their weighted sample standard deviation, 0-dim; NaN before the second.
             count: their number, 0-dim.
-
-        Raises:
-            NotImplementedError: if a subclass does not override it.
         """
         raise NotImplementedError
 
@@ -101,7 +87,12 @@ class ThresholdRule:
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new tensors."""
+        """Return the state after one more value, as new tensors.
+
+        Args:
+            state: the state before the value.
+            value: the value, 0-dim.
+        """
         return self._moments(state, value, value - state["mean"])
 
     def _moments(self, state: State, value: Tensor, delta: Tensor) -> State:
@@ -114,7 +105,11 @@ class ThresholdRule:
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike: the limit that it exceeds."""
+        """Return the value that updates the statistics in place of a spike.
+
+        Args:
+            limit: the threshold that the spike exceeds, 0-dim; returned by default.
+        """
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +124,12 @@ class ThresholdRule:
         return limit.masked_fill(count < self.warmup, math.nan), known_mean, std
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
-        """Update the statistics with a value, where ``when`` is True, and without those before where ``reset`` is True.
+        """Update the statistics with one value.
 
-        If it is used, the powers of the value must be finite.
+        Args:
+            value: the value, 0-dim; if it is used, its powers are finite.
+            when: 0-dim bool: do so only if it is True; None for True.
+            reset: 0-dim bool: discard all earlier values first; None for False.
         """
         rows = self._rows if reset is None else torch.where(reset, self._initial, self._rows)
         after = self.include(dict(zip(self._names, rows.unbind(), strict=True)), value)
@@ -143,14 +141,18 @@ class ThresholdRule:
         self._rows = self._initial.expand_as(self._rows)
 
     def to(self, reference: Tensor) -> None:
-        """Move the state to the device and dtype of a tensor; a 0-dim state gets its shape."""
+        """Move the state to another device.
+
+        Args:
+            reference: tensor of the device and dtype, and if the state is 0-dim, of the shape.
+        """
         self._initial, rows = move_like(self._initial, reference), move_like(self._rows, reference)
         if rows.ndim == 1:
             self._initial = self._initial.view(-1, *[1] * reference.ndim)
             rows = rows.view(self._initial.shape)
         self._rows = rows.expand(-1, *reference.shape)
 
-    def arrange(self, index: Tensor) -> None:
+    def _arrange(self, index: Tensor) -> None:
         """Select values that are followed side by side by index; the index after the last one is a new value."""
         self._rows = torch.cat((self._rows, self._initial), -1)[:, index]
 
@@ -159,7 +161,11 @@ class ThresholdRule:
         return {name: value.clone() for name, value in self.state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; a ValueError if it is of a rule with other names or shapes."""
+        """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule.
+
+        Args:
+            state_dict: the :meth:`state_dict` of a rule of the same kind.
+        """
         self._rows = torch.stack([*loaded(self.state, state_dict).values()])
 
 

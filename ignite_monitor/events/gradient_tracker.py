@@ -70,16 +70,12 @@ class AccumulationProbe(ExitStack):
 
     Gradient hooks see ``parameter.grad`` before accumulation. They run in ``autograd.grad`` too: only a backward that
     reaches one of the parameters counts.
-
-    Attributes:
-        norm: the maximum norm of the gradients on this rank before the backward, 0-dim; None before a backward.
-        accumulates: whether it was not zero, a 0-dim bool tensor; None before a backward.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], observers: list[Any]) -> None:
         super().__init__()
-        self.norm: Tensor | None = None
-        self.accumulates: Tensor | None = None
+        self.norm: Tensor | None = None  # maximum norm of this rank's gradients before the backward, 0-dim
+        self.accumulates: Tensor | None = None  # whether it was not zero, 0-dim; None before a backward
         self._model, self._parameters, self._observers = model, list(parameters), observers
         self._measured: dict[int, Tensor] = {}  # by number of the backward, in order
 

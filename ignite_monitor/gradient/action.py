@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,10 +33,6 @@ class SpikeAction:
         kind: "skip", "clip" or None.
         counts: steps skipped, and with "clip" gradients clipped, so far: name -> 0-dim tensor.
         skipper: restores what skipping a step has changed.
-
-    Raises:
-        TypeError: if ``on_spike`` is of another type.
-        ValueError: if it is another string, or the optimizer does not allow it.
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
@@ -50,16 +45,9 @@ class SpikeAction:
             check_step(self.kind, optimizer)
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
-        self._optimizer = optimizer
         self.skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step in progress is skipped
         self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
-
-    def contexts(self, completed: Callable[[Optimizer], None]) -> list[AbstractContextManager[Any]]:
-        """Contexts of a train step with skipped steps; ``completed`` is called after a step that is not run."""
-        if self.kind != "skip" or self._optimizer is None:
-            return []
-        return [self.skipper.context(self._optimizer, completed)]
 
     def at_step(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], taken: Taken, read: Callable[[Tensor], bool]

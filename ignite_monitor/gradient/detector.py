@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -33,23 +32,14 @@ from ignite_monitor.monitor.ranks import (
 
 
 class GradientDetection(NamedTuple):
-    """Result for one gradient.
+    """Result for one gradient."""
 
-    Attributes:
-        norm: of its norm over all ranks.
-        loss: of its loss; None if losses are not compared.
-        parameters: of the norm of each parameter; None if these are not compared.
-        spike: whether any of them is a spike, on any rank.
-        threshold_reset: whether it resets any of their rules.
-        names: those of ``parameters``.
-    """
-
-    norm: Detection
-    loss: Detection | None
-    parameters: Detection | None
-    spike: Tensor
-    threshold_reset: Tensor
-    names: tuple[str, ...] = ()
+    norm: Detection  # of its norm over all ranks
+    loss: Detection | None  # of its loss; None if losses are not compared
+    parameters: Detection | None  # of the norm of each parameter; None if these are not compared
+    spike: Tensor  # whether any of them is a spike, on any rank
+    threshold_reset: Tensor  # whether it resets any of their rules
+    names: tuple[str, ...] = ()  # those of the parameters
 
     def values(self) -> dict[str, Tensor]:
         """Published values by name, but for counts."""
@@ -75,19 +65,12 @@ class GradientDetection(NamedTuple):
 
 
 class SpikeNumbers(NamedTuple):
-    """Numbers of a spike on the host.
+    """Numbers of a spike on the host."""
 
-    Attributes:
-        name: "norm", or "loss" if the gradient is within its threshold.
-        value: norm or loss.
-        threshold: its threshold; inf for none.
-        culprits: name -> share in the excess over their thresholds, of the parameters with the largest.
-    """
-
-    name: str
+    name: str  # "norm", or "loss" if the gradient is within its threshold
     value: float
-    threshold: float
-    culprits: dict[str, float]
+    threshold: float  # inf for none
+    culprits: dict[str, float]  # parameters with the largest excess over their thresholds -> share of it
 
     @classmethod
     def from_host(cls, numbers: Sequence[float], names: Sequence[str]) -> SpikeNumbers:
@@ -136,10 +119,6 @@ class GradientDetector:
     Attributes:
         losses: the collected losses.
         pending: the postponed detection, and whether it counts, a 0-dim bool tensor; None for none.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -198,7 +177,7 @@ class GradientDetector:
         return GradientDetection(detection, loss, parameter, spike, reset, names)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
-        if len(self._named[0]) != len(parameters) or not all(map(is_, self._named[0], parameters)):
+        if parameters is not self._named[0]:  # the tracker keeps the list while they are the same
             name_of = {id(parameter): name for name, parameter, _ in named_parameters(self._model)}
             self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
         return self._named[1]

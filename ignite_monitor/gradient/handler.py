@@ -32,7 +32,7 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import world_size
-from ignite_monitor.monitor.transfer import as_published, is_on_host
+from ignite_monitor.monitor.transfer import as_published, bring_to_host, is_on_host
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 _PATIENCE = 50
@@ -47,12 +47,11 @@ _NO_STEP = (
     "not updated. Likely cause: %s."
 )
 _ACCUMULATED_SPIKE = (
-    "the train step returns at a spike while it accumulates gradients, without zero_grad(). They keep accumulating, "
-    "and every later gradient is a spike: call optimizer.zero_grad() before that return"
+    "the train step returns at a spike while gradients accumulate, so that all later ones are spikes too: call "
+    "optimizer.zero_grad() before that return"
 )
 _OTHER_CAUSES = (
-    "step() is not called; or it is called in iterations that the filter given to attach() excludes; or every gradient "
-    "overflows, and the GradScaler skips the steps"
+    "step() is not called; or only in iterations that the filter given to attach() excludes; or all gradients overflow"
 )
 
 
@@ -193,10 +192,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._seen = False  # whether there was a gradient
         self._scale: Tensor | None = None  # of the last backward, 0-dim; None for 1
         self._stepped: bool | Tensor = False  # whether a step was made
-        self._shown: GradientDetection | None = None  # in the engine's state
-        # On a device: whether there is anything to publish, None for True; the detection that may be a spike.
-        self._is_published: Tensor | None = None
-        self._possible_spike: GradientDetection | None = None
+        self._is_published: Tensor | None = None  # on a device: whether there is anything to publish; None for True
+        self._possible_spike: GradientDetection | None = None  # if a spike is to be described
+        self._is_logged = False
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
@@ -205,7 +203,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if tracker.parameters:
             self._locator.calls.device = tracker.parameters[0].device
         contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
-        contexts += self._action.contexts(self._source.step_completed)
+        if self._action.kind == "skip":
+            contexts.append(self._action.skipper.context(self.optimizer, self._source.step_completed))
         return contexts + self._detector.probe_contexts(tracker, self.optimizer)
 
     def reset_run_state(self) -> None:
@@ -284,7 +283,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._warn_once(_NO_GRADIENT, engine.state.iteration)
             return
         newest, taken = self._window.returned(), self._window.last
-        published, is_sure = None if taken is None else taken.detection, None
+        published, is_published = None if taken is None else taken.detection, None
         if newest is not None:
             flag = newest.spike | newest.norm.nonfinite
             if may_be_true(flag):
@@ -292,31 +291,26 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._detector.losses.postpone()
                 self._resets.set(newest.threshold_reset & flag)
                 if published is None:  # else the values are those of the last step
-                    published, is_sure = newest, None if is_on_host(flag) else flag
+                    published, is_published = newest, None if is_on_host(flag) else flag
             self._announce(engine, newest)
         detection = published or newest
         self._warn_of_missing(detection)
-        if self._detector.losses.is_missing():
-            self._warn_once(NO_LOSS, self._iteration)
         if published is None:
             self._publish_none()
         else:
-            self._publish(published, log=True)
-            self._is_published = is_sure
+            self._publish(published)
+            self._is_published = is_published
+            if self._possible_spike is not None and is_on_host(published.spike):
+                bring_to_host([self])
         if detection is not None:
-            if self._action.kind is not None and is_on_host(detection.spike):
-                cause = f"{self._numbers(detection)}; " if detection.spike else ""
-                self._log_action(list(map(float, self._action.counts.values())), cause)
             self._fire_reset(engine, detection)
 
     # The state of the engine, and published values
 
     def _show(self, engine: Engine, detection: GradientDetection, announce: bool = False) -> None:
         """Set flag and norm in the engine's state."""
-        if detection is not self._shown:
-            setattr(engine.state, self.flag, as_published(detection.spike))
-            setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
-            self._shown = detection
+        setattr(engine.state, self.flag, as_published(detection.spike))
+        setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
         if self._source is not None and self._source.listened:  # by handlers that may log values
             self._publish(detection)
         if announce and may_be_true(detection.spike):
@@ -324,23 +318,18 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
 
     def _show_last(self, engine: Engine) -> None:
         self.clear(engine)
-        self._shown = None
         if self._window.last is not None:
             self._show(engine, self._window.last.detection)
 
-    def _publish(self, detection: GradientDetection, log: bool = False) -> None:
-        """Publish a detection, and log the culprits of its spike."""
+    def _publish(self, detection: GradientDetection) -> None:
         self._publish_none()
         spikes, nonfinite, _ = self._detector.counts()
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._scale is not None:
             values["scale"] = self._scale
         self.publish(**values, stepped=self._stepped)
-        if detection.names and may_be_true(detection.spike):
-            if is_on_host(detection.spike):
-                self.publish(**self._culprits(self._numbers(detection), detection, log))
-            else:
-                self._possible_spike = detection
+        if (detection.names or self._action.kind is not None) and may_be_true(detection.spike):
+            self._possible_spike = detection
 
     def _publish_none(self) -> None:
         """Publish nothing of this iteration's gradient but that no step was made with it."""
@@ -350,41 +339,33 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self.publish(stepped=0.0)
 
     def deferred_tensors(self) -> list[Tensor]:
-        tensors = [] if self._action.kind is None else [*self._action.counts.values()]
-        tensors += [] if self._is_published is None else [self._is_published]
+        tensors = [] if self._is_published is None else [self._is_published]
         spike = self._possible_spike
-        return tensors if spike is None else [*tensors, spike.spike, spike.numbers()]
+        return tensors if spike is None else [*tensors, *self._action.counts.values(), spike.spike, spike.numbers()]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        numbers, detection = iter(extra), self._possible_spike
-        if self._action.kind is not None:
-            self._log_action([next(numbers)[0] for _ in self._action.counts])
-        if self._is_published is not None and not next(numbers)[0]:
+        if self._is_published is not None and not extra.pop(0)[0]:
             self._publish_none()
+        if self._possible_spike is None:
             return {}
-        if detection is None or not next(numbers)[0]:
-            return {}
-        return self._culprits(SpikeNumbers.from_host(next(numbers), detection.names), detection, log=True)
-
-    def _culprits(self, spike: SpikeNumbers, detection: GradientDetection, log: bool) -> dict[str, float]:
-        """Return the culprits to publish, by name, and log the spike."""
-        if log:
-            self._log(logging.WARNING, f"{spike}.")
-        tag_of = dict(zip(detection.names, tags(detection.names), strict=True)) if spike.culprits else {}
-        return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
-
-    def _numbers(self, detection: GradientDetection) -> SpikeNumbers:
-        return SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
-
-    def _log_action(self, counts: list[float], cause: str = "") -> None:
-        action = self._action.message(counts)
+        *counts, (is_spike,), numbers = extra
+        names = self._possible_spike.names
+        spike = SpikeNumbers.from_host(numbers, names)
+        action = self._action.message([count for (count,) in counts])
         if action is not None:
-            self._log(logging.INFO, f"{cause}{action}")
+            self._log(logging.INFO, f"{spike}; {action}")
+        if not (is_spike and names):
+            return {}
+        if not self._is_logged:
+            self._is_logged = True
+            self._log(logging.WARNING, f"{spike}.")
+        tag_of = dict(zip(names, tags(names), strict=True))
+        return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
 
     # Events and log messages
 
     def _spike(self, detection: GradientDetection) -> Spike:
-        spike = self._numbers(detection)
+        spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
         named = f"{self.prefix}/{spike.name}"
         return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.found)
 
@@ -395,9 +376,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
 
     def _locate_nonfinite(self, engine: Engine, detection: GradientDetection) -> None:
         nonfinite = detection.norm.nonfinite
-        if self._source is None:
-            return
-        if not (is_on_host(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
+        if self._source is None or not (is_on_host(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
             self._locator.calls.backward_ended()
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.
@@ -410,6 +389,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self._log(logging.WARNING, text)
 
     def _warn_of_missing(self, detection: GradientDetection | None) -> None:
+        if self._detector.losses.is_missing():
+            self._warn_once(NO_LOSS, self._iteration)
         if self._stepped is not False:
             self._unstepped, self._other_optimizer = 0, None
             return

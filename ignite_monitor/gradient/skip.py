@@ -1,19 +1,14 @@
 """Skipping a step of an optimizer: no update, no weight decay, no momentum, no step count.
 
-=========================================  ==========================================================================
-optimizer                                  how its step is skipped
-=========================================  ==========================================================================
-fused ones of ``torch.optim``              by their ``found_inf``, as GradScaler does: on the device
-others of ``torch.optim``                  gradients are hidden during the step, which then does nothing
-any other                                  not run: it may update weights without gradients too
-LBFGS, SAM, others that need a closure     refused: the closure is evaluated after parameters have changed
-=========================================  ==========================================================================
+- Fused optimizers of ``torch.optim`` skip by their ``found_inf``, as with GradScaler: on the device.
+- From others of ``torch.optim`` gradients are hidden during the step, which then does nothing.
+- The step of any other is not run: it may update weights without gradients too.
+- Steps that evaluate a closure after parameters have changed are refused.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,18 +28,13 @@ def check_step(action: str, optimizer: Optimizer | None) -> None:
     """Refuse an optimizer whose steps cannot be skipped or clipped, with a ValueError."""
     if optimizer is None:
         raise ValueError(f"on_spike={action!r} needs the argument optimizer, in whose step it acts")
-    optimizer = _innermost(optimizer)
-    name, reason = type(optimizer).__name__, None
-    if action == "skip":
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        is_sam = hasattr(optimizer, "first_step") and not _is_from_torch(optimizer)
-        if isinstance(optimizer, LBFGS) or needs_closure or is_sam:
-            reason = "evaluates a closure more than once in a step"
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        reason = "has no step hooks, because it does not call the constructor of torch.optim.Optimizer"
+    optimizer, reason = _innermost(optimizer), None
+    if action == "skip" and isinstance(optimizer, LBFGS):
+        reason = "evaluates a closure more than once in a step"
+    elif not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        reason = "does not call the constructor of torch.optim.Optimizer, and has no step hooks"
     if reason is not None:
-        raise ValueError(f"on_spike={action!r} does not work with {name}, which {reason}: {_FIX}")
+        raise ValueError(f"on_spike={action!r} does not work with {type(optimizer).__name__}, which {reason}: {_FIX}")
 
 
 class _SkippedError(Exception):
@@ -60,7 +50,7 @@ class StepSkipper:
         self._is_inside = self._is_skipped = False
 
     @contextmanager
-    def context(self, optimizer: Optimizer, completed: Callable[[Optimizer], None]) -> Iterator[None]:
+    def context(self, optimizer: Any, completed: Callable[[Optimizer], None]) -> Iterator[None]:
         """Context of a train step; ``completed`` is called after a step that is not run."""
         optimizer, handles = _innermost(optimizer), list[Any]()
         if not _is_from_torch(optimizer):

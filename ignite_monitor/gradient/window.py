@@ -1,9 +1,8 @@
 """Detection that describes the gradient of an optimizer step.
 
-A train step may do anything between backward and step: clip, add noise, replace gradients. So the detection of a
-gradient is that of its newest backward. A window opens with the first backward that reaches the monitor's parameters
-after its optimizer's last step, and closes when the next step has completed. Its state is in the fields of
-:class:`GradientWindow`:
+A train step may clip, add noise or replace gradients between backward and step, so the detection of a gradient is that
+of its newest backward. A window opens with the first backward that reaches the monitor's parameters after its
+optimizer's last step, and closes when the next step has completed.
 
 ========================  =====================  ==============================  ===========================
 event                     newest is None         newest of an earlier iteration  newest of this iteration
@@ -48,23 +47,16 @@ class Taken(NamedTuple):
 
 
 class GradientWindow:
-    """Follows the detections of one monitor's gradient.
-
-    Attributes:
-        newest: detection of the newest backward since the last own step.
-        is_current: whether that backward was in this iteration.
-        shared: whether it reached other monitored models too.
-        used_by_other: whether another optimizer has stepped since then, with a shared backward.
-        unshared: detection of this iteration's last backward that was not shared, since the last own step.
-        last: what the last own step of this iteration took.
-        announced: whether the gradient has been announced as a spike.
-    """
+    """Follows the detections of one monitor's gradient."""
 
     def __init__(self) -> None:
-        self.newest: GradientDetection | None = None
-        self.unshared: GradientDetection | None = None
-        self.is_current = self.shared = self.used_by_other = self.announced = False
-        self.last: Taken | None = None
+        self.newest: GradientDetection | None = None  # of the newest backward since the last own step
+        self.is_current = False  # whether that backward was in this iteration
+        self.shared = False  # whether it reached other monitored models too
+        self.used_by_other = False  # whether another optimizer has stepped since then, with a shared backward
+        self.unshared: GradientDetection | None = None  # of this iteration's last backward that was not shared
+        self.last: Taken | None = None  # by the last own step of this iteration
+        self.announced = False  # whether the gradient has been announced as a spike
         self._taken: Taken | None = None  # by the own step in progress
 
     def iteration_started(self, unseen: bool) -> None:

@@ -77,7 +77,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         rule = as_rule(threshold)
         if direction != "up" and isinstance(rule, StaticThreshold):
             raise ValueError(f"Argument threshold should be a rule with direction={direction!r}, but given a number")
-        self.direction = direction
+        self.direction, self._signs = direction, _SIGNS[direction]
         # Unlike a norm, a value of 0 is one like any other.
         self._detector = SpikeDetector(rule, max_consecutive_spikes=self.max_consecutive_spikes, ignored=math.nan)
         if direction == "both":
@@ -105,7 +105,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
             return
         self._iteration = engine.state.iteration
         # A lower threshold is an upper one of the negated value.
-        numbers = torch.stack((number, -number)) if self.direction == "both" else number * _SIGNS[self.direction][0]
+        numbers = torch.stack((number, -number)) if self.direction == "both" else number * self._signs[0]
         too_low = numbers < -largest_usable(number)
         detection = self._detector.detect(numbers, numbers.masked_fill(too_low, math.inf))
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
@@ -117,20 +117,16 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         self._counts = move_like(self._counts, number) + flags
         self._resets.set(reset)
         setattr(engine.state, self.flag, as_published(spike))
-        thresholds = self._thresholds(detection)
+        sides = [side * sign for side, sign in zip(detection.threshold.reshape(-1), self._signs, strict=True)]
+        thresholds = dict(zip(("threshold", "lower_threshold"), sides, strict=False))
         self.publish(value=number, spike=spike.to(number.dtype), spike_count=self._counts[0], **thresholds)
         if self._is_awaited_spike(spike):
             self._fire_spike(engine, self._spike(detection), number)
         self._fire_reset(engine, detection)
 
-    def _thresholds(self, detection: Detection) -> dict[str, Tensor]:
-        if self.direction == "both":
-            return {"threshold": detection.threshold[0], "lower_threshold": -detection.threshold[1]}
-        return {"threshold": detection.threshold * _SIGNS[self.direction][0]}
-
     def _spike(self, detection: Detection) -> Spike:
         numbers = torch.stack((detection.spike.to(detection.value.dtype), detection.threshold, detection.value))
-        sides = zip(*numbers.reshape(3, -1).tolist(), _SIGNS[self.direction], strict=True)
+        sides = zip(*numbers.reshape(3, -1).tolist(), self._signs, strict=True)
         _, threshold, value, sign = max(sides, key=lambda side: side[0])  # the one with the spike
         value, threshold = sign * value, sign * (math.inf if math.isnan(threshold) else threshold)
         source = None if self._source is None or math.isfinite(value) else self._source.nonfinite_source

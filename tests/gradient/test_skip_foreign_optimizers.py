@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._trainers import assert_same, loss_of, make_batches, train, training_state
-from tests.gradient._optimizers import build
+from tests._trainers import assert_same, loss_of, make_batches, make_model, train, training_state
+from tests.gradient._optimizers import MuonLike, build
 
 LIMIT = 60.0
 
@@ -81,7 +81,7 @@ def test_update_ratios_know_that_no_step_was_made():
 class SAMLike(torch.optim.Optimizer):
     """As sharpness-aware minimization is written: the closure is evaluated where the weights have been moved to."""
 
-    def __init__(self, params, needs=False):
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
 
     def first_step(self):
@@ -113,22 +113,24 @@ class NoConstructor(torch.optim.Optimizer):
         pass
 
 
-@pytest.mark.parametrize("kind", [SAMLike, NeedsClosure, torch.optim.LBFGS, NoConstructor])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, NoConstructor])
 def test_what_is_known_beforehand_is_refused_in_the_constructor(kind):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=f"{kind.__name__}.*unhealthy_spike"):
         GradMonitor(model, kind(model.parameters()), on_spike="skip")
 
 
-def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved():
-    model, optimizer = build("MuonLike")
+@pytest.mark.parametrize("kind", [MuonLike, SAMLike, NeedsClosure])
+def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved(kind):
+    model = make_model()
+    optimizer = kind(model.parameters())
     before = copy.deepcopy(training_state(model, optimizer))
 
     def step(engine, batch):
         optimizer.step(lambda: loss_of(model, batch))
 
     GradMonitor(model, optimizer, on_spike="skip").attach(engine := Engine(step))
-    with pytest.raises(ValueError, match=r"MuonLike.*closure.*unhealthy_spike"):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.*closure.*unhealthy_spike"):
         engine.run(make_batches(2))
     assert_same(training_state(model, optimizer), before)
 
