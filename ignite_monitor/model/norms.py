@@ -143,8 +143,7 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         if size > _LONGEST_SUM:
             all_norms.insert(i, _long_norm(tensors[i].view(-1), norm_type))
     values = torch.stack(all_norms).double()
-    least, largest = map(float, values.aminmax())
-    if not _SAFE[0] < least <= largest < _SAFE[1]:
+    if not torch.is_nonzero((values == values.clamp(*_SAFE)).all()):
         unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
         values[unsafe] = _wide_norms([tensors[i] for i in unsafe], norm_type)
     return values

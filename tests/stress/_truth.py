@@ -236,20 +236,19 @@ class WindowTruth:
         aside = now is not None and now.laid_aside
         if aside:  # 3
             now = now.unshared if final is None else None
-        if now is not None and (final is None or (now.detection.spike and not now.shared)):  # 5
-            if now.detection.spike or not math.isfinite(now.detection.norm):
-                final = now.detection
+        if now is not None and (final is None or not now.shared):  # 5
+            detection = now.detection
+            if detection.spike or not math.isfinite(detection.norm):
                 self.without_entry = self.judge.copy()
-                self.judge.observe(final)
-            if final is now.detection:
-                self._announce(final)
+                self.judge.observe(detection)
+                self._announce(detection)
+                final = final or detection
         if aside:
             self._close()
         if final is None:
             # That an iteration with a gradient had no step is told.
             self.published.append({"stepped": 0.0} if self.has_judged else {})
             return
-        self.said_now = final
         values = final.statistics() | {
             "spike_count": float(self.judge.spike_count),
             "skipped_count": float(self.skipped_count),
