@@ -21,6 +21,7 @@ _MODULE_OF = {
     "OptimizerStateHandler": "optimizer_state.handler",
     "ParameterDiagnostics": "weight_update.handler",
     "RCCHandler": "rcc.handler",
+    "ReplayCheckHandler": "replay.handler",
     "ReplicaCheckHandler": "replicas.handler",
     "RobustThreshold": "detection.robust",
     "RollbackHandler": "rollback.handler",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two
     from ignite_monitor.noise_scale.handler import GradientNoiseScaleHandler as GradientNoiseScaleHandler
     from ignite_monitor.optimizer_state.handler import OptimizerStateHandler as OptimizerStateHandler
     from ignite_monitor.rcc.handler import RCCHandler as RCCHandler
+    from ignite_monitor.replay.handler import ReplayCheckHandler as ReplayCheckHandler
     from ignite_monitor.replicas.handler import ReplicaCheckHandler as ReplicaCheckHandler
     from ignite_monitor.rollback.handler import RollbackHandler as RollbackHandler
     from ignite_monitor.routing.handler import RoutingHandler as RoutingHandler

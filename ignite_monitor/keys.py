@@ -233,6 +233,11 @@ REPLICAS = Schema("replicas", "replicas", (
     Key("differing_count", "number of tensors and other items that differ; not reported if ranks hold other items"),
 ))
 
+REPLAY = Schema("replay", "replay", (
+    Key("reproducible", "1 if a second pass of the train step gave the same gradients, bit by bit, else 0",
+        chart="replay: reproducible"),
+))
+
 HISTOGRAMS = Schema("histograms", "histograms", (
     Key("weights_count", "number of weight histograms in this iteration"),
     Key("gradients_count", "number of gradient histograms in this iteration"),
@@ -250,5 +255,5 @@ ROUTING = Schema("routing", "routing", (
 
 SCHEMAS = (
     *(GRADIENT, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
-    *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP),
+    *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP, REPLAY),
 )

@@ -67,7 +67,7 @@ LAYERS = (
     {
         *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
         *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback", "histograms", "routing"),
-        "drift",
+        *("drift", "replay"),
     },
     {"scaling", "spike_recorder", "healthy_checkpoint", "setup_check"},
 )

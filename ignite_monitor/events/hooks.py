@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ignite_monitor.model._torch import backward_number, queue_callback, untraced
+from ignite_monitor.model._torch import GradientHook, backward_number, queue_callback, untraced
 
 
 class Patch:
@@ -86,6 +89,32 @@ def after_backward(function: Callable[[], None], hops: int) -> None:
         queue_callback(functools.partial(after_backward, function, hops - 1))
     else:
         function()
+
+
+@contextmanager
+def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], None]) -> Iterator[None]:
+    """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
+    hook = GradientHook()
+
+    def start(number: int) -> None:
+        if number != -1:  # FSDP2 calls hooks outside of a backward
+            after_backward(function, 3)
+
+    try:
+        hook.register(parameters, gradient_hook(start))
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def before_any_step(method: Any) -> Iterator[None]:
+    """Call a method before every optimizer step; it is referenced weakly."""
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(weakly(method)))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def is_nested(optimizer: Optimizer) -> bool:

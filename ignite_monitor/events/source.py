@@ -41,6 +41,7 @@ class EventSource:
         trackers: the trackers of the monitored models, by id of the model.
         reached: number of a running backward -> id of a model -> ids of the parameters that it has reached.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
+        train_step: the train step that is running, to be called once more; None outside of one.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"
@@ -61,6 +62,7 @@ class EventSource:
         self._listeners: dict[str, list[tuple[weakref.ref[Any], Callable[..., Any]]]] = {name: [] for name in _NAMES}
         self.running = self.listened = self._awaits_step = False
         self.nonfinite_source: NonFiniteSource | None = None
+        self.train_step: functools.partial[Any] | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
@@ -248,7 +250,7 @@ class EventSource:
         self.reached.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
-        self._stepping = self._unreported = self.nonfinite_source = None
+        self._stepping = self._unreported = self.nonfinite_source = self.train_step = None
         self.running = self._awaits_step = False
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
@@ -264,6 +266,7 @@ class EventSource:
             if has_hooks and not tracker.hook.places:
                 start = functools.partial(self._on_backward, id(tracker.model))
                 tracker.hook.register(tracker.parameters, gradient_hook(start))
+        self.train_step = functools.partial(original, engine, batch)
         with ExitStack() as contexts:
             for monitor in monitored:
                 for context in monitor.train_step_contexts():
@@ -272,6 +275,7 @@ class EventSource:
         if self.running:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
             self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
+        self.train_step = None
         return output
 
     def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """Isolation of a second forward or backward pass from the training run: RNG state, buffers, training flags.
 
-Nothing else in the package restores any of these. Parameters, gradients and other attributes are not restored: a pass
-that may change them runs on a copy of the model.
+Nothing else in the package restores any of these. Other attributes are not restored: a pass that may change them runs
+on a copy of the model.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in, part_of_rank
 from ignite_monitor.model.names import named_modules
 
 _thread = threading.local()
@@ -67,6 +67,25 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         for registry, saved in buffers:
             registry.clear()
             registry.update(saved)
+
+
+@contextlib.contextmanager
+def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Restore gradients and, of ``whole``, the data on exit; inside, gradients are None. No version counter changes."""
+    whole = [item for item in whole if not item.is_meta]
+    gradients = [(item, item.grad) for item in (*whole, *others)]
+    saved = [(item, item.data, item.data.clone()) for item in whole]
+    try:
+        for item, _ in gradients:
+            item.grad = None
+        yield
+    finally:
+        for item, data, copy in saved:
+            if part_of_rank(item.data).data_ptr() != part_of_rank(data).data_ptr():
+                item.data = data
+            data.copy_(copy)
+        for item, gradient in gradients:
+            item.grad = gradient
 
 
 def cuda_devices() -> list[torch.device]:
@@ -122,20 +141,40 @@ def preserved_rng_state(
     devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
 ) -> Iterator[None]:
     """Restore the state that :func:`capture_rng_state` returns, and that of generators, on exit."""
-    state, own = _rng_state(devices), [(item, generator_state(item)) for item in generators]
+    restore = rng_restorer(devices, generators)
     try:
         yield
     finally:
+        restore()
+
+
+def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()) -> Callable[[], None]:
+    """Capture the state that :func:`capture_rng_state` returns, and that of generators; return what restores it."""
+    state, own = _rng_state(devices), [(item, generator_state(item)) for item in generators]
+
+    def restore() -> None:
         restore_rng_state(state)
         for item, saved in own:
             set_generator_state(item, saved)
 
+    return restore
+
 
 def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
     """Generators of torch, Python and NumPy that the modules of a model reach, by name of the module and path."""
+    return _generators((name, *member) for name, module in named_modules(model) for member in reachable(module))
+
+
+def generators_used_by(function: Any) -> list[Any]:
+    """Generators of torch, Python and NumPy that a function reaches, by the global names in its code too."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    values = [function, *(function.__globals__[name] for name in names if name in function.__globals__)]
+    return [*_generators(("", *member) for member in reachable(SimpleNamespace(values=values))).values()]
+
+
+def _generators(members: Iterable[tuple[Any, Any, Any]]) -> dict[tuple[Any, ...], Any]:
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
-    members = ((name, *member) for name, module in named_modules(model) for member in reachable(module))
     return {(name, *path): value for name, path, value in members if isinstance(value, kinds)}
 
 
@@ -176,7 +215,7 @@ _MAX_DEPTH = 5  # a trainer or a data set may be behind an attribute
 _MAX_MEMBERS = 1000  # a larger container holds data
 
 
-def reachable(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def reachable(module: nn.Module | SimpleNamespace) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Paths and objects that a module reaches by attributes of its own, containers, objects and closures.
 
     Modules are returned, and not entered; nor are containers of more than 1,000 members.

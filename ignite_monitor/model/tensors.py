@@ -12,6 +12,8 @@ from torch import Tensor
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import tags
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
     """The :func:`floating_tensors`, with places as loggers keep them, each different."""
@@ -44,6 +46,14 @@ def tensors_in(value: Any, path: str = "", around: frozenset[int] = frozenset())
     for key, member in members:
         if member is not None:
             yield from tensors_in(member, f"{path}/{key}" if path else str(key), around | {id(value)})
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bits of a strided tensor's elements, as signed integers."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
 
 
 def count_items(batch: Any) -> int | None:

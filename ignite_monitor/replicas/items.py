@@ -18,11 +18,11 @@ from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.model.norms import is_sharded
 from ignite_monitor.model.samples import local
+from ignite_monitor.model.tensors import bits_of
 
 Items = dict[str, Tensor | int]
 
 _PIECE = 1 << 20  # elements that are hashed at once, to bound the memory
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
@@ -83,10 +83,7 @@ def hash_bits(tensor: Tensor) -> Tensor:
     The hash is :math:`\sum_i (b_i + 1)(2 i + 1) \bmod 2^{64}` for elements with bits :math:`b_i` as signed integers.
     The weights are odd, so one flipped bit always changes it, and so do two exchanged elements of up to 32 bits.
     """
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize]).reshape(-1)
+    bits = bits_of(tensor).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE].to(torch.int64) + 1

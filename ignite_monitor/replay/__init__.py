@@ -1,0 +1,1 @@
+"""Drift detection of any number of the iteration."""
