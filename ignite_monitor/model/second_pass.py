@@ -117,12 +117,13 @@ def difference(first: Tensor | None, second: Tensor | None) -> Tensor:
     if first is None or second is None or not first.numel():
         is_alone = (first is None) != (second is None)
         return torch.tensor([float(is_alone), torch.nan if is_alone else 0.0, 0.0], device="cpu")
+    exact, largest = torch.promote_types(first.dtype, torch.float32), second.abs().amax()
     if first.is_cpu and torch.equal(bits_of(first), bits_of(second)):
-        return torch.zeros(3, device="cpu")
-    exact = torch.promote_types(first.dtype, torch.float32)
-    values = (second.to(exact) - first.to(exact)).abs().amax(), second.abs().amax()
-    differs = (bits_of(first) != bits_of(second)).any()
-    return torch.stack([value.to(wide_dtype(first.device)) for value in (differs, *values)])
+        values = torch.zeros_like(largest), torch.zeros_like(largest), largest
+    else:
+        by = (second.to(exact) - first.to(exact)).abs().amax()
+        values = (bits_of(first) != bits_of(second)).any(), by, largest
+    return torch.stack([value.to(wide_dtype(first.device)) for value in values])
 
 
 def trained_elsewhere(model: nn.Module) -> list[weakref.ref[Any]]:

@@ -176,13 +176,16 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             self._left = None
         rows = [*self._rows.values()] or [torch.tensor([1.0, 0.0, 0.0], device="cpu")]
         wide = wide_dtype(device)
-        table, counts = torch.stack([move(row, device) for row in rows]), move(self._counts.to(wide), device)
+        table, counts = (
+            torch.stack([move(row.to(wide_dtype(row.device)), device) for row in rows]),
+            move(self._counts.to(wide), device),
+        )
         reasons = {
             **before.changes,
             failure: not self._rows,
             "gradients of earlier iterations are not known": (not before.is_whole) & table[:, 2].isnan().any(),
             "no second pass was the same before this spike": (not before.is_whole) & (counts[0] == 0),
-            "a GradScaler may have changed its scale": (step is None) & ~table[:, 1].isfinite().all(),
+            "a GradScaler may have changed its scale": (step is None) & ~table.isfinite().all(),
         }
         flags = torch.stack([move(torch.as_tensor(flag), device) for flag in reasons.values()])
         both = torch.stack((table[:, 0].any(), flags.any())).to(wide)
