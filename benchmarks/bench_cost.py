@@ -117,6 +117,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "HistogramHandler": (lambda m, _: im.HistogramHandler(m), CLONE),
     "RoutingHandler": (routing, CLOSURES),
     "ReplicaCheckHandler": (replica_check, CLONE),
+    "ReplayCheckHandler": (im.ReplayCheckHandler, PASSES),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
     "SetupCheck": (setup_check, CLIP),
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),

@@ -17,6 +17,7 @@ PAGES = {
     "ROUTING": ("RoutingHandler", "routing"),
     "STEP_STATS": ("StepStatsHandler", "step_stats"),
     "REPLICAS": ("ReplicaCheckHandler", "replica_check"),
+    "REPLAY": ("ReplayCheckHandler", "replay_check"),
     "RCC": ("RCCHandler", "rcc"),
     "SPECTRAL": ("SpectralNormHandler", "spectral_norm"),
     "CURVATURE": ("CurvatureHandler", "curvature"),

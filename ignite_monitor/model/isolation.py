@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in, part_of_rank
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in
 from ignite_monitor.model.names import named_modules
+from ignite_monitor.model.samples import local
 
 _thread = threading.local()
 
@@ -81,7 +82,7 @@ def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor] = ())
         yield
     finally:
         for item, data, copy in saved:
-            if part_of_rank(item.data).data_ptr() != part_of_rank(data).data_ptr():
+            if local(item.data).data_ptr() != local(data).data_ptr():
                 item.data = data
             data.copy_(copy)
         for item, gradient in gradients:

@@ -129,8 +129,8 @@ def difference(first: Tensor | None, second: Tensor | None) -> Tensor:
 def trained_elsewhere(model: nn.Module) -> list[weakref.ref[Any]]:
     """All optimizers of this process, and its modules in training mode with buffers that are not a model's."""
     inside, objects = set(map(id, model.modules())), gc.get_objects()
-    modules = [item for item in objects if issubclass(type(item), nn.Module) and id(item) not in inside]
-    others: list[Any] = [item for item in modules if vars(item).get("training") and vars(item).get("_buffers")]
+    modules = [item for item in objects if issubclass(type(item), nn.Module) and getattr(item, "training", False)]
+    others = [item for item in modules if id(item) not in inside and _buffers_of([item])]
     return [*map(weakref.ref, others + [item for item in objects if issubclass(type(item), Optimizer)])]
 
 

@@ -27,6 +27,7 @@ def expected(recorded: Recorded, losses: list[float]) -> list[Values]:
     for iteration, loss, of_updates in zip(recorded.iterations, losses, moved, strict=True):
         values = {"grad/norm": norm(iteration.gradients.values()), "grad/stepped": 1.0, "grad/spike_count": 0.0}
         values |= {"loss/value": loss, "noise_scale/batch": float(count_items(iteration.x)), "replicas/in_sync": 1.0}
+        values["replay/reproducible"] = 1.0
         every.append(values | of_updates | statistics_of_step(iteration.after.values(), RATE))
     return every
 
