@@ -1,8 +1,9 @@
-"""Figures of awkward runs."""
+"""Figures: their panels, and the files."""
 
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 
@@ -11,9 +12,108 @@ import pytest
 from matplotlib import image
 from matplotlib.axes import Axes
 
-from ignite_monitor.report.plot import draw, picture
+from ignite_monitor.keys import SCHEMAS
+from ignite_monitor.report.plot import ONE_SCREEN, draw, picture
 from tests.report import _runs as runs
 from tests.report._runs import make_run
+
+
+def panels(run, pattern=None, every=True):
+    shown = picture(make_run(run), re.compile(pattern) if pattern else None, every)
+    return {panel.title: panel for panel in shown.panels}
+
+
+def test_every_metric_of_a_run_is_in_a_panel():
+    run = runs.healthy()
+    shown = {line.label for panel in panels(run).values() for line in panel.lines}
+    for words in ("norm", "threshold", "update_ratio_median", "frozen_count", "blocks.2.mlp", "train/loss", "norm_max"):
+        assert words in shown
+    assert {"grad: norm against its threshold", "rcc: weight_update", "step/time_ms"} <= set(panels(run))
+
+
+def test_spikes_are_marked_at_their_norms():
+    run = runs.grad(runs.with_spike([50]), [50])
+    assert picture(make_run(run)).spikes == (50,)
+    marked = panels(run)["grad: norm against its threshold"].marked
+    assert (marked.steps.tolist(), marked.values.tolist()) == ([50], [60])
+    assert any(title.startswith("grad: spikes, skipped steps") for title in panels(run))
+
+
+def test_what_a_spike_monitor_judges_stands_with_its_threshold():
+    names = {"value": [1, 1, 9, 1], "threshold": [2, 2, 2, 2], "spike": [0, 0, 1, 0]}
+    panel = panels({f"loss/{name}": runs.series(values) for name, values in names.items()}, "value|threshold|spike$")
+    chart = panel["loss: value against its threshold"]
+    assert {line.label: line.style for line in chart.lines} == {"value": "solid", "threshold": "dashed"}
+    assert chart.marked.steps.tolist() == [3]
+
+
+def test_what_shares_a_chart_of_tensorboards_shares_a_panel():
+    names = {"value": [4, 5], "low": [3, 4], "high": [6, 7], "batch": [16, 16]}
+    shown = panels({f"noise_scale/{name}": runs.series(values) for name, values in names.items()})
+    (lines,) = [panel.lines for title, panel in shown.items() if title.startswith("noise_scale: ")]
+    assert {line.label for line in lines} == set(names)
+
+
+def test_a_selection_shows_what_matches_and_nothing_else():
+    (panel,) = panels(runs.healthy(), "^grad/norm$").values()
+    assert (panel.title, [line.label for line in panel.lines]) == ("grad: norm against its threshold", ["norm"])
+    assert list(panels(runs.healthy(), r"blocks\.1.*dead")) == ["activation: dead units"]
+    assert panels(runs.healthy(), "no such") == {}
+
+
+def test_metrics_of_the_same_name_share_a_panel():
+    names = ("train/loss", "val/loss", "lr/group_0", "lr/group_1", "val/accuracy")
+    shown = panels({name: runs.series([1, 2]) for name in names})
+    assert {title: len(panel.lines) for title, panel in shown.items()} == {"loss": 2, "lr": 2, "val/accuracy": 1}
+    assert next(iter(shown)) == "loss"
+
+
+# One screen
+
+
+def long_run():
+    """Every monitor, with 30 metrics of the activations, and a spike; frozen_count and the like are 0 throughout."""
+    run = runs.healthy() | runs.grad(runs.with_spike([50]), [50])
+    for metric in range(30):
+        run[f"activation/a/metric_{metric}"] = runs.series(runs.noise(40, metric), 5)
+    return run
+
+
+def test_one_screen_shows_what_matters_and_says_what_is_omitted():
+    shown = picture(make_run(long_run()))
+    assert len(shown.panels) == ONE_SCREEN
+    every = picture(make_run(long_run()), every=True)
+    omitted = len(every.panels) - ONE_SCREEN
+    assert shown.words == f"Needs attention: 1 warning.   ({omitted} more panels with --all)"
+    assert every.words == "Needs attention: 1 warning."
+    titles = [panel.title for panel in shown.panels]
+    assert titles[:3] == ["grad: norm against its threshold", "train/loss", "val/accuracy"]
+
+
+def test_constants_are_omitted():
+    run = runs.weights() | {
+        "lr": runs.series([0.1] * 9),
+        "momentum": runs.series([0.9] * 9),
+        "loss": runs.series([2, 1]),
+    }
+    run |= {f"activation/{name}/std": runs.series([1.0] * 9 if name == "b" else runs.noise(9)) for name in "abc"}
+    shown = panels(run, every=False)
+    ratios, norms = ("monitor: update ratio over the parameters", "monitor: gradient norm over the parameters")
+    assert set(shown) == {"loss", ratios, norms, "activation: std"}
+    assert [line.label for line in shown["activation: std"].lines] == ["a", "c"]
+    assert {"lr", "momentum", "monitor: frozen, vanishing, exploding"} <= set(panels(run))
+    assert list(panels({"lr": runs.series([0.1] * 9)}, every=False)) == ["lr"]
+
+
+def test_every_monitor_has_panels():
+    """One that the figure knows nothing else of too."""
+    for schema in SCHEMAS:
+        steps, values = np.arange(1, 5), np.array([1.0, 2.0, 3.0, 2.0])
+        names = ["/".join(filter(None, [schema.prefix, re.sub(r"{\w+}", "0", key.pattern)])) for key in schema.keys]
+        assert picture(make_run(dict.fromkeys(names, (steps, values))), every=True).panels, schema.kind
+
+
+# Files
 
 AWKWARD = {
     "one point": {name: (steps[:1], values[:1]) for name, (steps, values) in runs.weights().items()},

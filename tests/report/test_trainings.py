@@ -1,10 +1,8 @@
-"""Small real trainings: healthy ones come out healthy, with what was judged; wrecked ones are named."""
+"""Small training runs: healthy ones are healthy, and the causes of damaged ones come first."""
 
 from __future__ import annotations
 
-import io
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +22,6 @@ from ignite_monitor import (
 from ignite_monitor.demo import WIDTH, TinyGPT
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
-from ignite_monitor.report.text import show, summary_text
-
-ITERATIONS = 150
 
 
 def mlp():
@@ -34,7 +29,7 @@ def mlp():
 
 
 def cnn():
-    """Convolutions with biases that the BatchNorms take away, of which no name tells."""
+    """Convolutions whose biases have no effect, since BatchNorms remove them."""
     layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(784, 10))
 
@@ -73,42 +68,38 @@ def adam(rate):
     return lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
 
 
-def trained(path, model, data, optimizer, **options):
+def trained(path, model, data, optimizer, every=5, accumulate=1, damage=lambda *_: None, iterations=150):
     """The summary of a run.
 
     Args:
-        options: ``every`` how many iterations the weights and activations are looked at, ``accumulate`` over how many
-            iterations, ``damage(iteration, model, optimizer)`` before an iteration, ``judged(model)`` the optimizer
-            that GradMonitor is given, ``iterations``, ``zero`` whether gradients are reset.
+        every: interval of the iterations in which weights and activations are measured.
+        accumulate: the number of iterations per optimizer step.
+        damage: called with iteration, model and optimizer before each iteration.
     """
-    given = SimpleNamespace(
-        **{"every": 5, "accumulate": 1, "damage": None, "judged": None, "iterations": ITERATIONS} | options
-    )
     steps = optimizer(model)
 
     def train_step(engine, batch):
         iteration = engine.state.iteration
-        if given.damage:
-            given.damage(iteration, model, steps)
-        if (iteration - 1) % given.accumulate == 0:
+        damage(iteration, model, steps)
+        if (iteration - 1) % accumulate == 0:
             steps.zero_grad()
         loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
-        (loss / given.accumulate).backward()
-        if iteration % given.accumulate == 0:
+        (loss / accumulate).backward()
+        if iteration % accumulate == 0:
             steps.step()
         engine.state.metrics["loss"] = loss.item()
 
     trainer = Engine(train_step)
     with HDF5Logger(path, mode="w") as logger:
-        monitor = GradMonitor(model, given.judged(model) if given.judged else steps)
+        monitor = GradMonitor(model, steps)
         monitor.attach(trainer)
         monitor.log_to(logger, trainer)
         others = [WeightUpdateHandler(model, steps), ActivationHandler(model, activations=True, attention=True)]
         for other in [*others, RCCHandler(model), StepStatsHandler(model, steps)]:
-            other.attach(trainer, Events.ITERATION_STARTED(every=given.every))
+            other.attach(trainer, Events.ITERATION_STARTED(every=every))
             other.log_to(logger, trainer)
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
-        trainer.run(data, epoch_length=given.iterations)
+        trainer.run(data, epoch_length=iterations)
     return summarise("run.h5", Run(read_hdf5(path)))
 
 
@@ -116,12 +107,6 @@ def trained(path, model, data, optimizer, **options):
 def train(tmp_path):
     torch.manual_seed(0)
     return lambda *args, **options: trained(tmp_path / "run.h5", *args, **options)
-
-
-def words(summary):
-    stream = io.StringIO()
-    show(summary_text(summary), stream)
-    return stream.getvalue()
 
 
 def of(summary, kind):
@@ -141,17 +126,15 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_trainings_are_healthy_and_say_what_was_judged(train, name):
+def test_healthy_runs_are_healthy(train, name):
     model, data, optimizer, options = HEALTHY[name]
     summary = train(model(), data(), optimizer, **options)
     assert summary.healthy is True, [finding.text for finding in summary.findings]
-    said = words(summary)
-    assert "Healthy: nothing in this run needs attention." in said
-    assert " grad metrics (grad/*) in " in said
+    assert summary.assessment == "Healthy: nothing in this run needs attention."
 
 
-def test_a_language_model_that_was_wrecked_from_the_start(train):
-    """Its first block's attention is saturated, and what it puts out is far too large."""
+def test_a_language_model_with_a_damaged_initialization(train):
+    """The attention of the first block is saturated, and its outputs are far too large."""
     model = TinyGPT()
     with torch.no_grad():
         model.blocks[0].qkv.weight[: 2 * WIDTH].mul_(100)
@@ -210,40 +193,14 @@ def test_the_cause_comes_first(train, name):
     assert "rate" not in name or "learning rate" in summary.findings[0].action
 
 
-def test_a_monitor_of_an_optimizer_that_makes_no_step(train):
-    """Whether it publishes norms then, or nothing."""
-    summary = train(mlp(), vectors(), sgd(0.1), judged=sgd(0.1))
-    assert not summary.healthy
-    assert "the optimizer" in words(summary)
-
-
-def test_a_training_that_ends_in_the_warm_up(train):
-    summary = train(mlp(), vectors(), sgd(0.1), iterations=15)
-    assert summary.healthy is None
-    assert "Nothing unusual, but the gradients were not monitored." in words(summary)
-
-
-@pytest.mark.parametrize("name", ["qkv", "mlp.0", "norm_2"])
-def test_the_module_that_makes_nan_is_named(train, name):
+def test_the_module_that_produces_nan_is_named(train):
     """It is the first in the order of execution, in which ``norm_2`` comes after the attention."""
 
     def damage(iteration, model, optimizer):
         if iteration == 50:
             with torch.no_grad():
-                model.blocks[1].get_submodule(name).weight.view(-1)[0] = math.nan
+                model.blocks[1].norm_2.weight[0] = math.nan
 
     summary = train(TinyGPT(), text(), adam(2e-3), damage=damage, iterations=60)
-    assert f"first in blocks.1.{name}," in of(summary, "nonfinite_activations").text
+    assert "first in blocks.1.norm_2," in of(summary, "nonfinite_activations").text
     assert summary.findings[0].severity == "problem"
-
-
-def test_a_gradient_in_the_warm_up_that_wrecked_the_model(train):
-    def damage(iteration, model, optimizer):
-        if iteration == 7:
-            with torch.no_grad():
-                model[0].weight.mul_(1000)
-        if iteration == 8:
-            with torch.no_grad():
-                model[0].weight.div_(1000)
-
-    assert of(train(mlp(), vectors(), sgd(0.1), damage=damage), "early_norms").iterations == (7,)
