@@ -63,8 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 if the input is bad, with one line on the standard error.
     """
-    if sys.stdout is None:  # closed by the caller
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     parser = _parser()
     chosen = parser.parse_args(arguments)
     try:

@@ -62,29 +62,19 @@ def persistent(run: Run) -> Iterator[Finding]:
             items = monitor.items(pattern) if pattern else {}
             largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
             until = f"to the end{'; largest in ' * bool(largest)}{listed(map(printable, largest))}"
-            if limit.kind == "vanishing_gradients" and _always_vanished(monitor, series, run):
+            if limit.kind == "vanishing_gradients" and _always_vanished(series, run):
                 severity, until = "note", "from the beginning, while the rest learn"
             what = f"{limit.text.format(beyond.value)} ({name}), {until}."
             names, values = (name, *monitor.names(pattern, largest)), {"value": beyond.value}
             yield Finding(limit.kind, severity, what, names, (beyond.since,), values)
 
 
-def _always_vanished(monitor: Recorded, counts: Series, run: Run) -> bool:
+def _always_vanished(counts: Series, run: Run) -> bool:
     """Check that few gradients vanish, and as many as in the beginning: of biases that softmax or BatchNorm cancel."""
     first = float(np.median(counts.values[: max(1, len(counts.values) // 4)]))
-    layers = [len(other.modules) for other in run.of("activation")]
-    layers += [len(other.items("weight_update/{}")) for other in run.of("rcc")]
-    # The number of names is at most that of the parameters, and so is that of the modules.
-    known = max(len(monitor.items("topk_grad/{}")), *layers, 0)
-    few = max(limits.FEW_VANISHING, limits.VANISHING_SHARE * known)
-    return counts.last_quarter.median <= min(few, first)
-
-
-def _relative(monitor: Recorded, ratios: Series) -> Series:
-    """Update ratios over the median one, where that is no negligible update."""
-    usual = monitor.get("update_ratio_median").at(ratios.steps)
-    known = (ratios.values > 0) & (usual > limits.SMALL_UPDATE)
-    return Series(ratios.steps[known], ratios.values[known] / usual[known])
+    # The number of parameters is not in the file, but similar.
+    modules = max((len(other.modules) for other in run.of("activation")), default=0)
+    return counts.last_quarter.median <= min(first, max(limits.FEW_VANISHING, limits.VANISHING_SHARE * modules))
 
 
 def shrinking(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -151,7 +141,9 @@ def _group_updates(run: Run, root: str, group: str) -> tuple[Series, float, str]
         if items and monitor.root.rpartition("/")[0] == tag:
             joined = [np.concatenate(parts) for parts in zip(*items.values(), strict=True)]
             ratios = Series(*joined).part(np.argsort(joined[0], kind="stable"))
-            quarters = np.array_split(_relative(monitor, ratios).values, 4)
+            usual = monitor.get("update_ratio_median").at(ratios.steps)
+            known = (ratios.values > 0) & (usual > limits.SMALL_UPDATE)
+            quarters = np.array_split(ratios.values[known] / usual[known], 4)
             factor = max(float(np.median(part)) if len(part) else 0.0 for part in quarters)
             return ratios, factor, printable(max(items, key=lambda item: len(items[item].steps)))
     return Series(), 0.0, ""
