@@ -64,7 +64,9 @@ def files(tmp_path_factory):
 def run(*arguments, program=("-m", "ignite_monitor"), **options):
     options = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL} | options
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "COLUMNS": "40"}
-    settings = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | settings
+    settings = {
+        key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "PYTHONUNBUFFERED")
+    } | settings
     command = [sys.executable, *program, *map(str, arguments)]
     return subprocess.run(command, env=settings, stderr=subprocess.PIPE, text=True, timeout=600, **options)
 
@@ -132,16 +134,16 @@ def test_summary_for_machines(files, capsys):
 def test_a_reader_that_closes_the_pipe(files):
     reading, writing = os.pipe()
     os.close(reading)
-    done = run("summary", files / "healthy.h5", "--all", stdout=writing)
+    done = run("summary", files / "healthy.h5", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
-@pytest.mark.parametrize("option", ["--json", "--all"])
-def test_output_that_can_not_be_written(files, option):
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_output_that_can_not_be_written(files, options):
     with open("/dev/full", "w") as full:
-        done = run("summary", files / "hurt.h5", option, stdout=full)
+        done = run("summary", files / "hurt.h5", *options, stdout=full)
     assert (done.returncode, done.stderr) == (2, "ignite-monitor: error: the output: No space left on device\n")
 
 

@@ -132,6 +132,8 @@ def test_tensors_of_all_kinds():
         hidden.square().sum().backward()
         seen.update(hidden=hidden, dense=model.table.weight.grad.to_dense(), narrow=model.weight.grad.clone())
         optimizer.step()
+        model.weight.grad.zero_()
+        optimizer.step()  # the second one
 
     trainer = Engine(train_step)
     found = collect(trainer, HistogramHandler(model))
@@ -171,21 +173,22 @@ def test_selection_of_modules_and_parameters(chosen, modules, parameters):
 
 
 def test_a_gan_has_the_gradients_of_each_own_step():
-    """A gradient from the generator's loss is not reported for the discriminator."""
+    """A gradient of the generator's loss is not reported for the discriminator; a fused step gets scaled gradients."""
     models = [nn.Linear(6, 6), nn.Linear(6, 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    truth = []
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for model in models]
+    truth, scaler = [], torch.amp.GradScaler("cpu", init_scale=64.0)
 
     def train_step(engine, batch):
         generator, discriminator = models
         discriminator.zero_grad()
-        discriminator(generator(batch[0]).detach()).mean().backward()
-        truth.append(discriminator.weight.grad.clone())
-        optimizers[1].step()
+        scaler.scale(discriminator(generator(batch[0]).detach()).mean()).backward()
+        truth.append(discriminator.weight.grad / 64)
+        scaler.step(optimizers[1])
         generator.zero_grad()
-        discriminator(generator(batch[0])).square().mean().backward()
-        truth.append(generator.weight.grad.clone())
-        optimizers[0].step()
+        scaler.scale(discriminator(generator(batch[0])).square().mean()).backward()
+        truth.append(generator.weight.grad / 64)
+        scaler.step(optimizers[0])
+        scaler.update()
 
     trainer = Engine(train_step)
     handlers = [HistogramHandler(model, prefix=name) for model, name in zip(models, "gd", strict=True)]
