@@ -140,10 +140,10 @@ def test_a_reader_that_closes_the_pipe(files):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
-@pytest.mark.parametrize("options", [(), ("--json",)])
-def test_output_that_can_not_be_written(files, options):
+@pytest.mark.parametrize("arguments", [(), ("summary", "hurt.h5")])  # less than a buffer, and more
+def test_output_that_can_not_be_written(files, arguments):
     with open("/dev/full", "w") as full:
-        done = run("summary", files / "hurt.h5", *options, stdout=full)
+        done = run(*arguments, stdout=full, cwd=files)
     assert (done.returncode, done.stderr) == (2, "ignite-monitor: error: the output: No space left on device\n")
 
 
