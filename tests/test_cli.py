@@ -63,12 +63,9 @@ def files(tmp_path_factory):
 
 def run(*arguments, program=("-m", "ignite_monitor"), **options):
     options = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL} | options
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "COLUMNS": "40"}
-    settings = {
-        key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "PYTHONUNBUFFERED")
-    } | settings
+    settings = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", "TERM": "xterm-256color", "COLUMNS": "40"}
     command = [sys.executable, *program, *map(str, arguments)]
-    return subprocess.run(command, env=settings, stderr=subprocess.PIPE, text=True, timeout=600, **options)
+    return subprocess.run(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True, timeout=600, **options)
 
 
 def end(arguments):
