@@ -185,7 +185,7 @@ def test_plot(files, tmp_path, capsys):
     ("arguments", "reported"),
     [
         (["summary", "missing.h5"], "missing.h5"),
-        (["summary", "."], "directory"),
+        (["summary", "."], "no regular file"),
         (["summary", "two\nlines"], "two\\nlines: No such file"),
         (["summary", "foreign.h5"], "foreign.h5"),
         (["summary", "nothing.h5"], "nothing.h5"),
