@@ -7,9 +7,11 @@ list of events, of which :mod:`tests.stress._truth` has what monitors are to pub
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from ignite.engine import Engine
@@ -40,114 +42,37 @@ class Net(nn.Module):
         return {head: getattr(self, head)(hidden).square().mean() for head in heads}
 
 
-@dataclasses.dataclass(frozen=True)
-class Backward:
-    """One backward pass or two, on the losses of some heads, of the heads alone or with the body.
+class Operation:
+    """A call of a method of :class:`Training`, which gets the batch and these arguments."""
 
-    With ``through`` the input comes from the other model, as in a GAN; where there is none it makes no difference.
-    """
+    def __init__(self, kind: str, *args: Any, **kwargs: Any) -> None:
+        self.kind, self.args, self.kwargs = kind, args, kwargs
 
-    heads: str
-    body: bool = True
-    times: int = 1
-    create_graph: bool = False
-    penalty: bool = False
-    factor: float = 1.0
-    through: bool = False
+    def __repr__(self) -> str:
+        named = [f"{name}={value!r}" for name, value in self.kwargs.items()]
+        return f"{self.kind}({', '.join([*map(repr, self.args), *named])})"
 
 
-@dataclasses.dataclass(frozen=True)
-class ByHand:
-    """``torch.autograd.grad``, with what it gives put in the gradients' place or not."""
-
-    heads: str
-    put: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimated:
-    """A step with gradients made in inference mode, as evolution strategies do, which are taken away after it."""
-
-    optimizer: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Zero:
-    optimizer: int | None  # None for the whole model
-    how: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    optimizer: int
-    norm: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Replace:
-    """Gradients made larger or smaller, or noised, in place or not."""
-
-    optimizer: int
-    factor: float
-    how: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    optimizer: int
-    clip: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Closure:
-    """A step with a closure that makes its gradients."""
-
-    optimizer: int
-    heads: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Sam:
-    """Sharpness-aware minimization: the gradient at a neighbouring point."""
-
-    optimizer: int
-    heads: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Aside:
-    """What has nothing to do with gradients: a pass under no_grad, or another engine."""
-
-    kind: str
+KINDS = ("backward", "by_hand", "estimated", "zero", "clip", "replace", "step", "closure", "sam", "aside")
+Backward, ByHand, Estimated, Zero, Clip, Replace, Step, Closure, Sam, Aside = (
+    functools.partial(Operation, kind) for kind in KINDS
+)
 
 
 def replaced_out_of_place(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad = gradient.clone()
 
 
-def written_in_place(parameter: nn.Parameter, gradient: Tensor) -> None:
-    with torch.no_grad():
-        parameter.grad.copy_(gradient)
-
-
-def copied_into_data(parameter: nn.Parameter, gradient: Tensor) -> None:
-    parameter.grad.data.copy_(gradient)
-
-
 def given_as_data(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad.data = gradient.clone()
 
 
-def written_by_numpy(parameter: nn.Parameter, gradient: Tensor) -> None:
-    parameter.grad.detach().numpy()[...] = gradient.numpy()
-
-
-PUT: dict[str, Callable[[nn.Parameter, Tensor], None]] = {
+PUT: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
     "=": replaced_out_of_place,
-    "copy_": written_in_place,
-    "data.copy_": copied_into_data,
+    "copy_": torch.no_grad()(lambda parameter, gradient: parameter.grad.copy_(gradient)),
+    "data.copy_": lambda parameter, gradient: parameter.grad.data.copy_(gradient),
     "data=": given_as_data,
-    "numpy": written_by_numpy,
+    "numpy": lambda parameter, gradient: np.copyto(parameter.grad.detach().numpy(), gradient.numpy()),
 }
 
 _LOSSES = st.sampled_from(["a", "b", "ab"])
@@ -203,7 +128,7 @@ SETTINGS = st.builds(
     st.sampled_from([1, 1, 2, 3]),
 )
 PROGRAMS = st.lists(st.lists(OPERATIONS, max_size=5), min_size=2, max_size=6)
-KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda group: torch.optim.SGD(group, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda group: torch.optim.AdamW(group, lr=0.01),
     "fused": lambda group: torch.optim.AdamW(group, lr=0.01, fused=True),
@@ -233,10 +158,10 @@ class Training:
         groups = [list(self.model.parameters())]
         if len(setting.optimizers) > 1:
             groups = [[*self.model.body.parameters(), *self.model.a.parameters()], list(self.model.b.parameters())]
-        self.optimizers = [KINDS[kind](group) for kind, group in zip(setting.optimizers, groups, strict=True)]
+        self.optimizers = [OPTIMIZERS[kind](group) for kind, group in zip(setting.optimizers, groups, strict=True)]
         self.kinds = [*setting.optimizers]
         if setting.other:
-            self.optimizers.append(KINDS["sgd"](list(self.other.parameters())))
+            self.optimizers.append(OPTIMIZERS["sgd"](list(self.other.parameters())))
             self.kinds.append("sgd")
         self.parameters = dict(self.model.named_parameters())
         self.parameters |= {f"other.{name}": item for name, item in self.other.named_parameters()}
@@ -259,9 +184,9 @@ class Training:
         self._happens("iteration", weights=self._weights())
         self.moment()
         if self.setting.zeroing is not None:
-            self._zero(Zero(None, "none" if self.setting.zeroing else "zero"))
+            self._zero(x, None, "none" if self.setting.zeroing else "zero")
         for operation in self.program[engine.state.iteration - 1]:
-            getattr(self, f"_{type(operation).__name__.lower()}")(operation, x)
+            getattr(self, f"_{operation.kind}")(x, *operation.args, **operation.kwargs)
             self.moment()
         self._happens("returned", weights=self._weights())
 
@@ -306,35 +231,51 @@ class Training:
 
     # Operations
 
-    def _backward(self, operation: Backward, x: Tensor) -> None:
-        reached = self._reached(operation.heads, operation.body)
-        through = operation.through and operation.body and self.setting.other
+    def _backward(
+        self,
+        x: Tensor,
+        heads: str,
+        body: bool = True,
+        times: int = 1,
+        create_graph: bool = False,
+        penalty: bool = False,
+        factor: float = 1.0,
+        through: bool = False,
+    ) -> None:
+        """Backward passes on the losses of some heads, of the heads alone or with the body.
+
+        With ``through`` the input comes from the other model, as in a GAN; where there is none it makes no difference.
+        """
+        reached = self._reached(heads, body)
+        through = through and body and self.setting.other
         if through:
             reached |= self.names_of(self.other.parameters())
         if not reached:
             return
         x = self.other(x) if through else x
-        loss = sum(self.model(x, operation.heads, operation.body).values()) * operation.factor
-        if operation.penalty:
+        loss = sum(self.model(x, heads, body).values()) * factor
+        if penalty:
             inputs = [self.parameters[name] for name in sorted(reached)]
             slopes = torch.autograd.grad(loss, inputs, create_graph=True)
             loss = loss + 0.1 * sum(slope.square().sum() for slope in slopes)
-        for time in range(operation.times):
-            retained = time + 1 < operation.times
-            self._run_backward(loss, reached, retain_graph=retained, create_graph=operation.create_graph)
+        for time in range(times):
+            retained = time + 1 < times
+            self._run_backward(loss, reached, retain_graph=retained, create_graph=create_graph)
 
-    def _byhand(self, operation: ByHand, x: Tensor) -> None:
-        reached = self._reached(operation.heads, True)
+    def _by_hand(self, x: Tensor, heads: str, put: str | None) -> None:
+        """``torch.autograd.grad``, with what it gives put in the gradients' place or not."""
+        reached = self._reached(heads, True)
         if not reached:
             return
         inputs = [self.parameters[name] for name in sorted(reached)]
-        slopes = torch.autograd.grad(sum(self.model(x, operation.heads).values()), inputs)
-        if operation.put:
+        slopes = torch.autograd.grad(sum(self.model(x, heads).values()), inputs)
+        if put:
             for parameter, slope in zip(inputs, slopes, strict=True):
-                PUT["=" if parameter.grad is None else operation.put](parameter, slope)
+                PUT["=" if parameter.grad is None else put](parameter, slope)
 
-    def _estimated(self, operation: Estimated, x: Tensor) -> None:
-        place = self._place(operation.optimizer)
+    def _estimated(self, x: Tensor, optimizer: int) -> None:
+        """A step with gradients made in inference mode, as evolution strategies do, which are taken away after it."""
+        place = self._place(optimizer)
         if self.kinds[place] == "lbfgs":
             return
         with torch.inference_mode():
@@ -344,34 +285,34 @@ class Training:
         for parameter in self.held_by(place):
             parameter.grad = None
 
-    def _zero(self, operation: Zero, x: Tensor | None = None) -> None:
-        whole = self.model if operation.optimizer is None else self.optimizers[self._place(operation.optimizer)]
-        if operation.how in ("none", "zero"):
-            whole.zero_grad(set_to_none=operation.how == "none")
+    def _zero(self, x: Tensor, optimizer: int | None, how: str) -> None:
+        """Of an optimizer, or of the whole model."""
+        whole = self.model if optimizer is None else self.optimizers[self._place(optimizer)]
+        if how in ("none", "zero"):
+            whole.zero_grad(set_to_none=how == "none")
             return
-        held = self.model.parameters() if operation.optimizer is None else self._with_gradient(operation.optimizer)
+        held = self.model.parameters() if optimizer is None else self._with_gradient(optimizer)
         for parameter in held:
             if parameter.grad is not None:
-                how = {"zero_": "copy_", "data": "data.copy_", "numpy": "numpy"}[operation.how]
-                PUT[how](parameter, torch.zeros_like(parameter.grad, requires_grad=False).detach())
+                place = {"zero_": "copy_", "data": "data.copy_", "numpy": "numpy"}[how]
+                PUT[place](parameter, torch.zeros_like(parameter.grad, requires_grad=False).detach())
 
-    def _replace(self, operation: Replace, x: Tensor) -> None:
-        for parameter in self._with_gradient(operation.optimizer):
+    def _replace(self, x: Tensor, optimizer: int, factor: float, how: str) -> None:
+        """Gradients made larger or smaller, or noised, in place or not."""
+        for parameter in self._with_gradient(optimizer):
             gradient = parameter.grad.detach()
-            if operation.how == "noise":
-                PUT["="](
-                    parameter, gradient + operation.factor * torch.linspace(-1, 1, gradient.numel()).view_as(gradient)
-                )
+            if how == "noise":
+                PUT["="](parameter, gradient + factor * torch.linspace(-1, 1, gradient.numel()).view_as(gradient))
             else:
-                PUT[operation.how](parameter, gradient * operation.factor)
+                PUT[how](parameter, gradient * factor)
 
-    def _step(self, operation: Step, x: Tensor) -> None:
-        place = self._place(operation.optimizer)
+    def _step(self, x: Tensor, optimizer: int, clip: float | None = None) -> None:
+        place = self._place(optimizer)
         if self.kinds[place] == "lbfgs":
-            self._closure(Closure(place, "ab"), x)
+            self._closure(x, place, "ab")
             return
-        if operation.clip is not None:
-            self._clip(Clip(place, operation.clip))
+        if clip is not None:
+            self._clip(x, place, clip)
         self._make_step(place)
 
     def _make_step(self, place: int) -> None:
@@ -379,12 +320,13 @@ class Training:
         self.optimizers[place].step()
         self._happens("stepped", optimizer=place)
 
-    def _clip(self, operation: Clip, x: Tensor | None = None) -> None:
-        nn.utils.clip_grad_norm_(self.held_by(self._place(operation.optimizer)), operation.norm)
+    def _clip(self, x: Tensor, optimizer: int, norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.held_by(self._place(optimizer)), norm)
 
-    def _closure(self, operation: Closure, x: Tensor) -> None:
-        place = self._place(operation.optimizer)
-        reached = self._reached(operation.heads, True)
+    def _closure(self, x: Tensor, optimizer: int, heads: str) -> None:
+        """A step with a closure that makes its gradients."""
+        place = self._place(optimizer)
+        reached = self._reached(heads, True)
         if not reached:
             return
         evaluations = 0
@@ -393,7 +335,7 @@ class Training:
             nonlocal evaluations
             evaluations += 1
             self.optimizers[place].zero_grad()
-            loss = sum(self.model(x, operation.heads).values())
+            loss = sum(self.model(x, heads).values())
             self._run_backward(loss, reached)
             if evaluations == 1:
                 self._happens("step", optimizer=place)
@@ -404,29 +346,31 @@ class Training:
         self._evaluating = None
         self._happens("stepped", optimizer=place)
 
-    def _sam(self, operation: Sam, x: Tensor) -> None:
-        place = self._place(operation.optimizer)
-        reached = self._reached(operation.heads, True)
+    def _sam(self, x: Tensor, optimizer: int, heads: str) -> None:
+        """Sharpness-aware minimization: the gradient at a neighbouring point."""
+        place = self._place(optimizer)
+        reached = self._reached(heads, True)
         if not reached or self.kinds[place] == "lbfgs":
             return
         self.model.zero_grad()
-        self._run_backward(sum(self.model(x, operation.heads).values()), reached)
+        self._run_backward(sum(self.model(x, heads).values()), reached)
         moves = {name: 0.1 * item.grad.clone() for name, item in self.parameters.items() if item.grad is not None}
         with torch.no_grad():
             for name, move in moves.items():
                 self.parameters[name].add_(move)
         self.model.zero_grad()
-        self._run_backward(sum(self.model(x, operation.heads).values()), reached)
+        self._run_backward(sum(self.model(x, heads).values()), reached)
         with torch.no_grad():
             for name, move in moves.items():
                 self.parameters[name].sub_(move)
         self._make_step(place)
 
-    def _aside(self, operation: Aside, x: Tensor) -> None:
-        if operation.kind == "no_grad":
+    def _aside(self, x: Tensor, kind: str) -> None:
+        """What has nothing to do with gradients: a pass under no_grad, or another engine."""
+        if kind == "no_grad":
             with torch.no_grad():
                 self.model(x)
-        elif operation.kind == "evaluator":
+        elif kind == "evaluator":
             Engine(lambda engine, batch: {head: loss.item() for head, loss in self.model(batch).items()}).run([x])
         else:
             other = nn.Linear(3, 1).double()
