@@ -57,18 +57,6 @@ class Device:
             yield result
         result += [str(item.message) for item in caught if "synchroniz" in str(item.message)]
 
-    @contextlib.contextmanager
-    def another_stream(self) -> Iterator[None]:
-        """What is launched meanwhile goes to a stream of its own, and is waited for at the end."""
-        if self.name != "cuda":
-            yield
-            return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.current_stream().wait_stream(stream)
-
 
 def wanted() -> str:
     """The device that tests in this process are to run on.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Callable
@@ -96,25 +95,3 @@ def added(device: Device, make: Make | None = None, **kwargs: int) -> Operations
 @functools.cache
 def _without(device: str, *kwargs: tuple[str, int]) -> Operations:
     return operations(Device(device), None, **dict(kwargs))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Count operations on an accelerator.")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[6, 24])
-    parser.add_argument("--width", type=int, default=32)
-    args = parser.parse_args()
-    device = Device("cuda" if torch.cuda.is_available() else simulated.NAME)
-    if device.name == simulated.NAME:
-        simulated.load()
-    print(f"device {device.name}, width {args.width}\n")
-    columns = [f"{blocks} blocks | run by the device" for blocks in args.blocks]
-    print(f"| adds | {' | '.join(columns)} | may be, of 6 blocks |\n|---|{'---|' * (2 * len(columns) + 1)}")
-    for name in (CLIP, *MONITORS):
-        limit, make = MONITORS.get(name, ("", None))
-        counts = [added(device, make, blocks=blocks, width=args.width) for blocks in args.blocks]
-        cells = [f"{item.seen} | {item.launched or '-'}" for item in counts]
-        print(f"| {name} | {' | '.join(cells)} | {limit} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

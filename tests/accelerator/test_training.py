@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from ignite.handlers.base_logger import BaseLogger, BaseOutputHandler
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -22,31 +21,13 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
-from tests._helpers import assert_same, same
+from tests._helpers import ListLogger, assert_same, same
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, all_monitors, assert_alike, batches, without_machine
 
 pytestmark = pytest.mark.cuda
 
 SPIKE = 4  # 0-based
-
-
-class Values(BaseLogger):
-    """Remembers what it is given, all of which is on the host."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> Any:
-        return _Write(*args, **kwargs)
-
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _Write(BaseOutputHandler):
-    def __call__(self, engine: Engine, logger: Values, event_name: Any) -> None:
-        logger.rows.append(self._setup_output_metrics_state_attrs(engine, key_tuple=False))
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled"])
@@ -98,7 +79,7 @@ def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
     """Of values that are logged in the middle of a run; at its end flags are looked at."""
     caplog.set_level(logging.ERROR)
     training = Training(device)
-    writers, counts = [Values() for _ in range(loggers)], []
+    writers, counts = [ListLogger() for _ in range(loggers)], []
     monitors = all_monitors(training)
     waiting = []
 
@@ -115,8 +96,8 @@ def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
     training.trainer.run(batches(4, device.name), max_epochs=1)
     assert [len(item) for item in counts] == [1] * 4, counts
     for writer in writers:
-        assert all(isinstance(value, float) for row in writer.rows for value in row.values())
-        assert sum(map(len, writer.rows)) > 400
+        assert all(isinstance(value, float) for _, row in writer.written for value in row.values())
+        assert sum(len(row) for _, row in writer.written) > 400
 
 
 def at(place: str, value: Any) -> Any:
@@ -192,12 +173,3 @@ def test_weights_of_low_precision(dtype, device):
         trainer.run([x], max_epochs=2)
         rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in result])
     assert_alike(rows[1], rows[0], 0.1, 1e-2)
-
-
-def test_another_stream(device):
-    rows = []
-    for around in (lambda: device.may_wait(), device.another_stream):
-        training = Training(device)
-        with around():
-            rows.append(without_machine(training.run(all_monitors(training), batches(4, device.name), quiet=False)))
-    assert same(*rows) or assert_alike(*rows, 1e-5) is None
