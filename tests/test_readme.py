@@ -84,7 +84,7 @@ def test_activations_example(tmp_path):
     assert dead[1] > max(dead[0], dead[2])
 
 
-def told_by_comes_back(output):
+def rows_of_comes_back(output):
     """Of each training: the loss before the trouble, the worst and the last one, spikes and rollbacks."""
     result = re.findall(
         r"^(undisturbed|with(?:out)? handlers) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", output, re.M
@@ -101,7 +101,7 @@ def test_comes_back_example_in_small(tmp_path, monkeypatch):
     (first, back_to), (second, again_back_to) = run.rollbacks
     assert back_to < 150 < first < 190
     assert again_back_to < 300 < second < 320
-    before, worst, last, spikes, rollbacks = told_by_comes_back(row(500, "with handlers", run))["with handlers"]
+    before, worst, last, spikes, rollbacks = rows_of_comes_back(row(500, "with handlers", run))["with handlers"]
     assert last < before < worst
     assert (spikes, rollbacks) == (len(run.spikes), len(run.rollbacks))
     assert len(list((tmp_path / "runs" / "comes_back" / "spikes").iterdir())) == 20
@@ -112,7 +112,7 @@ def test_comes_back_example_in_small(tmp_path, monkeypatch):
 @LONG
 @pytest.mark.parametrize("seed", range(3))
 def test_comes_back_example(tmp_path, seed):
-    reported = told_by_comes_back(run_example("comes_back.py", tmp_path, "--seed", str(seed)).stdout)
+    reported = rows_of_comes_back(run_example("comes_back.py", tmp_path, "--seed", str(seed)).stdout)
     before, _, undisturbed, _, _ = reported["undisturbed"]
     assert reported["without handlers"][2] > before
     assert reported["with handlers"][2] < before - 0.5 * (before - undisturbed)

@@ -1,4 +1,4 @@
-"""A device to train on, and a look at who waits for it."""
+"""A device to train on, and the synchronizations of host and device."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ class Device:
         self.name = name
 
     @contextlib.contextmanager
-    def no_waits(self) -> Iterator[None]:
-        """Nobody may wait for the device meanwhile, but for :meth:`may_wait`."""
+    def no_synchronization(self) -> Iterator[None]:
+        """Nothing synchronizes host and device meanwhile, except in :meth:`may_synchronize`."""
         if self.name == "cuda":
             with _debug_mode("error"):
                 yield
         elif self.name == "cpu":
             yield
         else:
-            with simulated.waits() as waits:
+            with simulated.synchronizations() as synchronizations:
                 yield
-            assert not waits, "\n".join(waits)
+            assert not synchronizations, "\n".join(synchronizations)
 
     @contextlib.contextmanager
-    def may_wait(self) -> Iterator[None]:
+    def may_synchronize(self) -> Iterator[None]:
         """What a train step does itself, or a test does to look at something."""
         if self.name == "cuda":
             with _debug_mode("default"):
                 yield
         else:
-            with simulated.waits():
+            with simulated.synchronizations():
                 yield
 
     @contextlib.contextmanager
-    def counted_waits(self) -> Iterator[list[str]]:
-        """Who has waited for the device meanwhile."""
+    def counted_synchronizations(self) -> Iterator[list[str]]:
+        """The synchronizations meanwhile."""
         if self.name != "cuda":
-            with simulated.waits() as waits:
-                yield waits
+            with simulated.synchronizations() as synchronizations:
+                yield synchronizations
             return
         result: list[str] = []
         with warnings.catch_warnings(record=True) as caught, _debug_mode("warn"):

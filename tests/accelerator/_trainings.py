@@ -1,4 +1,4 @@
-"""One training on any device, with a monitor on it: what that has published, and who has waited."""
+"""One training on any device, with a monitor on it, and the metrics of each iteration."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Training:
             if engine.state.iteration == 4:
                 scaled = scaled * float("inf")
             scaled.backward()
-            with self.device.may_wait():  # it looks for overflows
+            with self.device.may_synchronize():  # it looks for overflows
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             return engine.state.loss
@@ -197,7 +197,7 @@ class Training:
         return engine.state.loss
 
     def run(self, monitors: list[Any], data: list[Any], *, quiet: bool = True) -> Rows:
-        """What the monitors publish in each iteration, in which nobody waits for the device if ``quiet``."""
+        """Return the metrics of each iteration; with ``quiet`` none of them synchronizes host and device."""
         quietly = contextlib.ExitStack()
         trainer = self.trainer
 
@@ -205,7 +205,7 @@ class Training:
         @trainer.on(Events.ITERATION_STARTED)
         def start() -> None:
             if quiet:
-                quietly.enter_context(self.device.no_waits())
+                quietly.enter_context(self.device.no_synchronization())
 
         for monitor in monitors:
             monitor.attach(trainer, Events.ITERATION_STARTED)

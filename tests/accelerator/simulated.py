@@ -1,4 +1,4 @@
-"""A device that is not the CPU, simulated on it: tensors lie on "sim:0", and whatever would wait for it is told.
+"""A device that is not the CPU, simulated on it: tensors lie on "sim:0", and every synchronization is reported.
 
 What a GPU shows and a CPU hides: a value that is read on the host in the middle of an iteration, an index that is
 uploaded, tensors of two devices in one operation, how many operations are launched. It is built with the machine's C++
@@ -34,7 +34,7 @@ _LAUNCH_NOTHING = """
 """
 VIEWS = frozenset(_LAUNCH_NOTHING.split())
 
-_waits: list[str] | None = None
+_synchronizations: list[str] | None = None
 
 
 class NoDeviceError(Exception):
@@ -126,14 +126,14 @@ def build() -> Path:
 
 
 @contextlib.contextmanager
-def waits() -> Iterator[list[str]]:
-    """What waits for the device meanwhile: each as its kind and the places in the code."""
-    global _waits
-    outer, _waits = _waits, []
+def synchronizations() -> Iterator[list[str]]:
+    """Synchronizations meanwhile: each as its kind and the places in the code."""
+    global _synchronizations
+    outer, _synchronizations = _synchronizations, []
     try:
-        yield _waits
+        yield _synchronizations
     finally:
-        _waits = outer
+        _synchronizations = outer
 
 
 @contextlib.contextmanager
@@ -161,8 +161,8 @@ def launched() -> int:
 
 
 def _tell(kind: str) -> None:
-    if _waits is not None:
+    if _synchronizations is not None:
         elsewhere = (f"{os.sep}torch{os.sep}", str(Path(__file__)))
         frames = [item for item in traceback.extract_stack() if not any(name in item.filename for name in elsewhere)]
         where = [f"{Path(item.filename).name}:{item.lineno} {item.line}" for item in frames[-4:]]
-        _waits.append(f"{kind}: {' < '.join(reversed(where))}")
+        _synchronizations.append(f"{kind}: {' < '.join(reversed(where))}")

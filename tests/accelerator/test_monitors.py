@@ -1,4 +1,4 @@
-"""Every monitor on an accelerator: the numbers of the CPU, and nobody who waits."""
+"""Every monitor on an accelerator: the numbers of the CPU, and no synchronization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tolerance_of(name: str, device: Device) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MONITORS)
-def test_the_numbers_of_the_cpu_and_no_wait(name, kind, device):
+def test_the_numbers_of_the_cpu_without_synchronization(name, kind, device):
     rows = []
     for item in (Device("cpu"), device):
         training = Training(item, kind)
@@ -44,15 +44,15 @@ def test_the_noise_scale_of_micro_batches(device):
 
 
 @pytest.mark.parametrize("kind", ["plain", "accumulated"])
-def test_the_check_of_the_setup_waits_once(device, kind):
+def test_the_check_of_the_setup_synchronizes_once(device, kind):
     training = Training(device, kind)
     check = SetupCheck(training.model, training.optimizer)
     check.attach(training.trainer)
     data = batches(6, device.name)
-    with device.counted_waits() as waits:
+    with device.counted_synchronizations() as synchronizations:
         training.trainer.run(data, max_epochs=1)
     assert check.findings == []
-    assert len(waits) == 1, waits
+    assert len(synchronizations) == 1, synchronizations
 
 
 def token_loss(model, batch):

@@ -1,4 +1,4 @@
-"""Going back on an accelerator, and records of spikes: who waits for it, and when."""
+"""Rollback and records of spikes on an accelerator: how often they synchronize."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.cuda
 COUNT = 12
 
 
-def waits_of(training, data, device):
+def synchronizations_of(training, data, device):
     """In the whole run, what comes before and after its iterations included."""
-    with device.counted_waits() as waits:
+    with device.counted_synchronizations() as synchronizations:
         training.trainer.run(data, max_epochs=1)
-    return waits
+    return synchronizations
 
 
 def state_of(training):
@@ -33,7 +33,7 @@ def on_host(value):
 
 
 @pytest.mark.parametrize("monitored", [False, True])
-def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
+def test_one_synchronization_per_iteration_and_one_per_snapshot(monitored, device):
     training = Training(device)
     if monitored:
         GradMonitor(training.model, training.optimizer).attach(training.trainer)
@@ -43,8 +43,8 @@ def test_one_wait_per_iteration_and_one_per_snapshot(monitored, device):
     training.trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda _: counts.append(len(rollback._snapshots.all))
     )
-    waits = waits_of(training, batches(COUNT, device.name), device)
-    assert len(waits) <= COUNT + snapshots + 8, waits  # the counts are read for the last log line of a run
+    synchronizations = synchronizations_of(training, batches(COUNT, device.name), device)
+    assert len(synchronizations) <= COUNT + snapshots + 8, synchronizations  # counts are read at the end
     assert counts[-1] == snapshots
     alone = Training(device)
     alone.trainer.run(batches(COUNT, device.name), max_epochs=1)
@@ -74,13 +74,14 @@ def test_it_rolls_back_to_the_last_bit(kind, where, device):
     assert kept == {"cpu" if where == "host" else torch.device(device.name).type}
 
 
-def test_a_recorder_waits_for_the_detection_alone(device, tmp_path):
+def test_a_recorder_synchronizes_for_the_detection_alone(device, tmp_path):
     training = Training(device)
     monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0))
     monitor.attach(training.trainer)
     recorder = SpikeRecorder(monitor, tmp_path)
     recorder.attach(training.trainer)
-    assert len(waits_of(training, batches(COUNT, device.name), device)) <= COUNT + 8  # counts are read at the end
+    synchronizations = synchronizations_of(training, batches(COUNT, device.name), device)
+    assert len(synchronizations) <= COUNT + 8  # counts are read at the end
     data = batches(4, device.name, [2])
     training.trainer.state.max_epochs = None
     training.trainer.run(data, max_epochs=1)

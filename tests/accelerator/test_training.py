@@ -67,9 +67,9 @@ def test_other_optimizers_read_the_flag_once(device):
     counts = []
     monitor.attach(training.trainer)
     for batch in batches(SPIKE + 2, device.name, [SPIKE]):
-        with device.counted_waits() as waits:
+        with device.counted_synchronizations() as synchronizations:
             training.trainer.run([batch], max_epochs=training.trainer.state.epoch + 1)
-        counts.append(len(waits))
+        counts.append(len(synchronizations))
     assert max(counts) <= 8  # at the end of each run the counts are read for its last log line
     assert float(monitor.metrics["grad/skipped_count"]) == 1
 
@@ -85,7 +85,7 @@ def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
 
     @training.trainer.on(Events.ITERATION_STARTED)
     def start() -> None:
-        waiting.append(device.counted_waits())
+        waiting.append(device.counted_synchronizations())
         counts.append(waiting[-1].__enter__())
 
     for monitor in monitors:

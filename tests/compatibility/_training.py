@@ -1,4 +1,4 @@
-"""A training of a model of the zoo, with all monitors or recorded without them."""
+"""A training of a model of other packages, with all monitors or recorded without them."""
 
 from __future__ import annotations
 

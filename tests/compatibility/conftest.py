@@ -58,7 +58,7 @@ def _importable():
 
 def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
     reports = terminalreporter.getreports("passed")
-    rows = [dict(report.user_properties)["zoo"] for report in reports if "zoo" in dict(report.user_properties)]
+    rows = [dict(report.user_properties)["model"] for report in reports if "model" in dict(report.user_properties)]
     steps = [dict(report.user_properties)["step"] for report in reports if "step" in dict(report.user_properties)]
     if not rows:
         return

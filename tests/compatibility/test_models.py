@@ -50,4 +50,4 @@ def test_every_monitor(name, record_property, tmp_path):
         row["heads"] += sum(key.startswith("attention_entropy/") for key in values)
     assert {key.partition("/")[0] for values in monitored.published for key in values} >= FAMILIES
     assert any(key.startswith("routing/") for key in monitored.published[0]) is case.has_routers
-    record_property("zoo", row)
+    record_property("model", row)

@@ -117,7 +117,7 @@ def step_of(
     micro: int = 1,
     quiet: bool = False,
     set_to_none: bool = True,
-    leaves_spikes_out: bool = False,
+    skips_spikes: bool = False,
     after_backward: Callable[[Engine], None] = lambda engine: None,
 ) -> Callable[[Engine, Any], None]:
     """The train step of most trainings, on a rank's rows of each batch.
@@ -138,7 +138,7 @@ def step_of(
             with synchronised(model, is_last or not quiet):
                 F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
             after_backward(engine)
-        if iteration % every == 0 and not (leaves_spikes_out and engine.state.unhealthy_spike):
+        if iteration % every == 0 and not (skips_spikes and engine.state.unhealthy_spike):
             optimizer.step()
 
     return train_step

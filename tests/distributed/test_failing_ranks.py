@@ -268,7 +268,7 @@ def test_the_other_rank_ends_with_an_error_and_nothing_is_left_on_either(results
 
 
 @pytest.mark.parametrize("name", LAGGING)
-def test_a_rank_that_lags_is_waited_for(results, name):
+def test_a_rank_that_lags_delays_the_other_one(results, name):
     both = results(name)
     assert [item["ended"] for item in both] == [None, None]
     assert both[0]["published"] == both[1]["published"]
@@ -283,7 +283,7 @@ def test_no_collective_is_added_where_only_some_ranks_come(results, name):
     assert 0 < max(added) <= min(added) + 1  # one more where the replica check exchanges names
 
 
-def test_ranks_that_have_run_out_of_data_are_not_waited_for(results):
+def test_ranks_that_have_run_out_of_data_delay_no_rank(results):
     families = ["grad", "gradient", "monitor", "parameter", "spectral", "step"]
     assert [result["published"] for result in results("uneven inputs")] == [[families] * 3, [families] * 5]
 

@@ -459,7 +459,7 @@ def test_alignment_and_rates_are_those_of_one_process(results, name):
         assert actual == pytest.approx(expected, rel=1e-3)
 
 
-def test_ranks_that_have_run_out_of_data_are_not_waited_for(results):
+def test_ranks_that_have_run_out_of_data_delay_no_rank(results):
     """Learning rates stay as they are, and what takes all ranks is absent."""
     both = results("alignment join")
     assert [len(item["published"]) for item in both] == [2, 4]

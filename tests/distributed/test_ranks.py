@@ -58,7 +58,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     spike: int | None = None,
     monitored: bool = True,
-    leave_out: int | None = None,
+    without: int | None = None,
     step: Mapping[str, Any] = MappingProxyType({}),
     watch: nn.Module | None = None,
     **kwargs: Any,
@@ -80,7 +80,7 @@ def train(
     def train_step(engine: Engine, batch: Any) -> None:
         if monitored and engine.state.iteration == 1:
             engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
-        if engine.state.iteration != leave_out:
+        if engine.state.iteration != without:
             inner(engine, batch)
 
     monitors = [GradMonitor(watch or model, optimizer, **kwargs)] if monitored else []
@@ -89,7 +89,7 @@ def train(
 
 
 # A spike's step is left out by the train step; and four iterations to a step, the first one of the fifth is a spike.
-LEAVING_OUT: dict[str, Any] = {"spike": SPIKE, "step": {"leaves_spikes_out": True, "set_to_none": False}}
+SKIPPED_BY_HAND: dict[str, Any] = {"spike": SPIKE, "step": {"skips_spikes": True, "set_to_none": False}}
 ACCUMULATING: dict[str, Any] = {
     "spike": 17,
     "step": {"every": 4},
@@ -121,8 +121,8 @@ def skipping(make, **kwargs: Any):
 
         first, second = make(), make()
         skipped = train(first, rank, optimizer=optimizer(first), spike=SPIKE, on_spike="skip")
-        left_out = train(second, rank, optimizer=optimizer(second), spike=SPIKE, monitored=False, leave_out=SPIKE)
-        return {**skipped, "left out": left_out["parameters"]}
+        without_batch = train(second, rank, optimizer=optimizer(second), spike=SPIKE, monitored=False, without=SPIKE)
+        return {**skipped, "without the batch": without_batch["parameters"]}
 
     return run
 
@@ -305,11 +305,11 @@ TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "ddp static_graph accumulation without no_sync": ({"static_graph": True}, MICRO),
     "fsdp without gradient sync": (None, QUIET),
     "fsdp accumulation": (None, MICRO),
-    "leaving out ddp": ({}, LEAVING_OUT),
-    "leaving out fsdp": (None, LEAVING_OUT),
-    "leaving out fsdp set to none": (None, differently(LEAVING_OUT, set_to_none=True)),
-    "leaving out ddp bucket view": (BUCKETS, LEAVING_OUT),
-    "leaving out ddp bucket view set to none": (BUCKETS, differently(LEAVING_OUT, set_to_none=True)),
+    "own skip ddp": ({}, SKIPPED_BY_HAND),
+    "own skip fsdp": (None, SKIPPED_BY_HAND),
+    "own skip fsdp set to none": (None, differently(SKIPPED_BY_HAND, set_to_none=True)),
+    "own skip ddp bucket view": (BUCKETS, SKIPPED_BY_HAND),
+    "own skip ddp bucket view set to none": (BUCKETS, differently(SKIPPED_BY_HAND, set_to_none=True)),
     "accumulating ddp": ({}, ACCUMULATING),
     "accumulating ddp bucket view": (BUCKETS, ACCUMULATING),
     "accumulating fsdp": (None, ACCUMULATING),
@@ -486,18 +486,18 @@ def test_ranks_agree_on_a_loss_that_is_a_spike_on_one_of_them(results, name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("skip")])
-def test_skipped_step_leaves_the_parameters_as_leaving_the_batch_out_does(results, name):
+def test_a_skipped_step_leaves_the_parameters_as_without_the_batch(results, name):
     first, second = results(name)
     assert first["seen"][SPIKE - 1]["flag"]
     assert first["seen"][-1]["grad/skipped_count"] == 1.0
     for result in (first, second):
-        assert_same(result["parameters"], result["left out"])
+        assert_same(result["parameters"], result["without the batch"])
         assert_same(result["parameters"], first["parameters"])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("leaving out")])
-def test_a_spike_that_the_train_step_leaves_out_counts_once_though_gradients_are_zeroed_in_place(results, name):
-    alone = train(net(), None, **LEAVING_OUT)["seen"]
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("own skip")])
+def test_a_spike_that_the_train_step_skips_counts_once_though_gradients_are_zeroed_in_place(results, name):
+    alone = train(net(), None, **SKIPPED_BY_HAND)["seen"]
     assert alone[-1]["grad/spike_count"] == 1
     for result in results(name):
         for seen, expected in zip(result["seen"], alone, strict=True):

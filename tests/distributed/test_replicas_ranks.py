@@ -19,7 +19,7 @@ from tests.distributed import _models
 from tests.distributed._launch import WORLD, run_scenarios
 from tests.distributed._models import counted_collectives, run
 
-LOOKS = 10_000 if os.environ.get("FULL_MATRIX", "0") != "0" else 150
+CHECKS = 10_000 if os.environ.get("FULL_MATRIX", "0") != "0" else 150
 AT = 4  # the iteration before which something is changed
 COUNT = 6
 
@@ -75,7 +75,7 @@ def train(
         published = run(train_step, [None] * count, check)
     check.logger.removeHandler(handler)
     in_sync, differing = ([row.get(f"replicas/{name}") for row in published] for name in ("in_sync", "differing_count"))
-    return {"in_sync": in_sync, "differing": differing, "said": reported, "all_reduces": len(calls)}
+    return {"in_sync": in_sync, "differing": differing, "warnings": reported, "all_reduces": len(calls)}
 
 
 def wait(rank: int) -> dict[str, Any]:
@@ -161,11 +161,11 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
         f"hybrid {name}": lambda rank, change=CHANGES[name][0]: train(fsdp((WORLD, 1)), rank, change)
         for name in ("weight", "moment", "buffer")
     },
-    "ddp healthy": lambda rank: train(ddp(), rank, count=LOOKS),
+    "ddp healthy": lambda rank: train(ddp(), rank, count=CHECKS),
     "ddp seeds": lambda rank: train(ddp(), rank, seeds=True),
     "ddp excluded": lambda rank: train(ddp(), rank, CHANGES["weight"][0], exclude=r"^(module\.)?first\.weight"),
     "ddp error": lambda rank: train(ddp(), rank, break_state),
-    "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank, count=LOOKS // 25),
+    "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank, count=CHECKS // 25),
     "waits": wait,
     "fsdp healthy": lambda rank: train(fsdp(), rank),
 }
@@ -182,7 +182,7 @@ def test_a_difference_is_found_at_the_next_check_and_named(results, name):
         assert result["in_sync"][:AT] == [1.0] * (AT - 1) + [0.0]
         # An item that not all ranks have can't be counted.
         assert result["differing"][:AT] == [0.0] * (AT - 1) + [None if name.endswith("new") else 1.0]
-        (warned, *_) = [message for message in result["said"] if "differ in" in message]
+        (warned, *_) = [message for message in result["warnings"] if "differ in" in message]
         assert named in warned
 
 
@@ -192,18 +192,18 @@ def test_without_a_difference_nothing_is_warned(results, name):
     for result in results(name):
         assert result["in_sync"] == [1.0] * len(result["in_sync"])
         assert result["differing"] == [0.0] * len(result["differing"])
-        assert result["said"] == []
+        assert result["warnings"] == []
 
 
-def test_an_error_on_one_rank_leaves_no_other_waiting_and_nothing_is_reported(results):
+def test_an_error_on_one_rank_delays_no_rank_and_nothing_is_reported(results):
     for rank, result in enumerate(results("ddp error")):
         assert result["in_sync"] == [1.0] * (AT - 1) + [None] * (COUNT - AT + 1)
         assert result["differing"] == [0.0] * (AT - 1) + [None] * (COUNT - AT + 1)
-        assert len(result["said"]) == rank
-        assert all("out of memory (a stand-in)" in message for message in result["said"])
+        assert len(result["warnings"]) == rank
+        assert all("out of memory (a stand-in)" in message for message in result["warnings"])
 
 
-@pytest.mark.parametrize(("name", "count"), [("ddp healthy", LOOKS), ("ddp weight", COUNT), ("fsdp healthy", COUNT)])
+@pytest.mark.parametrize(("name", "count"), [("ddp healthy", CHECKS), ("ddp weight", COUNT), ("fsdp healthy", COUNT)])
 def test_one_collective_in_a_check_and_one_more_in_the_first_second_fourth(results, name, count):
     for result in results(name):
         assert result["all_reduces"] == count + count.bit_length()

@@ -87,7 +87,7 @@ def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float
         "files": sorted(item.name for item in directory.iterdir()),
         "source": spike.source,
         "own": (spike.iteration, spike.rank) == (3, rank) and same(spike.batch, batches[2]),
-        "said": reported,
+        "warnings": reported,
         "finite": bool(losses[-1].isfinite().all()),
     }
     if before and nan_rank is None:
@@ -129,7 +129,7 @@ def test_what_starts_on_both_ranks_is_named_on_both(results):
 def test_what_starts_on_another_rank_is_not_named(results):
     first, second = results("nan on one")
     assert first["source"] is None
-    assert ["all values of this rank are finite" in text for text in first["said"]] == [True]
+    assert ["all values of this rank are finite" in text for text in first["warnings"]] == [True]
     assert (second["source"]["name"], second["source"]["kind"]) == ("norm", "forward")
 
 
@@ -137,7 +137,7 @@ def test_what_starts_on_another_rank_is_not_named(results):
 def test_no_rank_communicates_for_it(results, name, reason):
     for result in results(name):
         assert result["source"] is None
-        assert [reason in text for text in result["said"]] == [True]
+        assert [reason in text for text in result["warnings"]] == [True]
 
 
 if __name__ == "__main__":

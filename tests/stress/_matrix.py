@@ -277,7 +277,7 @@ class Run:
         return [*zip(*(item.chunk(count) for item in mine), strict=True)]
 
     def _step(self, made: list[str]) -> None:
-        """What follows the backward that ends an accumulation; the twin leaves out what has to be skipped."""
+        """What follows the backward that ends an accumulation; without monitors it skips the step itself."""
         scaler, unscaled = self.scaler, False
         for place, (prefix, (optimizer, names)) in enumerate(self.optimizers.items()):
             norm = norm_of(self._gradients[name] for name in names)
@@ -339,9 +339,9 @@ def _local(state: Any) -> Any:
 
 
 def both(case: Case, rank: int | None = None, backend: str = "aot_eager") -> dict[str, Any]:
-    """A monitored training, and its twin without monitors."""
+    """A monitored training, and a run without monitors."""
     run, counterpart = (Run(case, rank, monitored=monitored, backend=backend) for monitored in (True, False))
-    return {"facts": run.facts, "published": run.published, "state": run.state, "twin": counterpart.state}
+    return {"facts": run.facts, "published": run.published, "state": run.state, "unmonitored": counterpart.state}
 
 
 # The truth
@@ -384,10 +384,10 @@ def truths(case: Case, facts: list[dict[str, Any]]) -> tuple[list[Values], list[
 
 
 def compare(case: Case, results: list[dict[str, Any]]) -> None:
-    """Compare each rank's run with its twin without monitors, and its numbers with the truth."""
+    """Compare each rank's run with a run without monitors, and its numbers with the truth."""
     expected, flags = truths(case, results[0]["facts"])  # parameters are whole on every rank
     for rank, result in enumerate(results):
-        assert_same(result["state"], result["twin"])
+        assert_same(result["state"], result["unmonitored"])
         for i, (fact, published) in enumerate(zip(result["facts"], result["published"], strict=True)):
             where = f"iteration {i + 1}, rank {rank}"
             assert fact["flags"] == flags[i], where

@@ -111,7 +111,7 @@ class ResumedTraining(Training):
             at = Events.ITERATION_COMPLETED(every=SAVED)
             self.trainer.add_event_handler(at, lambda: (file.flush(), board.writer.flush()))
             self.trainer.add_event_handler(at, self.saver())
-            (steps or self.go_on)()
+            (steps or self.continue_run)()
 
     def saver(self) -> Checkpoint:
         return Checkpoint(
@@ -125,7 +125,7 @@ class ResumedTraining(Training):
         # More epochs than there will be: one that is broken off does not count less than others.
         self.trainer.run(self.loader, max_epochs=2 * EPOCHS)
 
-    def go_on(self) -> None:
+    def continue_run(self) -> None:
         """Run to the end."""
         while self.trainer.state.iteration < END:  # after an exception Ignite's first run() does nothing
             self.run()

@@ -83,7 +83,7 @@ class Window:
     detection: Detection
     iteration: int
     shared: bool  # the backward reached other monitored models too
-    laid_aside: bool = False
+    used_by_other: bool = False
     unshared: Window | None = None  # of a shared backward: that of the iteration's last one that was not
 
 
@@ -101,7 +101,7 @@ class WindowTruth:
     """What GradMonitor is to say by the window rule: numbers in comments are its clauses in the architecture.
 
     One thing is other than its words say: where another optimizer makes its step with a backward that reached several
-    monitored models, the window is laid aside, and a step of its own in the same iteration still takes it.
+    monitored models, the window is marked as used by it, and a step of its own in the same iteration still takes it.
 
     Args:
         rule: its threshold rule.
@@ -143,7 +143,7 @@ class WindowTruth:
             if event.kind == "iteration":
                 self.iteration += 1
                 self.is_monitored = monitored(self.iteration)
-                self.said_now: Detection | None = None
+                self.reported_now: Detection | None = None
                 self.taken: Taken | None = None
                 self.made: Taken | None = None
                 self.has_judged = False
@@ -151,7 +151,7 @@ class WindowTruth:
                     self._close()
                     self.published.append({})
             elif event.kind == "moment":
-                now = self.said_now
+                now = self.reported_now
                 self.moments.append((False, None) if now is None else (now.spike, now.norm))
             elif self.is_monitored:
                 getattr(self, f"_{event.kind}")(event)
@@ -182,7 +182,7 @@ class WindowTruth:
             else:
                 self.was_announced = False
             self.without_entry = None
-        detection = self.said_now = self._judged(event)  # 1
+        detection = self.reported_now = self._judged(event)  # 1
         if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
             return
         shared = bool(self.others.intersection(event.reached))
@@ -196,12 +196,12 @@ class WindowTruth:
         now = self.window if self.window is not None and self.window.iteration == self.iteration else None
         if not self.makes_step(event.optimizer):
             if now is not None and now.shared:  # 3
-                now.laid_aside = True
-                self.said_now = None if self.made is None else self.made.detection
+                now.used_by_other = True
+                self.reported_now = None if self.made is None else self.made.detection
             return
         if not any(name in event.norms for name in self.own):  # 2
             self._close()
-            self.said_now = None if self.made is None else self.made.detection
+            self.reported_now = None if self.made is None else self.made.detection
             return
         if now is not None:
             self.taken = Taken(now.detection, of_backward=True)
@@ -211,7 +211,7 @@ class WindowTruth:
             if self.without_entry is not None:  # 2: in place of the tentative entry
                 self.judge, self.without_entry = self.without_entry, None
             self.taken = Taken(self._judged(event), of_backward=False)
-        self.said_now = self.taken.detection
+        self.reported_now = self.taken.detection
         if not self.taken.again:
             self._announce(self.taken.detection)
 
@@ -233,8 +233,8 @@ class WindowTruth:
     def _returned(self, event: Event) -> None:
         now = self.window if self.window is not None and self.window.iteration == self.iteration else None
         final = None if self.made is None else self.made.detection
-        aside = now is not None and now.laid_aside
-        if aside:  # 3
+        is_used = now is not None and now.used_by_other
+        if is_used:  # 3
             now = now.unshared if final is None else None
         if now is not None and (final is None or not now.shared):  # 5
             detection = now.detection
@@ -243,7 +243,7 @@ class WindowTruth:
                 self.judge.observe(detection)
                 self._announce(detection)
                 final = final or detection
-        if aside:
+        if is_used:
             self._close()
         if final is None:
             # That an iteration with a gradient had no step is told.

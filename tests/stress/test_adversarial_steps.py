@@ -47,8 +47,8 @@ GAN = Setting("", ("sgd",), watched=0, zeroing=None, other=True)
 SPIKE = Backward("ab", factor=30.0)
 
 
-class Said:
-    """What a GradMonitor says of each moment, publishes and announces."""
+class Reported:
+    """Flag and norm of a GradMonitor at each moment, and the spikes that it announces."""
 
     def __init__(self, training: Training, monitor: GradMonitor) -> None:
         self.training, self.monitor = training, monitor
@@ -76,7 +76,7 @@ def state_of(training: Training) -> dict[str, Any]:
 
 def monitored(
     setting: Setting, program: list[list[Any]], rule: Rule
-) -> tuple[list[Said], list[dict[str, float]], list[Any]]:
+) -> tuple[list[Reported], list[dict[str, float]], list[Any]]:
     training = Training(setting, program)
     before = footprint(training.engine, training.model, training.optimizers[0])
     published: list[dict[str, float]] = []
@@ -90,7 +90,7 @@ def monitored(
         monitors.append(
             GradMonitor(training.other, training.optimizers[-1], threshold=rule.make(), prefix="other", flag="bad")
         )
-    reported = [Said(training, monitor) for monitor in monitors if isinstance(monitor, GradMonitor)]
+    reported = [Reported(training, monitor) for monitor in monitors if isinstance(monitor, GradMonitor)]
     training.at_moment = lambda: [item.moment() for item in reported]
     for monitor in monitors:
         monitor.attach(training.engine, Events.ITERATION_STARTED(every=setting.every))
@@ -131,7 +131,7 @@ def check(setting: Setting, program: list[list[Any]], rule: Rule) -> None:
         assert values == pytest.approx(expected, rel=1e-8, abs=1e-12), place
 
 
-def truth_of(training: Training, rule: Rule, reported: list[Said]) -> tuple[list[WindowTruth], UpdateTruth]:
+def truth_of(training: Training, rule: Rule, reported: list[Reported]) -> tuple[list[WindowTruth], UpdateTruth]:
     def is_monitored(iteration: int) -> bool:
         return iteration % training.setting.every == 0
 

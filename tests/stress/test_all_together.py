@@ -33,12 +33,12 @@ class Monitored:
         names: tuple[str, ...] = ALL,
         spread: bool = False,
         order: int | None = None,
-        leaves: str | None = None,
+        detached: str | None = None,
         at: Any = None,
         on_board: bool = True,
     ) -> None:
-        # Where nothing else leaves the damaged step out, the train step does.
-        self.training = training = Training(skips=[] if "grad" in names and leaves != "grad" else [SPIKE])
+        # Where nothing else detached the damaged step out, the train step does.
+        self.training = training = Training(skips=[] if "grad" in names and detached != "grad" else [SPIKE])
         trainer = training.trainer
         self.monitors = {name: MONITORS[name](training.model, training.optimizer) for name in names}
         with ExitStack() as stack:
@@ -57,8 +57,8 @@ class Monitored:
                 random.Random(order).shuffle(keys)
             for key in keys:
                 attaching[key]()
-            if leaves is not None:
-                trainer.add_event_handler(at, self.monitors[leaves].detach)
+            if detached is not None:
+                trainer.add_event_handler(at, self.monitors[detached].detach)
             training.note()
             training.run()
         self.board = scalars(folder / "board") if on_board else {}
@@ -155,16 +155,16 @@ EVENTS = {
 
 
 @pytest.mark.parametrize(
-    ("leaves", "at"),
+    ("detached", "at"),
     [(name, "in a train step") for name in ("grad", "update", "rcc")] + [("activation", "before an iteration")],
 )
-def test_one_leaves_in_the_middle(leaves, at):
-    run = monitored(leaves=leaves, at=EVENTS[at], on_board=False)
+def test_one_is_detached_in_the_middle(detached, at):
+    run = monitored(detached=detached, at=EVENTS[at], on_board=False)
     assert_same(run.training.outcome(), unwatched())
     for iteration, published in run.training.published.items():
-        names = [name for name in ALL if name != leaves or iteration < 7]
+        names = [name for name in ALL if name != detached or iteration < 7]
         references = {key: value for name in names for key, value in alone(name)[iteration].items()}
         check_published(published, references, iteration)
     for name, (steps, _) in run.file.items():
-        if name in alone(leaves)[LENGTH]:
-            assert steps.tolist() == [step for step in range(1, 7) if name in alone(leaves)[step]]
+        if name in alone(detached)[LENGTH]:
+            assert steps.tolist() == [step for step in range(1, 7) if name in alone(detached)[step]]

@@ -69,7 +69,7 @@ def check(training: ResumedTraining, event: str, accumulate: int = 1, boards: bo
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_interrupted_and_gone_on_with(event, tmp_path, caplog):
+def test_interrupted_and_continued(event, tmp_path, caplog):
     training = ResumedTraining(tmp_path, EVENTS[event](), accumulate=2)
     trainer = training.trainer
     stops = [
@@ -128,11 +128,11 @@ def test_an_error_and_back_to_the_last_checkpoint(place, error, iteration, event
         before = hooks_only(footprint(training.trainer, training.model, training.optimizer))
         fail_once(training, place, error, iteration)
         with pytest.raises(error):
-            training.go_on()
+            training.continue_run()
         assert hooks_only(footprint(training.trainer, training.model, training.optimizer)) == before
         if same_process:
             assert training.load() == start
-            training.go_on()
+            training.continue_run()
 
     training.train(steps)
     if not same_process:
@@ -171,14 +171,14 @@ def test_interrupted_at_any_moment_and_back_to_the_last_checkpoint(tmp_path):
         before = hooks_only(footprint(training.trainer, training.model, training.optimizer))
         fail_once(training, "forward", KeyboardInterrupt, 5)
         with pytest.raises(KeyboardInterrupt):
-            training.go_on()
+            training.continue_run()
         for number in (*range(1, 24), 80, 700, 1500, 3000, 6000, 10000):
             training.load()
             with interrupted_at_call(number):
-                training.go_on()
+                training.continue_run()
             assert hooks_only(footprint(training.trainer, training.model, training.optimizer)) == before, number
         training.load()
-        training.go_on()
+        training.continue_run()
 
     training.train(steps)
     check(training, "every iteration", boards=False)

@@ -8,11 +8,11 @@ environment it is the product of the first five axes, with the other three sprea
     FULL_MATRIX=1 python -m pytest tests/stress/test_matrix.py
 
 The truth of norms, thresholds, flags, counts, updates and spectra is computed from what the train step keeps by itself:
-gradients after backward, and weights before and after the step. The twin leaves out those steps that a float64
-threshold rule says are spikes.
+gradients after backward, and weights before and after the step. The run without monitors skips those steps that a
+float64 threshold rule says are spikes.
 
-A compiled model runs eagerly in iterations that hooks watch, which rounds otherwise than compiled code: its twin is
-told to run these iterations eagerly too, and the others compiled. Then the two are bitwise the same.
+A compiled model runs eagerly in iterations that hooks watch, which rounds otherwise than compiled code: the run without
+monitors runs these iterations eagerly too, and the others compiled. Then the two are bitwise the same.
 """
 
 from __future__ import annotations
