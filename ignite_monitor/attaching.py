@@ -35,6 +35,7 @@ from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _ATTACHED = "_ignite_monitor_attached"  # of an engine: prefix -> AttachedMonitors
+_UNITS = nn.ReLU.__module__  # of torch's activation functions
 _FEW = 6  # largest number of members of a module list that are all shown
 
 
@@ -116,10 +117,6 @@ def attach_monitors(
     check_optimizer(optimizer)
     every = check_count("every", every, least=1)
     loggers = [loggers] if isinstance(loggers, BaseLogger) else loggers
-    check_type("loggers", loggers, Iterable, "ignite.handlers.base_logger.BaseLogger or a list of such")
-    if isinstance(extra, str) or not isinstance(extra, Iterable):
-        raise TypeError(f"Argument extra should be a list of names, but given {extra!r}")
-    check_type("setup_check", setup_check, bool, "bool")
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
@@ -159,16 +156,9 @@ def attach_monitors(
 
 
 class AttachedMonitors(MonitorHandle):
-    """Handle that :func:`attach_monitors` returns.
+    """Handle that :func:`attach_monitors` returns."""
 
-    Args:
-        monitors: name -> monitor and event.
-        loggers: loggers, with name of a monitor -> pattern of the names that they are given.
-
-    Raises:
-        ValueError: if monitors of another model have the prefix.
-    """
-
+    # name -> monitor and event; loggers, with name of a monitor -> pattern of the names that they are given
     def __init__(self, engine: Engine, prefix: str, monitors: Mapping[str, Any], loggers: Sequence[Any]) -> None:
         super().__init__(engine, {name: monitor for name, (monitor, _) in monitors.items()})
         self._prefix, self._attachments, self._loggers = prefix, monitors, loggers
@@ -223,12 +213,8 @@ def _shown_activations(model: nn.Module, start: str) -> str:
         return f"(?:{'|'.join(map(re.escape, tags(names)))})"
 
     outline = ["_root_", *([] if "" in lists else children[""]), *blocks]
-    units = [
-        name
-        for name, module in modules.items()
-        if type(module).__module__ == nn.ReLU.__module__
-        and (not blocks or any(f"{name}.".startswith(f"{block}.") for block in blocks))
-    ]
+    is_shown = tuple(f"{block}." for block in blocks) or ""
+    units = [name for name in modules if f"{name}.".startswith(is_shown) and type(modules[name]).__module__ == _UNITS]
     shown = [
         rf"activation/{one_of(outline)}/(?:[^/]+/)?(?:std|max_abs)",
         r"activation/_root_/.*nonfinite_count",

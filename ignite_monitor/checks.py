@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 
 def check_real(
@@ -59,12 +60,9 @@ def check_function(name: str, function: object, *of: str, described: str = "", o
     if optional and function is None:
         return
     described = described or f"a function of {' and '.join(of)}{' or None' * optional}"
-    if not callable(function):
-        raise TypeError(f"Argument {name} should be {described}, but given {type(function)}")
     try:
-        inspect.signature(function).bind(*of)
+        inspect.signature(cast(Callable[..., Any], function)).bind(*of)
     except ValueError:  # the signature is not known
         return
     except TypeError as error:
-        called = getattr(function, "__qualname__", type(function).__qualname__)
-        raise TypeError(f"Argument {name} should be {described}, but {called} can't be called so: {error}") from None
+        raise TypeError(f"Argument {name} should be {described}, but given {function!r}: {error}") from None

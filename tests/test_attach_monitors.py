@@ -209,13 +209,11 @@ def test_what_fails_half_way_leaves_nothing(parts):
         ({"model": 3}, TypeError, "Argument model"),
         ({"optimizer": None}, TypeError, "Argument optimizer"),
         ({"scaler": 1}, TypeError, "Argument scaler"),
-        ({"loggers": 1}, TypeError, "Argument loggers"),
         ({"loggers": [print]}, TypeError, "Argument logger"),
         ({"every": 0}, ValueError, "Argument every"),
         ({"every": 2.0}, TypeError, "Argument every"),
         ({"threshold": "3"}, TypeError, "threshold"),
         ({"on_spike": 1}, TypeError, "Argument on_spike"),
-        ({"setup_check": 1}, TypeError, "Argument setup_check"),
         ({"prefix": None}, TypeError, "Argument prefix"),
         ({"flag": "no flag"}, ValueError, "Argument flag"),
     ],
@@ -239,7 +237,7 @@ def test_what_is_cheap_is_there_and_the_rest_by_name():
     attach_monitors(trainer, model, optimizer, every=1, extra=["histograms", "replicas", "spectral", "rcc"])
     trainer.run(make_batches(2))
     assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
-    for wrong, error in (("replicas", TypeError), ([1], TypeError), (["all"], ValueError)):
+    for wrong, error in (("replicas", ValueError), ([1], TypeError), (["all"], ValueError)):
         with pytest.raises(error, match="extra"):
             attach_monitors(trainer, model, optimizer, extra=wrong)
 

@@ -43,8 +43,6 @@ def _find(path: str) -> Any:
         return Gone(path)
 
 
-# Backward passes
-
 backward_number: Callable[[], int] = _find("torch._C._current_graph_task_id")  # in this thread; -1 outside of any
 queue_callback: Callable[[Callable[[], None]], None] = _find("torch.autograd.Variable._execution_engine.queue_callback")
 
@@ -200,9 +198,6 @@ def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
 def version(tensor: Tensor) -> int:
     """The number of in-place changes that autograd knows of; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-# Compiled functions
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

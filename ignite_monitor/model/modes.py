@@ -19,8 +19,6 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model._torch import in_backward as in_backward
 
-_strided = torch.strided
-
 
 @contextmanager
 def aside() -> Iterator[None]:
@@ -33,7 +31,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Return True for data on one device: no DTensor, nested, meta or fake tensor, and none under ``vmap``."""
     return (
         (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)
-        and tensor.layout is _strided
+        and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor))
     )
 

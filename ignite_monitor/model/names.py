@@ -74,10 +74,6 @@ class Selection:
         self._include = check_pattern("include", include)
         self._exclude = check_pattern("exclude", exclude)
 
-    def of(self, names: Iterable[str]) -> list[str]:
-        """The selected names, in their order."""
-        return [name for name in names if name in self]
-
     def __contains__(self, name: str) -> bool:
         included = self._include is None or self._include.search(name) is not None
         return included and (self._exclude is None or self._exclude.search(name) is None)

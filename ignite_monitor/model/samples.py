@@ -136,8 +136,7 @@ def reshard(model: nn.Module) -> None:
 
 def local(tensor: Any) -> Tensor:
     """This rank's part of a tensor."""
-    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return own
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def _kinds(model: nn.Module) -> list[Any]:
@@ -251,8 +250,7 @@ class SampledStep:
 
     def split(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
         """Split samples of some parameters, one parameter after the other, by parameter."""
-        parts: Sequence[Tensor] = flat.split([len(self._before[index]) for index in indices])
-        return parts
+        return flat.split([len(self._before[index]) for index in indices])  # type: ignore[no-any-return]
 
     def is_rounded(self, index: int) -> bool:
         """Return True for a parameter of low precision without a float32 copy or a compensation of rounding."""

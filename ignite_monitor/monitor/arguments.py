@@ -84,14 +84,9 @@ def steps_through_scaler() -> bool:
 
 
 def check_optimizer(optimizer: object, *, optional: bool = False) -> None:
-    """Raise a TypeError, which names an optimizer inside, for an object that is none of torch's optimizers."""
-    if isinstance(optimizer, Optimizer) or (optional and optimizer is None):
-        return
-    attributes = getattr(optimizer, "__dict__", {}).items()
-    inner = next((name for name, value in attributes if isinstance(value, Optimizer)), None)
-    fix = f": give the optimizer inside of it, its attribute {inner!r}" if inner is not None else ""
-    kinds = "torch.optim.Optimizer" + " or None" * optional
-    raise TypeError(f"Argument optimizer should be of type {kinds}, but given {type(optimizer)}{fix}")
+    """Refuse an object that is none of torch's optimizers; of a wrapper the optimizer inside is needed."""
+    if not (optional and optimizer is None):
+        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer" + " or None" * optional)
 
 
 def check_holds(optimizer: Optimizer, model: nn.Module) -> None:

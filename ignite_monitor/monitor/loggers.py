@@ -64,9 +64,8 @@ class Values:
             return {}
         if not monitor.metrics and monitor._attached_to() is None:
             monitor._warn_once("log_to() was called, but attach() was not, so nothing is measured")
-        host = monitor.on_host()
-        names = [name for name in host if name.startswith(self._start)]
-        return {name[len(self._start) :]: host[name] for name in self._selection.of(names)}
+        own = {name: value for name, value in monitor.on_host().items() if name.startswith(self._start)}
+        return {name[len(self._start) :]: value for name, value in own.items() if name in self._selection}
 
 
 def _write(handler: Callable[..., Any], values: Values, engine: Engine, logger: BaseLogger, event_name: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -120,11 +120,17 @@ class RankReduction:
             self._names = _union(self._names or {}, own)
         has_news = any(not {*rows.names} <= {*self._names.get(table, ())} for table, rows in own.items())
         flag = torch.full((1,), float(has_news), dtype=wide_dtype(device), device=device)
-        total = sum_over_ranks(torch.cat([*_in_order(self._names, "sum", own, 0.0, device), flag]))
-        largest = torch.cat([*_in_order(self._names, "max", own, -torch.inf, device), flag])
-        largest = max_over_ranks(largest.nan_to_num(torch.inf, torch.inf, -torch.inf))
-        self._has_news.set(total[-1] > 0)
-        return _split(self._names, "sum", total), _split(self._names, "max", largest)
+        reduced: list[Rows] = []
+        for reduction, missing, over_ranks in (("sum", 0.0, sum_over_ranks), ("max", -torch.inf, max_over_ranks)):
+            names = {table: known for table, known in self._names.items() if table[0] == reduction}
+            rows = [_in_order(own.get(table), table, known, missing, device) for table, known in names.items()]
+            flat = torch.cat([*rows, flag])
+            flat = over_ranks(flat if reduction == "sum" else flat.nan_to_num(torch.inf, torch.inf, -torch.inf))
+            *parts, flag = flat.split([*map(len, rows), 1])
+            tables = zip(names.items(), parts, strict=True)
+            reduced.append({kind: NamedValues(known, part.view(-1, n)) for ((_, kind, n), known), part in tables})
+        self._has_news.set(flag[0] > 0)
+        return reduced[0], reduced[1]
 
 
 def _union(known: Mapping[Table, list[str]], own: Mapping[Table, NamedValues]) -> dict[Table, list[str]]:
@@ -138,27 +144,12 @@ def _union(known: Mapping[Table, list[str]], own: Mapping[Table, NamedValues]) -
 
 
 def _in_order(
-    names: Mapping[Table, list[str]],
-    reduction: str,
-    own: Mapping[Table, NamedValues],
-    missing: float,
-    device: torch.device,
-) -> Iterator[Tensor]:
-    """Yield this rank's rows of every table, flat, with a value for what is missing."""
-    for table in names:
-        if table[0] == reduction:
-            rows = own.get(table, NamedValues([], torch.zeros((0, table[2]), device=device)))
-            values = rows.values.to(device, wide_dtype(device))
-            place = {name: index for index, name in enumerate(rows.names)}
-            index = torch.tensor([place.get(name, len(place)) for name in names[table]], device="cpu")
-            values = torch.cat([values, values.new_full((1, table[2]), missing)])
-            yield values[upload(index, device)].flatten()
-
-
-def _split(names: Mapping[Table, list[str]], reduction: str, flat: Tensor) -> Rows:
-    tables = [table for table in names if table[0] == reduction]
-    sizes = [len(names[table]) * table[2] for table in tables]
-    parts = flat[: sum(sizes)].split(sizes)
-    return {
-        table[1]: NamedValues(names[table], part.view(-1, table[2])) for table, part in zip(tables, parts, strict=True)
-    }
+    own: NamedValues | None, table: Table, names: Sequence[str], missing: float, device: torch.device
+) -> Tensor:
+    """Return this rank's rows of a table in the order of names, flat, with a value for what is missing."""
+    values = torch.full((1, table[2]), missing, dtype=wide_dtype(device), device=device)
+    place = {} if own is None else {name: index + 1 for index, name in enumerate(own.names)}
+    if own is not None:
+        values = torch.cat([values, own.values.to(values)])
+    index = torch.tensor([place.get(name, 0) for name in names], dtype=torch.int64, device="cpu")
+    return values[upload(index, device)].flatten()

@@ -47,11 +47,10 @@ class ScalarMonitor(Monitor):
         if value is None:
             self._missing += 1
             if self._missing == self._PATIENCE:
-                self.logger.warning(
-                    "%s: iteration %d: %d iterations had no value, so nothing can be detected. Likely cause: the "
-                    "function given as value reads a name that these iterations do not publish, or the train step "
-                    "returns None.",
-                    *(self._title, engine.state.iteration, self._PATIENCE),
+                self._warn_once(
+                    "iteration %d: %d iterations had no value, so nothing can be detected. Likely cause: the function "
+                    "given as value reads a name that these iterations do not publish, or the train step returns None.",
+                    *(engine.state.iteration, self._PATIENCE),
                 )
             return None
         self._missing = self._PATIENCE

@@ -122,7 +122,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         items = items_of(self.model, self.optimizer)
         items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
         items |= rng_items(device) if self.random_state else {}
-        return {name: items[name] for name in self._selection.of(items)}
+        return {name: item for name, item in items.items() if name in self._selection}
 
     def _set_up(self, items: Items, world: int, device: torch.device) -> None:
         """Compare by this rank's names if all ranks have the same; else by those of the last set-up."""

@@ -19,10 +19,8 @@ from ignite_monitor import (
     RobustThreshold,
     SpikeMonitor,
     StaticThreshold,
-    StepStatsHandler,
     ThresholdRule,
     WeightUpdateHandler,
-    attach_monitors,
 )
 from tests._helpers import ListLogger, footprint, make_batches, make_model, make_trainer, same
 
@@ -233,24 +231,6 @@ def test_the_state_of_another_kind_of_rule_is_refused():
 
 
 # Advice in messages
-
-
-class Wrapper:
-    """An optimizer by its methods alone."""
-
-    def __init__(self, optimizer):
-        self.base = optimizer
-        self.param_groups = optimizer.param_groups
-
-
-@pytest.mark.parametrize("kind", [GradMonitor, WeightUpdateHandler, StepStatsHandler, attach_monitors])
-def test_the_optimizer_in_a_wrapper_is_named(kind):
-    model, optimizer, trainer = make_trainer()
-    arguments = (trainer, model) if kind is attach_monitors else (model,)
-    with pytest.raises(TypeError, match=r"given .*Wrapper.*: give the optimizer inside of it, its attribute 'base'"):
-        kind(*arguments, Wrapper(optimizer))
-    with pytest.raises(TypeError, match=r"given <class 'str'>$"):
-        kind(*arguments, "adam")
 
 
 @pytest.mark.parametrize(
