@@ -30,8 +30,10 @@ def run(path, count, mode="x", output=lambda iteration: {"loss": iteration / 8},
     engine = engine_of(output)
     with HDF5Logger(path, mode, **kwargs) as logger:
         log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
-        if start:
-            engine.load_state_dict({"iteration": start, "epoch_length": count, "max_epochs": 1})
-            engine.run(range(count))
-        else:
-            engine.run(range(count), max_epochs=1)
+        resume(engine, start, count)
+
+
+def resume(engine, start, count):
+    """Run an engine from the iteration after ``start`` to ``count``; its state is reset."""
+    engine.load_state_dict({"iteration": start, "epoch_length": count, "max_epochs": 1})
+    engine.run(range(count))

@@ -5,31 +5,23 @@ from __future__ import annotations
 import gc
 import math
 import os
+import runpy
 import subprocess
 import sys
 import threading
 import tracemalloc
 import weakref
 
-import ignite.distributed as idist
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from ignite.engine import Events
 from ignite.metrics import Average
 
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, read_hdf5
-from ignite_monitor.hdf5 import writer
+from ignite_monitor.hdf5 import layout, writer
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.hdf5._runs import ENVIRONMENT, as_lists, engine_of, log_output, run
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.h5"
-
 
 # What Ignite's loggers can do
 
@@ -93,57 +85,18 @@ def test_names_of_every_kind(path):
     assert list(read_hdf5(path)) == [f"train/{name}" if name else "train" for name in names]
 
 
-def test_what_is_no_number_is_warned_of_once(path):
-    with pytest.warns(UserWarning, match="HDF5Logger can not log metrics") as caught:
-        run(path, 20, output=lambda iteration: {"loss": 1.0, "text": "no", "image": torch.zeros(2, 2)})
+def test_what_can_not_be_written_is_warned_of_once(path):
+    engine = engine_of(lambda iteration: {"loss": 1.0, "text": "no", "image": torch.zeros(2, 2)})
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine, metric_names=["typo"])
+        with pytest.warns(UserWarning, match=r"Metric typo|can not log metrics") as caught:
+            engine.run(range(20))
     assert list(read_hdf5(path)) == ["train/loss"]
-    assert [str(each.message) for each in caught] == [
+    assert [str(item.message) for item in caught] == [
+        "Metric typo is not in engine.state.metrics: []",
         "HDF5Logger can not log metrics value type <class 'str'>: text",
         "HDF5Logger can not log metrics of shape (2, 2): image",
     ]
-
-
-def test_a_metric_that_is_not_there_is_warned_of_once(path):
-    engine = engine_of()
-    with HDF5Logger(path) as logger:
-        log_output(logger, engine, metric_names=["typo"])
-        with pytest.warns(UserWarning, match=r"Metric typo is not in engine\.state") as caught:
-            engine.run(range(5))
-    assert len(caught) == 1
-    assert list(read_hdf5(path)) == ["train/loss"]
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.one_of(
-            st.none(),
-            st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, width=32), min_size=1, max_size=5),
-            st.dictionaries(st.sampled_from("abc"), st.integers(-(2**53), 2**53).map(float), min_size=1),
-        ),
-        max_size=30,
-    ),
-    st.integers(1, 9),
-)
-def test_any_writes_and_reopenings(tmp_path, writes, flush_every):
-    """None closes and continues."""
-    path, engine = tmp_path / "any.h5", engine_of()
-    expected: dict[str, tuple[list[int], list[float]]] = {}
-    logger = HDF5Logger(path, "w", flush_every=flush_every)
-    for step, named in enumerate(writes, 1):
-        if named is None:
-            logger.close()
-            assert as_lists(path) == expected
-            logger = HDF5Logger(path, "a", flush_every=flush_every)
-            continue
-        engine.state.iteration = step
-        logger._write(engine, step, named)
-        for name, value in named.items():
-            steps, values = expected.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(value)
-    logger.close()
-    assert as_lists(path) == expected
 
 
 # Monitors
@@ -226,13 +179,9 @@ def test_closing_leaves_nothing_behind_but_what_was_attached(path, caplog):
     handle.remove()
     assert footprint(trainer, model, optimizer) == before
     assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
-    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]
-    assert not [each for each in descriptors if each.startswith(str(path.parent))]
+    descriptors = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not [name for name in descriptors if name.startswith(str(path.parent))]
     assert read_hdf5(path)["grad/norm"].steps.tolist() == [1, 2, 3]
-
-
-def _is_link(descriptor):
-    return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
 def test_a_dropped_logger_writes_what_waits_and_is_freed(path):
@@ -264,7 +213,7 @@ def test_slow_iterations_are_written_in_time(path, monkeypatch):
     assert seen == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
 
 
-@pytest.mark.parametrize("every", [1, 3, 20, 49, 50, 51, 100])
+@pytest.mark.parametrize("every", [1, 20, 51])
 def test_never_more_than_flush_every_iterations_wait(path, every):
     engine, missing = engine_of(), []
     with HDF5Logger(path) as logger:
@@ -312,23 +261,9 @@ engine.run(range(100))
     assert read_hdf5(path)["output"].steps.tolist() == list(range(1, 31))
 
 
-# Ranks, and what need not be installed
-
-
-def test_other_ranks_do_nothing(path, monkeypatch):
-    monkeypatch.setattr(idist, "get_rank", lambda: 1)
-    run(path, 10)
-    assert not path.exists()
-
-
 def test_without_h5py(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
+    runpy.run_path(layout.__file__)  # the package is imported without it
     for use in (HDF5Logger, read_hdf5):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[hdf5\]'"):
             use(path)
-
-
-def test_importing_the_package_does_not_import_h5py():
-    script = "import sys, ignite_monitor; print([name for name in ('h5py', 'pandas', 'fcntl') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, env=ENVIRONMENT)
-    assert done.stdout in (b"[]\n", b"['fcntl']\n")

@@ -13,11 +13,6 @@ from ignite_monitor import read_hdf5
 from tests.hdf5._runs import run
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.h5"
-
-
 def test_metrics_by_regular_expression(path):
     run(path, 3, output=lambda i: {"a/norm": 1.0, "a/std": 2.0, "b/norm": 3.0})
     assert list(read_hdf5(path, "norm$")) == ["train/a/norm", "train/b/norm"]

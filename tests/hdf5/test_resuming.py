@@ -9,12 +9,7 @@ from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
 
 from ignite_monitor import HDF5Logger, read_hdf5
-from tests.hdf5._runs import as_lists, engine_of, log_output, run
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.h5"
+from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 
 
 def test_x_refuses_w_replaces_a_continues(path):
@@ -28,11 +23,6 @@ def test_x_refuses_w_replaces_a_continues(path):
     run(path, 3, "w")
     assert as_lists(path) == {"train/loss": ([1, 2, 3], [1 / 8, 2 / 8, 3 / 8])}
     assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
-
-
-def test_a_makes_a_file_that_is_not_there(path):
-    run(path, 3, "a")
-    assert as_lists(path)["train/loss"][0] == [1, 2, 3]
 
 
 def test_strings_and_changes_of_directory(tmp_path, monkeypatch):
@@ -69,11 +59,7 @@ def test_resuming_with_an_evaluator(path, baseline, own_steps):
         with HDF5Logger(path, mode) as logger:
             log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=step)
             log_output(logger, trainer, Events.ITERATION_COMPLETED)
-            if start:
-                trainer.load_state_dict({"iteration": start, "epoch_length": count, "max_epochs": 1})
-                trainer.run(range(count))
-            else:
-                trainer.run(range(count), max_epochs=1)
+            resume(trainer, start, count)
 
     train("x", 0, 100, 1.0)
     train("a", 50, 120, 2.0)
@@ -113,14 +99,9 @@ def test_a_later_evaluation_takes_nothing_from_the_training(path):
 # An exception
 
 
-class Stop(BaseException):
-    """Neither an error nor a KeyboardInterrupt."""
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("where", [Events.STARTED, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("error", [RuntimeError, GeneratorExit])
 @pytest.mark.parametrize("same_logger", [True, False])
-def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, where, same_logger):
+def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, same_logger):
     """As in a notebook, whose traceback keeps the engine."""
     engines, logger = [], HDF5Logger(path)
 
@@ -128,60 +109,138 @@ def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, wher
         engine = engine_of(lambda _: {"loss": value})
         engines.append(engine)
         log_output(logger, engine)
-        engine.load_state_dict({"iteration": start, "epoch_length": 60, "max_epochs": 1})
 
+        @engine.on(Events.ITERATION_COMPLETED)
         def fail():
-            if fail_at is not None and engine.state.iteration >= fail_at:
+            if engine.state.iteration == fail_at:
                 raise error
 
-        engine.add_event_handler(where, fail)
         with contextlib.suppress(error):
-            engine.run(range(60))
+            resume(engine, start, 60)
 
-    train(1.0, 0, fail_at=31 if where == Events.ITERATION_COMPLETED else None)
-    train(2.0, 20, fail_at=20 if where == Events.STARTED else 41)
+    train(1.0, 0, fail_at=31)
+    train(2.0, 20, fail_at=41)
     if not same_logger:
         logger.close()
         logger = HDF5Logger(path, "a")
     train(3.0, 25)
     logger.close()
-    kept = 25 if where == Events.STARTED else 20  # the second run ended before its first iteration
-    assert as_lists(path)["train/loss"] == (list(range(1, 61)), [1.0] * kept + [2.0] * (25 - kept) + [3.0] * 35)
+    assert as_lists(path)["train/loss"] == (list(range(1, 61)), [1.0] * 20 + [2.0] * 5 + [3.0] * 35)
 
 
-def test_sessions_and_iterations(path):
-    """Of an evaluator, whose steps are epochs, the iterations of the trainer."""
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_sessions_and_iterations(path, is_attached):
+    """Of an evaluator, whose steps are epochs, the iterations of the trainer, attached to the logger or not."""
     for mode, start in (("x", 0), ("a", 10)):
         trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _, evaluator=evaluator: evaluator.run(range(3)))
+        step = global_step_from_engine(trainer, Events.EPOCH_COMPLETED)
         with HDF5Logger(path, mode) as logger:
-            log_output(logger, trainer, Events.ITERATION_COMPLETED(every=5))
-            log_output(
-                logger,
-                evaluator,
-                Events.COMPLETED,
-                tag="valid",
-                global_step_transform=global_step_from_engine(trainer, Events.EPOCH_COMPLETED),
-            )
+            if is_attached:
+                log_output(logger, trainer, Events.ITERATION_COMPLETED(every=5))
+            log_output(logger, evaluator, Events.COMPLETED, tag="valid", global_step_transform=step)
             trainer.load_state_dict({"iteration": start, "epoch_length": 10, "max_epochs": 3})
             trainer.run(range(10))
     recording = read_hdf5(path)
     assert recording["valid/accuracy"].steps.tolist() == [1, 2, 3]
     assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30]
-    assert recording.iterations("train/loss").tolist() == [5, 10, 15, 20, 25, 30]
-    assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
+    assert recording.sessions("valid/accuracy").tolist() == [0, 1, 1]
+    if is_attached:
+        assert recording.iterations("train/loss").tolist() == [5, 10, 15, 20, 25, 30]
+        assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
 
 
-def test_an_evaluator_of_a_trainer_that_is_not_attached(path):
-    """As validation is usually logged: the steps are epochs, the iterations are the trainer's."""
-    trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+# Runs that go back to a checkpoint while their logger stays
+
+
+@pytest.mark.parametrize(("flush_every", "same_logger"), [(1, True), (50, True), (50, False)])
+@pytest.mark.parametrize("every", [1, 7, 40])
+def test_what_lies_after_the_checkpoint_is_taken_back(path, every, flush_every, same_logger):
+    value, logger, engine = [1.0], None, None
+    for start, value[0] in ((0, 1.0), (40, 2.0), (30, 3.0), (45, 4.0)):
+        if logger is None or not same_logger:
+            engine = engine_of(lambda iteration: {"loss": value[0], f"top/{iteration}": value[0]})
+            logger = HDF5Logger(path, "a", flush_every=flush_every)
+            log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
+        resume(engine, start, 60)
+        if not same_logger:
+            logger.close()
+    logger.close()
+    read = as_lists(path)
+    steps = [step for step in range(1, 61) if step % every == 0]
+    expected = [1.0 if step <= 30 else 3.0 if step <= 45 else 4.0 for step in steps]
+    assert read["train/loss"] == (steps, expected)
+    assert {name: series for name, series in read.items() if "top" in name} == {
+        f"train/top/{step}": ([step], [value]) for step, value in zip(steps, expected, strict=True)
+    }
+
+
+def test_a_run_from_the_beginning_takes_nothing_back(path):
+    """Another loader, another epoch length: what has been recorded stays."""
+    engine = engine_of()
     with HDF5Logger(path) as logger:
-        step = global_step_from_engine(trainer)
-        log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=step)
-        trainer.run(range(10), max_epochs=4)
-        trainer.load_state_dict({"iteration": 20, "epoch_length": 10, "max_epochs": 4})
-        trainer.run(range(10))
-    recording = read_hdf5(path)
-    assert recording["valid/accuracy"].steps.tolist() == [1, 2, 3, 4]
-    assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30, 40]
+        log_output(logger, engine)
+        engine.run(range(20), max_epochs=1)
+        engine.state.max_epochs = None
+        engine.run(range(5), max_epochs=2)
+    assert as_lists(path)["train/loss"][0] == [*range(1, 21), *range(1, 11)]
+
+
+@pytest.mark.parametrize("same_logger", [True, False])
+def test_only_the_run_that_is_continued_loses_what_lies_after_its_checkpoint(path, same_logger):
+    value = [1.0]
+
+    def output(iteration):
+        # Some names are only in the first run and in the last.
+        rare = {f"top/{iteration}": 0.0} if value[0] != 2.0 and iteration > 25 else {}
+        return {"loss": value[0]} | rare
+
+    engine = engine_of(output)
+    logger = HDF5Logger(path)
+    log_output(logger, engine)
+    for value[0] in (1.0, 2.0):
+        engine.state.max_epochs = None
+        engine.run(range(30), max_epochs=1)
+    value[0] = 3.0
+    if not same_logger:
+        logger.close()
+        logger, engine = HDF5Logger(path, "a"), engine_of(output)
+        log_output(logger, engine)
+    resume(engine, 20, 30)
+    logger.close()
+    read = as_lists(path)
+    steps, values = read["train/loss"]
+    assert steps == [*range(1, 31), *range(1, 31)]
+    assert values == [1.0] * 30 + [2.0] * 20 + [3.0] * 10
+    assert all(read[f"train/top/{step}"][0] == [step, step] for step in range(26, 31))
+
+
+@pytest.mark.parametrize("how", ["within a run", "interrupted"])
+def test_the_engine_goes_back_without_a_new_run(path, how):
+    value = [1.0]
+    engine = engine_of(lambda iteration: {"loss": value[0]} | ({"rare": value[0]} if iteration % 7 == 0 else {}))
+
+    def back():
+        engine.load_state_dict({"iteration": 20, "epoch_length": 100, "max_epochs": 1})
+        value[0] = 2.0
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look():
+        if engine.state.iteration == 30 and value[0] == 1.0:
+            engine.interrupt() if how == "interrupted" else back()
+        if engine.state.iteration == 40:
+            engine.terminate()
+
+    with HDF5Logger(path) as logger:
+        log_output(logger, engine, Events.ITERATION_COMPLETED(every=3))
+        log_output(logger, engine, Events.ITERATION_COMPLETED, tag="all")
+        handlers = engine._event_handlers[Events.ITERATION_COMPLETED]
+        handlers.append(handlers.pop(0))  # goes back when everything of the iteration has been written
+        engine.run(range(100))
+        if how == "interrupted":
+            back()
+            engine.run(range(100))
+    read = as_lists(path)
+    assert read["all/loss"] == (list(range(1, 41)), [1.0] * 20 + [2.0] * 20)
+    assert read["train/loss"] == (list(range(3, 40, 3)), [1.0] * 6 + [2.0] * 7)
+    assert read["all/rare"] == ([7, 14, 21, 28, 35], [1.0] * 2 + [2.0] * 3)
