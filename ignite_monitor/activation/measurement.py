@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from ignite_monitor.activation.metric import MetricSet, call_metric
 from ignite_monitor.activation.statistics import (
     STATISTICS,
     WITHOUT_STATISTICS,
+    Moments,
     added,
     as_sums,
     merged,
     merged_by_name,
     moments,
+    rows_of_moments,
     statistics,
     with_units,
 )
@@ -44,7 +47,8 @@ class Measurement:
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
         self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}  # by what measures them together
         self._waiting_size = 0
-        self._moments: dict[int, list[NamedValues]] = {}  # by number of units, 0 for none
+        self._measured: dict[Any, list[tuple[list[str], Moments]]] = {}  # of this pass, by number of units and device
+        self._moments: dict[int, NamedValues] = {}  # of earlier passes, by number of units, 0 for none
         self._order: dict[str, int] = {}  # key -> place in the order of execution
         self._aggregates: dict[str, dict[str, tuple[Tensor, float]]] = {}  # aggregation -> key -> value, weight
 
@@ -100,14 +104,17 @@ class Measurement:
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)
-        for units, parts in self._moments.items():
-            if len(parts) > 1:
-                self._moments[units] = [merged_by_name(parts, merged)]
+        measured, self._measured = self._measured, {}
+        for (units, _), parts in measured.items():
+            keys = [key for keys, _ in parts for key in keys]
+            new = NamedValues(keys, rows_of_moments([part for _, part in parts]))
+            earlier = [self._moments[units]] if units in self._moments else []
+            self._moments[units] = merged_by_name([*earlier, new], merged)
 
     def put_rows(self, sums: Rows, maxima: Rows) -> None:
         """Add everything measured to rows that add up over ranks, and to rows whose maximum over ranks is taken."""
         self.flush()
-        for units, ((keys, rows),) in self._moments.items():
+        for units, (keys, rows) in self._moments.items():
             sums[self.family, "moments", units] = NamedValues(keys, as_sums(rows))
             maxima[self.family, "units", units] = NamedValues(keys, rows[:, 6:])
         for how, found in self._aggregates.items():
@@ -128,19 +135,17 @@ class Measurement:
         ]
         if not parts:
             return []
-        table = merged_by_name(parts, added)  # one key may have had several numbers of units
+        keys, rows = merged_by_name(parts, added)  # one key may have had several numbers of units
         # Reports name the first non-finite output by the order of the names.
-        places = sorted(range(len(table.names)), key=lambda i: self._order.get(table.names[i], i))
-        keys, rows = table.rows(places)
-        values = statistics(rows)
-        kinds = [f"/{STATISTICS[index]}" for index in self._columns]
-        names = [name + kind for name in (f"{self.family}/{key}" for key in keys) for kind in kinds]
+        places = sorted(range(len(keys)), key=lambda i: self._order.get(keys[i], i))
+        values = statistics(rows)[upload(torch.tensor(places, device="cpu"), rows.device)]
+        names = _names(self.family, tuple(keys[i] for i in places), tuple(self._columns))
         return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
-        rows = moments(tensors, None if unit is None else unit + 1)
-        units = 0 if unit is None else rows.shape[1] - 6
-        self._moments.setdefault(units, []).append(NamedValues(keys, rows))
+        found = moments(tensors, None if unit is None else unit + 1)
+        units = 0 if unit is None else found.largest.shape[1]
+        self._measured.setdefault((units, tensors.device), []).append((keys, found))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         if tensors[0].numel():
@@ -148,6 +153,12 @@ class Measurement:
                 value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
                 how = metric.aggregate or self.metrics.aggregate
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
+
+
+@functools.lru_cache(maxsize=16)
+def _names(family: str, keys: tuple[str, ...], columns: tuple[int, ...]) -> list[str]:
+    kinds = [f"/{STATISTICS[index]}" for index in columns]
+    return [name + kind for name in (f"{family}/{key}" for key in keys) for kind in kinds]
 
 
 _COMBINED: dict[str, Any] = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,17 +32,19 @@ _SHARED = 0.1
 _SMALLEST_SQUARES = 1e-30  # smaller ones may be 0 in float32
 
 
-def moments(tensors: Tensor, unit: int | None) -> Tensor:
+class Moments(NamedTuple):
+    """Moments of some tensors, row by row; on the CPU the sums are lists, which cost less than small tensors."""
+
+    sums: Tensor | list[list[float]]  # the first six columns of :func:`rows_of_moments`
+    largest: Tensor  # the other columns
+
+
+def moments(tensors: Tensor, unit: int | None) -> Moments:
     """Compute moments in float64 (float32 on devices without it), on the CPU from vectors' sums and norms in float32.
 
     Args:
         tensors: non-empty tensors of shape (tensors, ...), without a graph.
         unit: the dimension whose indices are units; None for a single unit.
-
-    Returns:
-        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
-        non-finite elements, mean, sum of squared differences from the mean, and the largest absolute value of each
-        unit: of shape (tensors, 6 + units).
     """
     tensors = tensors if tensors.ndim > 1 else tensors.unsqueeze(1)  # single numbers
     if tensors.itemsize == 1 or (tensors.is_cpu and tensors.itemsize == 2 and tensors.is_floating_point()):
@@ -49,26 +52,37 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
     # Reading whether results are exact synchronizes, but for the CPU.
     quick = transfer.is_on_host(tensors) and tensors.is_floating_point() and tensors.shape[-1] <= _LONGEST_VECTOR
     sums = _in_one_pass(tensors) if quick else _in_two_passes(tensors)
-    return torch.cat([sums, _largest(tensors, unit).to(sums.dtype)], 1)
+    return Moments(sums.tolist() if isinstance(sums, Tensor) and sums.is_cpu else sums, _largest(tensors, unit))
 
 
-def _in_one_pass(tensors: Tensor) -> Tensor:
+def rows_of_moments(parts: Sequence[Moments]) -> Tensor:
+    """Concatenate moments of tensors with the same number of units on one device.
+
+    Returns:
+        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
+        non-finite elements, mean, sum of squared differences from the mean, and the largest absolute value of each
+        unit: of shape (tensors, 6 + units).
+    """
+    lists = [row for part in parts if isinstance(part.sums, list) for row in part.sums]
+    sums = [part.sums for part in parts if isinstance(part.sums, Tensor)]
+    rows = torch.tensor(lists, dtype=torch.float64, device="cpu") if lists else torch.cat(sums)
+    return torch.cat([rows, torch.cat([part.largest for part in parts])], 1)
+
+
+def _in_one_pass(tensors: Tensor) -> list[list[float]]:
     """Sums of tensors on the CPU, where ``var_mean`` and ``isfinite`` take 10 times as long as sums and norms."""
     elements, vectors = tensors[0].numel(), tensors[0].numel() // tensors.shape[-1]
     totals = tensors.sum(-1).reshape(-1, vectors).sum(1, dtype=torch.float64)
     norms = torch.linalg.vector_norm(tensors, dim=-1).reshape(-1, vectors)
     lengths, whole = norms.sum(1, dtype=torch.float64), torch.linalg.vector_norm(norms, dim=1, dtype=torch.float64)
-    rows, inexact = [], []
+    rows = []
     for i, (total, length, norm) in enumerate(zip(totals.tolist(), lengths.tolist(), whole.tolist(), strict=True)):
         mean, squares = total / elements, norm * norm
         centred = squares - mean * total
-        rows.append((elements, vectors, length, 0.0, mean, centred))
-        if not centred > _SHARED * max(squares, _SMALLEST_SQUARES):  # or one of them is NaN
-            inexact.append(i)
-    sums = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    if inexact:
-        sums[inexact] = _in_two_passes(tensors[inexact])
-    return sums
+        row = [elements, vectors, length, 0.0, mean, centred]
+        is_exact = centred > _SHARED * max(squares, _SMALLEST_SQUARES)  # False if one of them is NaN
+        rows.append(row if is_exact else _in_two_passes(tensors[i : i + 1])[0].tolist())
+    return rows
 
 
 def _in_two_passes(tensors: Tensor) -> Tensor:
@@ -102,7 +116,8 @@ def _largest(tensors: Tensor, unit: int | None) -> Tensor:
     if not rest:
         return tensors.abs()
     # vector_norm with ord=inf takes fifty times as long on the CPU.
-    return torch.maximum(tensors.amax(rest), tensors.amin(rest).neg()).reshape(len(tensors), -1)
+    largest = torch.maximum(tensors.amax(rest), tensors.amin(rest).neg_())
+    return largest if largest.ndim > 1 else largest.unsqueeze(1)
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
