@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.metric import MetricSet, call_metric
+from ignite_monitor.activation.metric import KURTOSIS, MetricSet, call_metric
 from ignite_monitor.activation.statistics import (
     STATISTICS,
     WITHOUT_STATISTICS,
     Moments,
     added,
     as_sums,
+    kurtosis,
     merged,
     merged_by_name,
     moments,
@@ -91,7 +92,7 @@ class Measurement:
             self.flush()
 
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
-        """Aggregate a value, 0-dim and of the widest dtype, with those of its key."""
+        """Aggregate a value of the widest dtype, 0-dim or power sums, with those of its key."""
         values = self._aggregates.setdefault(how, {})
         value = value * weight if how == "mean" else value
         if key in values:
@@ -122,6 +123,8 @@ class Measurement:
             values = torch.stack([move_like(value, first) for value, _ in found.values()])
             if how in _EXTREMES:
                 maxima[self.family, how] = NamedValues([*found], (_EXTREMES[how] * values).unsqueeze(1))
+            elif how == KURTOSIS:
+                sums[self.family, how] = NamedValues([*found], values)
             else:
                 weights = torch.tensor([weight for _, weight in found.values()], dtype=values.dtype, device="cpu")
                 sums[self.family, how] = NamedValues([*found], torch.stack([values, upload(weights, first.device)], 1))
@@ -148,8 +151,8 @@ class Measurement:
         self._measured.setdefault((units, tensors.device), []).append((keys, found))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
-        if tensors[0].numel():
-            for metric_name, metric in self.metrics.of(name):
+        for metric_name, metric in self.metrics.of(name) if tensors[0].numel() else ():
+            if metric.aggregate != KURTOSIS or tensors[0].dtype not in WITHOUT_STATISTICS:
                 value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
                 how = metric.aggregate or self.metrics.aggregate
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
@@ -161,13 +164,18 @@ def _names(family: str, keys: tuple[str, ...], columns: tuple[int, ...]) -> list
     return [name + kind for name in (f"{family}/{key}" for key in keys) for kind in kinds]
 
 
-_COMBINED: dict[str, Any] = {"mean": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINED: dict[str, Any] = {
+    **dict.fromkeys(("mean", "sum", KURTOSIS), torch.add),
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _EXTREMES = {"max": 1.0, "min": -1.0}
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows[:, 0] / rows[:, 1],
     "sum": lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan),
     "max": lambda rows: rows[:, 0],
     "min": lambda rows: -rows[:, 0],
+    KURTOSIS: kurtosis,
 }
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.statistics import STATISTICS
+from ignite_monitor.activation.statistics import STATISTICS, power_sums
 from ignite_monitor.checks import check_choice
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.reference.call import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
+KURTOSIS = "kurtosis"  # built-in metric, and the aggregation of its power sums
 
 
 class Metric:
@@ -107,7 +108,10 @@ class MetricSet:
                 )
             if metric is True and name in builtin:
                 continue
-            if metric is True or isinstance(metric, torch.dtype):
+            if metric is True and name == KURTOSIS and of_dtypes:
+                self.own[name] = Metric(power_sums)
+                self.own[name].aggregate = KURTOSIS
+            elif metric is True or isinstance(metric, torch.dtype):
                 dtype = torch.float16 if metric is True else metric
                 if not of_dtypes or name not in _OF_DTYPES:
                     raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
@@ -137,10 +141,11 @@ def is_tag(name: str) -> bool:
 
 
 def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Return the value of a metric, 0-dim and of the device's widest dtype."""
+    """Return the value of a metric, of the device's widest dtype and, except power sums, 0-dim."""
     try:
         with torch.no_grad():
-            return as_number(metric.fn(*tensors), tensors[0].device)
+            value = metric.fn(*tensors)
+            return value if metric.aggregate == KURTOSIS else as_number(value, tensors[0].device)
     except Exception as error:
         shape = tuple(tensors[0].shape)
         raise FailedFunctionError(f"{description}, given a tensor of shape {shape}, failed: {error}") from error

@@ -15,7 +15,7 @@ from ignite_monitor.model.devices import move, upload, wide_dtype
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.transfer import NamedValues
 
-STATISTICS = ("mean", "std", "l2_norm", "max_abs", "dead_fraction", "nonfinite_count")
+STATISTICS = ("mean", "std", "l2_norm", "max_abs", "max_over_rms", "dead_fraction", "nonfinite_count")
 
 # Their elements are not real numbers.
 WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
@@ -30,6 +30,10 @@ _LONGEST_VECTOR = 4096
 # Of a larger share of the sum of squares, their difference from the mean's has six digits in float32.
 _SHARED = 0.1
 _SMALLEST_SQUARES = 1e-30  # smaller ones may be 0 in float32
+
+# Of the mean fourth power, central moments above so many rounding errors have six digits: in float64 the mean is then
+# less than about 100 standard deviations.
+_ROUNDING_ERRORS = 1e8
 
 
 class Moments(NamedTuple):
@@ -86,17 +90,17 @@ def _in_one_pass(tensors: Tensor) -> list[list[float]]:
 
 
 def _in_two_passes(tensors: Tensor) -> Tensor:
-    piece = PIECE if tensors.is_cpu else _PIECE_ON_ACCELERATOR
-    return functools.reduce(merged, map(_exact, _pieces(tensors, piece)))
+    return functools.reduce(merged, map(_exact, _pieces(tensors)))
 
 
-def _pieces(tensors: Tensor, most: int, dim: int = 1) -> Iterator[Tensor]:
+def _pieces(tensors: Tensor, dim: int = 1) -> Iterator[Tensor]:
     """Views of at most so many elements, undivided in the first and the last dimension."""
+    most = PIECE if tensors.is_cpu else _PIECE_ON_ACCELERATOR
     if tensors.numel() <= most or dim >= tensors.ndim - 1:
         yield tensors
         return
     for part in tensors.split(max(most * tensors.shape[dim] // tensors.numel(), 1), dim):
-        yield from _pieces(part, most, dim + 1)
+        yield from _pieces(part, dim + 1)
 
 
 def _exact(tensors: Tensor) -> Tensor:
@@ -181,7 +185,8 @@ def statistics(rows: Tensor) -> Tensor:
         \bar x = \frac{1}{n} \sum_i x_i, \qquad
         s = \sqrt{\frac{\sum_i (x_i - \bar x)^2}{n - 1}}, \qquad
         \frac{1}{m} \sum_j \lVert v_j \rVert_2, \qquad
-        \max_i |x_i|,
+        \max_i |x_i|, \qquad
+        \frac{\max_i |x_i|}{\sqrt{\frac{1}{n} \sum_i x_i^2}},
 
     the fraction of units that are 0 throughout, and the number of non-finite elements. Where there are any, and where
     a statistic is not defined (the standard deviation of one element), it is NaN.
@@ -192,7 +197,32 @@ def statistics(rows: Tensor) -> Tensor:
     elements, vectors, norms, nonfinite, total, squares, of_means, units, dead, largest = rows.unbind(1)
     mean = total / elements
     # Within the parts and between them; the second is exactly 0 for a single part.
-    variance = (squares + (of_means - total * mean)).clamp(min=0.0) / (elements - 1)
-    dead_fraction = dead / (units * (nonfinite == 0))
-    values = [mean, variance.sqrt(), norms / vectors, largest, dead_fraction, nonfinite / (elements > 0)]
+    centred = (squares + (of_means - total * mean)).clamp(min=0.0)
+    over_rms = largest / (centred / elements + mean.square()).sqrt()
+    values = [mean, (centred / (elements - 1)).sqrt(), norms / vectors, largest, over_rms]
+    values += [dead / (units * (nonfinite == 0)), nonfinite / (elements > 0)]
     return torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan)
+
+
+def power_sums(tensor: Tensor) -> Tensor:
+    """Number of elements, and sums of their first four powers, in float64 (float32 on devices without it)."""
+    sums = []
+    for piece in _pieces(tensor.unsqueeze(0)):
+        wide = piece.to(wide_dtype(piece.device))
+        square = wide.square()
+        powers = torch.stack([torch.ones_like(wide), wide, square, wide * square, square.square()])
+        sums.append(powers.flatten(1).sum(1))
+    return torch.stack(sums).sum(0)
+
+
+def kurtosis(rows: Tensor) -> Tensor:
+    r"""Kurtosis :math:`\frac{1}{n} \sum_i (x_i - \bar x)^4 / (\frac{1}{n} \sum_i (x_i - \bar x)^2)^2`; NaN if inexact.
+
+    Args:
+        rows: :func:`power_sums`, added up over passes and ranks.
+    """
+    mean, second, third, fourth = (rows[:, 1:] / rows[:, :1]).unbind(1)
+    variance = second - mean.square()
+    central = fourth - 4 * mean * third + 6 * mean.square() * second - 3 * mean.square().square()
+    exact = central > _ROUNDING_ERRORS * torch.finfo(rows.dtype).eps * fourth
+    return torch.where(exact, central / variance.square(), math.nan)

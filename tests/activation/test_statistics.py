@@ -27,6 +27,27 @@ def measured(parts, together=True, unit=True, how="mean", **options):
     return by_name(measurement)
 
 
+@pytest.mark.parametrize("piece", [statistics.PIECE, 1000])
+def test_kurtosis_is_that_of_float64_over_micro_batches(piece, monkeypatch):
+    monkeypatch.setattr(statistics, "PIECE", piece)
+    metrics = MetricSet("activations", {"kurtosis": True}, statistics.STATISTICS, "mean", of_dtypes=True)
+    measurement = Measurement("x", metrics)
+    for name, parts in CASES.items():
+        for part in parts:
+            measurement.add(name, name, part)
+    constant = {"constant": torch.full((40, 5), 0.3), "nan": torch.tensor([1.0, math.nan]), "complex": torch.ones(3) * 1j}
+    for name, tensor in constant.items():
+        measurement.add(name, name, tensor)
+    result = by_name(measurement)
+    for name, parts in CASES.items():
+        flat = torch.cat([part.double().flatten() for part in parts])
+        centred = flat - flat.mean()
+        truth = (centred**4).mean() / (centred**2).mean() ** 2
+        expected = {"kurtosis": truth.item()} if len(flat) > 1 and name not in ("zeros", "far from 0") else {}
+        assert result.pop(name, {}) == pytest.approx(expected, rel=1e-6), name
+    assert result == {}
+
+
 def by_name(measurement):
     result = {}
     for names, values in values_of([measurement]):

@@ -208,7 +208,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 METRICS = {
-    **dict.fromkeys(("mean", "std", "dead_fraction", "max_abs", "nonfinite_count"), True),
+    **dict.fromkeys(("mean", "std", "kurtosis", "dead_fraction", "max_abs", "max_over_rms", "nonfinite_count"), True),
     "abs": torch.abs,
     "total": Metric(torch.sum, aggregate="sum"),
     "smallest": Metric(torch.min, aggregate="min"),

@@ -485,6 +485,8 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
         return result
     vectors = torch.cat([part.reshape(-1, part.shape[-1] if part.ndim else 1).norm(dim=1) for part in parts])
     result |= {"mean": float(flat.mean()), "l2_norm": float(vectors.mean()), "max_abs": float(flat.abs().max())}
+    if result["max_abs"]:
+        result["max_over_rms"] = result["max_abs"] / float(flat.square().mean().sqrt())
     if len(flat) > 1:
         result["std"] = float(flat.std())
     if units and parts[0].ndim > 1:
