@@ -52,9 +52,12 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     {keys}
 
     Built-in metrics, under ``True`` or as ``{"mean": True}``: ``mean``, ``std`` (of a sample), ``max_abs``,
-    ``l2_norm`` (mean norm of the vectors along the last dimension), ``dead_fraction`` (activations only: the fraction
-    of units that are 0 throughout the iteration), ``nonfinite_count`` (if positive, the others are not reported). With
-    a dtype, True for float16: ``underflow_fraction`` and ``overflow_fraction``.
+    ``max_over_rms`` (``max_abs`` over the root mean square), ``l2_norm`` (mean norm of the vectors along the last
+    dimension), ``dead_fraction`` (activations only: the fraction of units that are 0 throughout the iteration),
+    ``nonfinite_count`` (if positive, the others are not reported). Only by name, not for differences: ``kurtosis``,
+    :math:`E[(x - \bar x)^4] / E[(x - \bar x)^2]^2` over all elements (3 for a normal distribution; not reported if the
+    mean exceeds about 100 standard deviations, as for constants). With a dtype, True for float16:
+    ``underflow_fraction`` and ``overflow_fraction``.
 
     All forward passes, micro-batches and ranks of an iteration count as one batch. Passes in evaluation mode, under
     :meth:`paused`, and recomputations by activation checkpointing are not measured. Gradients are measured after each
@@ -241,11 +244,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._saw_attention = bool(self._saw_attention) or forward.saw_attention
         if any(values.names for values in found):
             self.publish_table(*joined(found))
-        elif self.families == [self._named("recorded")] and not forward.skipped:
-            self._warn_once(
-                "nothing is measured: no metrics are chosen, and the model calls no record(). Give activations=True "
-                "for the built-in ones, or attention=True"
-            )
 
     def _report_skipped(self, reason: str, names: Iterable[str]) -> None:
         """Warn once for each name and reason."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -142,7 +141,8 @@ class Measurement:
         # Reports name the first non-finite output by the order of the names.
         places = sorted(range(len(keys)), key=lambda i: self._order.get(keys[i], i))
         values = statistics(rows)[upload(torch.tensor(places, device="cpu"), rows.device)]
-        names = _names(self.family, tuple(keys[i] for i in places), tuple(self._columns))
+        kinds = [f"/{STATISTICS[index]}" for index in self._columns]
+        names = [name + kind for name in (f"{self.family}/{keys[i]}" for i in places) for kind in kinds]
         return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
@@ -156,12 +156,6 @@ class Measurement:
                 value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
                 how = metric.aggregate or self.metrics.aggregate
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
-
-
-@functools.lru_cache(maxsize=16)
-def _names(family: str, keys: tuple[str, ...], columns: tuple[int, ...]) -> list[str]:
-    kinds = [f"/{STATISTICS[index]}" for index in columns]
-    return [name + kind for name in (f"{family}/{key}" for key in keys) for kind in kinds]
 
 
 _COMBINED: dict[str, Any] = {

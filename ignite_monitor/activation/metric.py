@@ -145,7 +145,9 @@ def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -
     try:
         with torch.no_grad():
             value = metric.fn(*tensors)
-            return value if metric.aggregate == KURTOSIS else as_number(value, tensors[0].device)
+            if isinstance(value, Tensor) and metric.aggregate == KURTOSIS:
+                return value
+            return as_number(value, tensors[0].device)
     except Exception as error:
         shape = tuple(tensors[0].shape)
         raise FailedFunctionError(f"{description}, given a tensor of shape {shape}, failed: {error}") from error

@@ -56,7 +56,9 @@ def moments(tensors: Tensor, unit: int | None) -> Moments:
     # Reading whether results are exact synchronizes, but for the CPU.
     quick = transfer.is_on_host(tensors) and tensors.is_floating_point() and tensors.shape[-1] <= _LONGEST_VECTOR
     sums = _in_one_pass(tensors) if quick else _in_two_passes(tensors)
-    return Moments(sums.tolist() if isinstance(sums, Tensor) and sums.is_cpu else sums, _largest(tensors, unit))
+    if isinstance(sums, Tensor) and transfer.is_on_host(sums):
+        sums = sums.tolist()
+    return Moments(sums, _largest(tensors, unit))
 
 
 def rows_of_moments(parts: Sequence[Moments]) -> Tensor:
@@ -207,12 +209,13 @@ def statistics(rows: Tensor) -> Tensor:
 def power_sums(tensor: Tensor) -> Tensor:
     """Number of elements, and sums of their first four powers, in float64 (float32 on devices without it)."""
     sums = []
-    for piece in _pieces(tensor.unsqueeze(0)):
+    for piece in tensor.flatten().split(PIECE if tensor.is_cpu else _PIECE_ON_ACCELERATOR):
         wide = piece.to(wide_dtype(piece.device))
         square = wide.square()
-        powers = torch.stack([torch.ones_like(wide), wide, square, wide * square, square.square()])
-        sums.append(powers.flatten(1).sum(1))
-    return torch.stack(sums).sum(0)
+        elements = torch.full_like(wide[0], len(wide))
+        powers = [elements, wide.sum(), torch.dot(wide, wide), torch.dot(square, wide), torch.dot(square, square)]
+        sums.append(torch.stack(powers))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def kurtosis(rows: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ def test_kurtosis_is_that_of_float64_over_micro_batches(piece, monkeypatch):
     for name, parts in CASES.items():
         for part in parts:
             measurement.add(name, name, part)
-    constant = {"constant": torch.full((40, 5), 0.3), "nan": torch.tensor([1.0, math.nan]), "complex": torch.ones(3) * 1j}
+    constant = {
+        "constant": torch.full((40, 5), 0.3),
+        "nan": torch.tensor([1.0, math.nan]),
+        "complex": torch.ones(3) * 1j,
+    }
     for name, tensor in constant.items():
         measurement.add(name, name, tensor)
     result = by_name(measurement)
