@@ -34,7 +34,7 @@ MONITORS: dict[str, tuple[int, Make]] = {
     "WeightUpdateHandler": (130, WeightUpdateHandler),
     "OptimizerStateHandler": (200, lambda m, o: OptimizerStateHandler(m, o)),
     "ActivationHandler": (70, lambda m, o: ActivationHandler(m, activations=True)),
-    "ActivationHandler, attention": (85, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
+    "ActivationHandler, attention": (90, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
         870,
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
