@@ -1,4 +1,4 @@
-"""One log line at the end of a run: steps, spikes, and how they were handled."""
+"""One log line at the end of a run: steps, spikes, how they were handled, and learning rates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class RunSummary:
     """The optimizer steps that a monitor saw in a run, without synchronization, from its totals before."""
 
     def __init__(self, totals: Mapping[str, float | Tensor]) -> None:
-        self.totals = dict(totals)
+        self.totals = {word: _copied(total) for word, total in totals.items()}
+        self.rates: dict[Optimizer, list[float | Tensor]] = {}
         self.steps: dict[Optimizer, float | Tensor] = {}
 
     def step(self, optimizer: Optimizer, made: bool | Tensor = True) -> None:
         """Count a completed step, which was made or skipped."""
+        if optimizer not in self.steps:
+            self.rates[optimizer] = [_copied(rate) for rate in _rates(optimizer)]
         self.steps[optimizer] = self.steps.get(optimizer, 0) + made
 
 
@@ -29,13 +32,25 @@ def log_run_summary(monitors: Iterable[Any]) -> None:
     summarized = sorted((item for item in monitors if item.run_summary is not None), key=lambda item: item._title)
     counts: dict[str, float] = {}
     steps: dict[Optimizer, float] = {}
+    changes: dict[str, None] = {}  # of learning rates, each once
     for monitor in summarized:
         summary, monitor.run_summary = monitor.run_summary, None
         for optimizer, made in summary.steps.items():  # not every monitor knows of a skipped step
             steps[optimizer] = min(float(made), steps.get(optimizer, float(made)))
+            for first, last in zip(summary.rates[optimizer], _rates(optimizer), strict=False):
+                changes[f"{float(first):.3g} to {float(last):.3g}"] = None
         for word, total in monitor.run_totals().items():
             counts[word] = counts.get(word, 0.0) + float(total) - float(summary.totals[word])
     if steps:
         parts = [f"{sum(steps.values()):.0f} optimizer steps in monitored iterations"]
         parts += [f"{count:.0f} {word.removesuffix('s') if count == 1 else word}" for word, count in counts.items()]
+        parts += [f"learning rate {', '.join(changes)}"] if changes else []
         _logger.info("%s: end of run: %s.", ", ".join(monitor._title for monitor in summarized), ", ".join(parts))
+
+
+def _rates(optimizer: Optimizer) -> list[float | Tensor]:
+    return [group["lr"] for group in optimizer.param_groups if "lr" in group]
+
+
+def _copied(value: float | Tensor) -> float | Tensor:
+    return value.detach().clone() if isinstance(value, Tensor) else value

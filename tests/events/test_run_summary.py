@@ -18,8 +18,10 @@ def lines(caplog):
 
 def make():
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
     return model, optimizer, trainer
 
 
@@ -41,7 +43,7 @@ def run(trainer, caplog, spikes=(40, 50), count=60):
 def test_grad_monitor(on_spike, what, caplog):
     model, optimizer, trainer = make()
     GradMonitor(model, optimizer, on_spike=on_spike).attach(trainer)
-    assert run(trainer, caplog) == [f"GradMonitor (grad): end of run: {what}."]
+    assert run(trainer, caplog) == [f"GradMonitor (grad): end of run: {what}, learning rate 0.1 to 0.001."]
     assert ", 1 spike, " in run(trainer, caplog, spikes=(40,))[0]
 
 
@@ -53,7 +55,7 @@ def test_one_line_with_a_rollback_handler_and_other_monitors(caplog):
     trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
     assert run(trainer, caplog) == [
         "GradMonitor (grad), RollbackHandler (rollback): end of run: 58 optimizer steps in monitored iterations, "
-        "2 spikes, 2 skipped, 1 rolled back, 0 discarded."
+        "2 spikes, 2 skipped, 1 rolled back, 0 discarded, learning rate 0.1 to 0.001."
     ]
 
 
