@@ -109,12 +109,9 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
 
 
 def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the alignment of an input and a weight by row; NaN where the input, the weight or their product is 0.
+    """Return the alignment of an input, of rows, and a weight; NaN where the input, weight or product is 0.
 
-    Args:
-        product: maps an input and a weight, linearly in either: a matrix product or a convolution.
-        fan_in: n, the number of products that each output is the sum of; more than 1.
-        x: rows are its first dimension.
+    ``product`` maps both, linearly in either, to sums of ``fan_in`` > 1 products.
     """
 
     def rms(values: Tensor) -> Tensor:
@@ -125,13 +122,7 @@ def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) ->
 
 
 class AlignmentCalls(Comparison):
-    """Measures the alignment in the calls of layers.
-
-    Args:
-        reference: the initial model.
-        layers: names of the modules to measure.
-        sample_size: number of rows of each batch to measure.
-    """
+    """Measures the alignment in the calls of modules with these names, of so many rows of each batch."""
 
     def __init__(self, reference: Reference, layers: Sequence[str], sample_size: int) -> None:
         self.layers = list(layers)

@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,21 +41,12 @@ def coordinate_check(
 ) -> CoordinateCheck:
     r"""Measure how the outputs of all layers, and their changes, grow with the width in the first training steps.
 
-    With a correct parametrization they do not: slopes of log value over log width are 0. For a layer f with output
-    :math:`f_t(x_t)` after t updates,
+    With a correct parametrization they do not: slopes of log value over log width are 0. Quantities are, of all modules
+    with parameters of their own, the root mean square of the output ("activation"), and the root mean square over
+    features of what :class:`~ignite_monitor.RCCHandler` measures: "output_change", "weight_update" (the change by the
+    layer's own weights) and "input_drift" (the change by the layers before it, arXiv:2505.22491).
 
-    =================  =============================================================================================
-    quantity           root mean square over features, averaged over a batch, of
-    =================  =============================================================================================
-    "activation"       :math:`f_t(x_t)`
-    "output_change"    :math:`f_t(x_t) - f_0(x_0)`
-    "weight_update"    :math:`f_t(x_t) - f_0(x_t)`, the change by the layer's own weights (arXiv:2505.22491)
-    "input_drift"      :math:`f_0(x_t) - f_0(x_0)`, the change by the layers before it
-    =================  =============================================================================================
-
-    where :math:`x_0` is the input for the same batch, with the same dropout masks, in the initial model. The changes
-    are those of :class:`~ignite_monitor.RCCHandler`. Layers are all modules with parameters of their own. Of a
-    :class:`Parametrization` the result has the expected slopes, too. All widths have the same seeds. RNG state is
+    Of a :class:`Parametrization` the result has the expected slopes, too. All widths have the same seeds. RNG state is
     restored.
 
     Args:
@@ -70,18 +61,6 @@ def coordinate_check(
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if an argument is invalid, or the train step runs no forward pass of the model.
-
-    Examples:
-        .. code-block:: python
-
-            def make_model(width):
-                parametrization = parametrize(make_mlp, (32, width), sample_input=torch.zeros(1, 64))
-                return parametrization, torch.optim.Adam(parametrization.param_groups)
-
-
-            result = coordinate_check(make_model, lambda width: (x, y), [64, 128, 256, 512])
-            print(result.table())
-            result.plot("coordinates.png")
     """
     check_type("widths", widths, list, "a list of widths")
     if len({check_count("widths", width, least=1) for width in widths}) < max(len(widths), 2):
@@ -104,12 +83,10 @@ def coordinate_check(
                 expected = expected_slopes(model)
                 multipliers = {name: layer.multiplier for name, layer in model.layers.items()}
                 model = model.model
-            batches = _batches(make_batch, width, seed)
-            update = functools.partial(train_step or _cross_entropy_step, model, optimizer)
             # A generator that the model holds may be shared with other code.
             with preserved_rng_state([], generators_of(model).values()):
-                measured = _train(model, multipliers, update, batches, steps + 1)
-            records += [Record(width, seed, *values) for values in measured]
+                step = functools.partial(train_step or _cross_entropy_step, model, optimizer)
+                records += _train(model, multipliers, step, make_batch, width, seed, steps)
     return CoordinateCheck(records, expected)
 
 
@@ -132,13 +109,18 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], f
 
 
 def _train(
-    model: nn.Module, multipliers: Mapping[str, float], update: Any, batches: Iterator[Any], count: int
-) -> list[tuple[int, str, str, float]]:
-    """Train, and return the step, layer, name and value of each quantity."""
+    model: nn.Module, multipliers: Mapping[str, float], step: Any, make_batch: Any, width: int, seed: int, steps: int
+) -> list[Record]:
+    """Train, and return the quantities before the first and after all updates."""
+
+    def train_step(engine: Engine, _: Any) -> None:
+        _seed(seed, engine.state.iteration)
+        step(make_batch(width))
+
     layers = {module: name for name, module in modules_by_name(model).items() if is_layer(name, module)}
-    handler, engine = RCCHandler(model), Engine(lambda engine, batch: update(batch))
+    handler, engine = RCCHandler(model), Engine(train_step)
     outputs: dict[str, list[tuple[int, float]]] = defaultdict(list)  # numbers of features, and mean squares
-    measured: list[tuple[int, str, str, float]] = []
+    records: list[Record] = []
 
     def keep_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensor = next((item.detach() for _, item in floating_tensors(output) if item.ndim), None)
@@ -161,19 +143,13 @@ def _train(
                         values[quantity] = float(change) * multipliers.get(name, 1.0) / math.sqrt(features[0])
                 if "weight_update" in values:  # of a layer without a floating-point input it is the whole change
                     values.setdefault("output_change", values["weight_update"])
-                measured.extend((engine.state.iteration - 1, name, *item) for item in values.items())
+                records.extend(Record(width, seed, engine.state.iteration - 1, name, *item) for item in values.items())
         outputs.clear()
 
     with after_forward(layers, keep_output), handler.attach(engine):
         engine.add_event_handler(Events.ITERATION_COMPLETED, record)
-        engine.run(batches, epoch_length=count)
-    return measured
-
-
-def _batches(make_batch: Callable[[int], Any], width: int, seed: int) -> Iterator[Any]:
-    for step in itertools.count(1):
-        _seed(seed, step)
-        yield make_batch(width)
+        engine.run(range(steps + 1))
+    return records
 
 
 def _cross_entropy_step(model: nn.Module, optimizer: Any, batch: Any) -> None:

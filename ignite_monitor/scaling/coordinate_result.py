@@ -7,7 +7,6 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 FLAT = 0.1
@@ -33,18 +32,14 @@ class Record(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """Growth of a quantity of one layer with the width, as an exponent, after a number of updates (``step``).
-
-    ``standard_error`` is infinite for two points. ``expected`` is the exponent that the parametrization expects after
-    the first update; None if it is not known.
-    """
+    """Growth of a quantity of one layer with the width, as an exponent, after a number of updates (``step``)."""
 
     layer: str
     step: int
     quantity: str
     slope: float
-    standard_error: float
-    expected: float | None = None
+    standard_error: float  # infinite for two points
+    expected: float | None = None  # by the parametrization, after the first update; None if it is not known
 
     @property
     def is_steep(self) -> bool:
@@ -60,7 +55,6 @@ class CoordinateCheck:
     """Records of the same training at several widths, made by :func:`coordinate_check`.
 
     Args:
-        records: the records.
         expected: (layer, quantity) -> the expected slope.
 
     Attributes:
@@ -71,6 +65,7 @@ class CoordinateCheck:
 
     def __init__(self, records: Iterable[Record], expected: Mapping[tuple[str, str], float] | None = None) -> None:
         self.records = list(records)
+        self._layers = list(dict.fromkeys(record.layer for record in self.records))
         points: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
         for record in self.records:
             if record.value > 0 and math.isfinite(record.value):
@@ -81,27 +76,14 @@ class CoordinateCheck:
             for key, values in points.items()
             if (fitted := log_log_slope(values)) is not None
         ]
+        last = max(record.step for record in self.records)
+        self._last_slopes = {(slope.layer, slope.quantity): slope for slope in self.slopes if slope.step == last}
 
-    def slopes_at(self, step: int | None = None) -> dict[tuple[str, str], Slope]:
-        """Return (layer, quantity) -> slope.
-
-        Args:
-            step: the step; None for the last one.
-        """
-        step = max(record.step for record in self.records) if step is None else step
-        return {(slope.layer, slope.quantity): slope for slope in self.slopes if slope.step == step}
-
-    def table(self, step: int | None = None) -> str:
-        """Return the slopes as text: slope ± standard error (expected slope), with a star if the slope is steep.
-
-        Layers whose values were not finite are named below.
-
-        Args:
-            step: the step; None for the last one.
-        """
-        slopes = self.slopes_at(step)
+    def table(self) -> str:
+        """Return the slopes after the last step as text: slope ± standard error (expected slope), * if it is steep."""
+        slopes = self._last_slopes
         rows = [["layer", *QUANTITIES]]
-        for layer in self._layers():
+        for layer in self._layers:
             rows.append([layer or "_root_", *(str(slopes.get((layer, quantity), "-")) for quantity in QUANTITIES)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -122,31 +104,26 @@ class CoordinateCheck:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("A figure needs matplotlib: pip install 'ignite-monitor[scaling]'") from error
-        slopes, layers, last = self.slopes_at(), self._layers(), max(record.step for record in self.records)
+        slopes, layers, last = self._last_slopes, self._layers, max(record.step for record in self.records)
         runs: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for record in self.records:
             if record.step == last and 0 < record.value < math.inf:
                 runs[record.layer, record.quantity][record.width].append(record.value)
+        widths = sorted({record.width for record in self.records})
         figure = Figure((13, 3.4 + 0.16 * len(layers)), dpi=120, layout="constrained")
         axes: Any = figure.subplots(1, len(QUANTITIES), sharey=True)
         for axis, (quantity, title) in zip(axes, QUANTITIES.items(), strict=True):
             for row, layer in enumerate(layers):
-                values = sorted(runs[layer, quantity].items())
-                means = [statistics.geometric_mean(at_width) for _, at_width in values]
+                values = runs[layer, quantity]
                 label = f"{slopes.get((layer, quantity), '-')}  {layer or '_root_'}".replace("$", r"\$")
                 color = colormaps["viridis"](0.9 * row / len(layers))
-                axis.plot([width for width, _ in values], means, ".-", color=color, label=label)
+                axis.plot([*values], [*map(statistics.geometric_mean, values.values())], ".-", color=color, label=label)
             axis.set(title=title, xlabel="width", xscale="log", yscale="log")
-            axis.set_xticks(sorted({record.width for record in self.records}))
-            axis.xaxis.set_major_formatter("{x:.0f}")
-            axis.minorticks_off()
+            axis.set_xticks(widths, widths)
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=7)
         axes[0].set_ylabel("root mean square")
         figure.suptitle(f"Coordinate check after step {last}: slope ± error (expected), * if steep")
-        figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
-
-    def _layers(self) -> list[str]:
-        return list(dict.fromkeys(record.layer for record in self.records))
+        figure.savefig(path)
 
 
 def log_log_slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ignite_monitor.model.linear_maps import is_plain, linear_map
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
@@ -44,26 +43,20 @@ class Info(NamedTuple):
 class ExportedModels:
     """Layers and graph of a model at two widths, from an input for each, and roles of weights where they are given.
 
-    Attributes:
-        layers: name -> layer, in the order of the forward pass.
-        graph: name -> node.
-        reached: names of the parameters that the forward pass uses.
-
     Raises:
         ExportError: if a model can't be exported, or an operation, or the purpose of a weight, is not known.
     """
 
     def __init__(self, models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], roles: Mapping[str, str]) -> None:
-        self.layers: dict[str, ParametrizedLayer] = {}
+        self.layers: dict[str, ParametrizedLayer] = {}  # in the order of the forward pass
         self.graph: dict[str, Node] = {}
-        self.reached: set[str] = set()
+        self.reached: set[str] = set()  # names of the parameters that the forward pass uses
         self._roles = roles
         self._parameters = {name: parameter for name, parameter, _ in named_parameters(models[1])}
         self._weights = {id(parameter): name for name, parameter in self._parameters.items()}
         self._root = unwrapped(models[1])
-        names = {id(module): name for name, module in named_modules(models[1])}
-        modules = self._root.named_modules(remove_duplicate=False)
-        self._modules = {path: (module, names[id(module)]) for path, module in modules}
+        self._modules = dict(self._root.named_modules(remove_duplicate=False))
+        self._names = {module: name for name, module in named_modules(models[1])}
         self._junctions: dict[tuple[str, ...], str] = {}
         self._warned = False
         self._infos: dict[Operation, Info] = {}
@@ -82,12 +75,8 @@ class ExportedModels:
             name = self._weights[id(parameter)]
             self.reached |= {name} if op.large.users else set()
             return Info(weight=name if parameter.ndim > 1 else None)
-        values = []
-        for exported, node in zip(self._programs, op, strict=True):
-            signature = exported.graph_signature
-            key = {**signature.inputs_to_lifted_tensor_constants, **signature.inputs_to_buffers}.get(node.name)
-            values.append(exported.constants.get(key, exported.state_dict.get(key)))
-        return Info(values=(values[0], values[1])) if all(isinstance(value, Tensor) for value in values) else Info()
+        small, large = (program.constant(*pair) for pair in zip(self._programs, op, strict=True))
+        return Info() if small is None or large is None else Info(values=(small, large))
 
     # Operations
 
@@ -122,18 +111,11 @@ class ExportedModels:
 
     def _constant(self, op: Operation) -> Info:
         """Both values of an operation on constants, where these are small."""
-        target: Any = op.large.target
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or max(op.sizes) > 10**6:
-            return Info()
-        values = []
-        for index, node in enumerate(op):
-            known: dict[Any, Any] = {item[index]: (self._infos[item].values or ())[index] for item in op.inputs}
-            try:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-                values.append(target(*args, **kwargs))
-            except Exception:  # noqa: BLE001  some operations need more than their arguments
-                return Info()
-        return Info(values=(values[0], values[1]))
+        small, large = (
+            program.evaluated(node, {item[index]: (self._infos[item].values or ())[index] for item in op.inputs})
+            for index, node in enumerate(op)
+        )
+        return Info() if small is None or large is None else Info(values=(small, large))
 
     def _activation(self, op: Operation, moving: list[Info]) -> Info:
         """The origin of a function of activations, constants and vectors; none for masks and indices."""
@@ -240,7 +222,7 @@ class ExportedModels:
         layer_type, widths = role_by_fans(fans, self._roles.get(name))
         if not parameter.requires_grad or layer_type == "vector":
             return Info(info.source, growth=growth)
-        key, module = self._names(op, name, parameter)
+        key, module = self._layer_names(op, name, parameter)
         inputs = () if info.source is None else (info.source,)
         if layer_type == "fixed":
             return Info(self._add(Node(key, inputs, is_fixed=True)), growth=growth)
@@ -250,13 +232,14 @@ class ExportedModels:
         layer = self.layers.setdefault(key, ParametrizedLayer(key, layer_type, widths, name, module))
         return Info(self._add(Node(key, inputs, layer)), layer=key, growth=growth)
 
-    def _names(self, op: Operation, weight: str, parameter: Tensor) -> tuple[str, str | None]:
+    def _layer_names(self, op: Operation, weight: str, parameter: Tensor) -> tuple[str, str | None]:
         """Names of the layer of a weight, and of the running module whose output is the layer's."""
         for path, _ in reversed(op.large.meta.get("nn_module_stack", {}).values()):
             name = f"{str(path).partition('@')[0]}.".removeprefix(program.PREFIX).removesuffix(".")
-            module, owner = self._modules.get(name, (nn.Module(), ""))
+            module = self._modules.get(name, nn.Module())
             for key, held in module.named_parameters(recurse=False):
                 if held is parameter:
+                    owner = self._names[module]
                     is_linear = linear_map(module) is not None or is_plain(module, nn.Embedding)
                     return owner if key == "weight" else f"{owner}.{key}".lstrip("."), owner if is_linear else None
         return weight.removesuffix(".weight"), None

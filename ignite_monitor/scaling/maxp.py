@@ -39,8 +39,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     {keys}
 
     ``lr_prefactor`` may be set at any time; parameter schedulers take :meth:`as_optimizer`. A solve replaces rates that
-    other code has set, and synchronizes host and device once. If it fails, nothing is changed; the first failure is
-    logged as a warning.
+    other code has set, and synchronizes host and device once. If it fails, nothing changes, and the first time warns.
 
     Args:
         parametrization: the parametrization of the trained model. Wrap or shard the model first.

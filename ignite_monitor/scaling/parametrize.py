@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -23,7 +22,6 @@ from ignite_monitor.scaling.solver import LAYER_TYPES, PRESETS, Node, Parametriz
 MUON_UPDATES = {"original": 0.0, "match_rms_adamw": 0.5}
 """Exponent of the change of a hidden layer's output per step of ``torch.optim.Muon``, by its ``adjust_lr_fn``."""
 
-T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -46,12 +44,11 @@ def parametrize(
 
     Every weight that grows with the width is a layer: an "embedding" if only its outputs grow, a "readout" if only its
     inputs do, "hidden" if both do. Roles, the graph of layers and the model's own factors, such as :math:`\sqrt n`, are
-    read from ``torch.export`` of both models.
-
-    A layer of width n multiplies its output by :math:`n^{-a}`, starts from weights of standard deviation
-    ``std_prefactor`` :math:`\cdot\, n^{-b}` and zero biases, and learns at ``lr_prefactor`` :math:`\cdot\, n^{-c}`.
-    c is the smallest with which nothing grows. Layers whose output no module returns have a = 0, and b and c larger by
-    a: the same training. Other parameters, and frozen and zero weights, keep their values.
+    read from ``torch.export`` of both models. A layer of width n multiplies its output by :math:`n^{-a}`, starts from
+    weights of standard deviation ``std_prefactor`` :math:`\cdot\, n^{-b}` and zero biases, and learns at
+    ``lr_prefactor`` :math:`\cdot\, n^{-c}`, with the smallest c with which nothing grows. Layers whose output no module
+    returns have a = 0, and b and c larger by a: the same training. Other parameters, and frozen and zero weights, keep
+    their values.
 
     Args:
         make_model: makes the model at a width.
@@ -112,8 +109,8 @@ def parametrize(
     gc.collect()  # exported programs hold the models in reference cycles
 
     keys = {name: (name, name.rpartition(".")[2], layer.layer_type) for name, layer in layers.items()}
-    c = _overridden("c_overrides", c_overrides, keys, check_real, LAYER_TYPES)
-    pins = {layers[name].weight: value for name, value in c.items()}
+    c = _overridden("c_overrides", c_overrides, keys, LAYER_TYPES)
+    pins = {layers[name].weight: check_real("c_overrides", value) for name, value in c.items()}
     if any(pins[layers[name].weight] != value for name, value in c.items()):
         raise ValueError(f"Layers that share a weight are given different c: {c}")
     for layer in layers.values():
@@ -134,8 +131,8 @@ def parametrize(
         first = owners.setdefault(layer.weight, layer)
         if initialize and (first.std, first.fan_in) != (layer.std, layer.fan_in):
             raise ValueError(
-                f"Layers {first.name} and {layer.name} share their weight, so both should have the same width and "
-                f"standard deviation, but they have {first.fan_in} and {layer.fan_in}, and {first.std} and {layer.std}"
+                f"Layers {first.name} and {layer.name} share a weight, but with widths {first.fan_in} and "
+                f"{layer.fan_in} and initial standard deviations {first.std} and {layer.std}"
             )
     solution = solve(graph, {}, pins, sgd=optimizer_type == "sgd")
     for name, layer in layers.items():
@@ -168,10 +165,7 @@ def _read(
     trained = {name for name, parameter, _ in named_parameters(models[1]) if parameter.requires_grad}
     unused = [name for name in growing if name in trained and name not in {*roles, *exported.reached}]
     if unused:
-        raise TracingError(
-            f"With sample_input the model does not use {', '.join(unused)}: give a sample_input with which it does, or "
-            "freeze what is not trained"
-        )
+        raise TracingError(f"With sample_input the model does not use {', '.join(unused)}: change it, or freeze these")
     mark_relative(exported.graph)
     return exported.layers, exported.graph
 
@@ -205,29 +199,24 @@ def _read_sizes(
 
 def _given_roles(kinds: Any, weights: Collection[str]) -> dict[str, str]:
     """Roles by the weights' names; in ``kinds`` a weight, its module, or the last part of either may be named."""
-
-    def check(name: str, role: str) -> str:
-        check_choice(name, role, *LAYER_TYPES, "vector")
-        return role
-
     owners = {weight: weight.removesuffix(".weight") for weight in weights}
     keys = {weight: (weight, owner, owner.rpartition(".")[2]) for weight, owner in owners.items()}
-    return _overridden("kinds", kinds, keys, check)
+    roles = _overridden("kinds", kinds, keys)
+    for weight, role in roles.items():
+        check_choice(f"kinds of {weight}", role, *LAYER_TYPES, "vector")
+    return roles
 
 
 def _overridden(
-    name: str, overrides: Any, keys: Mapping[str, Iterable[str]], check: Callable[[str, Any], T], known: Any = ()
-) -> dict[str, T]:
-    """Checked values of an argument by part, each by the first of the part's keys; known keys need not fit any."""
-    check_type(name, {} if overrides is None else overrides, Mapping, "Mapping or None")
-    checked = {key: check(f"{name}[{key!r}]", value) for key, value in (overrides or {}).items()}
-    fitting = {part: [key for key in own if key in checked] for part, own in keys.items()}
-    unknown = set(checked).difference(known, *fitting.values())
-    if unknown:
-        raise ValueError(
-            f"Argument {name} should name layers or weights that grow with width, but given {sorted(map(str, unknown))}"
-        )
-    return {part: checked[own[0]] for part, own in fitting.items() if own}
+    name: str, overrides: Any, keys: Mapping[str, Iterable[str]], known: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Values of an argument by part, each by the first of the part's keys; known keys need not fit any."""
+    overrides = {} if overrides is None else overrides
+    check_type(name, overrides, Mapping, "Mapping or None")
+    fitting = {part: [key for key in own if key in overrides] for part, own in keys.items()}
+    if unknown := set(overrides).difference(known, *fitting.values()):
+        raise ValueError(f"Argument {name} should name layers or weights that grow with width, but given {unknown}")
+    return {part: overrides[own[0]] for part, own in fitting.items() if own}
 
 
 def _biases(model: nn.Module, layer: ParametrizedLayer) -> tuple[str, ...]:
@@ -246,17 +235,10 @@ def _growing_weights(small: nn.Module, large: nn.Module) -> dict[str, nn.Paramet
         check_type("make_model", model, nn.Module, "a function that returns a torch.nn.Module")
     for name, module in named_modules(large):
         if is_parametrized(module) and any(item.requires_grad for item in module.parameters()):
-            raise ValueError(
-                f"Argument make_model should make a model of plain modules, but {name or 'it'} computes its weight "
-                "from other parameters (torch.nn.utils.parametrize)"
-            )
+            raise ValueError(f"Argument make_model should not use torch.nn.utils.parametrize, as {name} does")
     smaller, weights = ({name: item for name, item, _ in named_parameters(model)} for model in (small, large))
-    for one, other in itertools.zip_longest(smaller, weights, fillvalue="nothing more"):
-        if one != other:
-            raise ValueError(
-                "Argument make_model should make models that differ in sizes alone, but they have other parameters, "
-                f"first {one} in the smaller and {other} in the larger"
-            )
+    if differing := sorted(smaller.keys() ^ weights.keys()):
+        raise ValueError(f"Argument make_model should make models that differ in sizes alone, but in {differing}")
     growing = {name: item for name, item in weights.items() if item.ndim > 1 and item.shape != smaller[name].shape}
     if not growing:
         raise ValueError("Argument make_model should make a model whose weights grow with width, but none does")

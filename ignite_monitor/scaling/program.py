@@ -98,11 +98,7 @@ def _own_line(trace: str) -> str:
 
 
 # ATen operations by name, as far as width scaling distinguishes them.
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+_names = str.split
 
 # Views, copies, sums and homogeneous functions: a factor of all inputs is a factor of the output.
 PASSING = _names(
@@ -135,7 +131,7 @@ LIKE = _names("zeros_like ones_like full_like empty_like rand_like randn_like ne
 SUMMED = {"sum": 1.0, "nansum": 1.0, "norm": 0.5, "linalg_vector_norm": 0.5, "linalg_norm": 0.5}
 POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0, "var": 2.0}
 ADDED = _names("addmm addmv baddbmm addbmm")  # the first argument is added, not multiplied
-MATRICES = ADDED | _names("matmul mm bmm mv dot linear inner grouped_mm")
+MATRICES = [*ADDED, *_names("matmul mm bmm mv dot linear inner grouped_mm")]
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 
 Fans = tuple[tuple[int, int], tuple[int, int]]  # numbers of inputs and outputs, in both models
@@ -200,6 +196,25 @@ class Operation(NamedTuple):
         """Numbers of a factor's elements that each output sums over, and of outputs, in both models."""
         small, large = (_fans(*nodes) for nodes in zip(self, factor, strict=True))
         return None if small is None or large is None else (small, large)
+
+
+def constant(exported: Any, node: fx.Node) -> Any:
+    """The value of a placeholder for a buffer or constant of a program; None for others."""
+    signature = exported.graph_signature
+    key = {**signature.inputs_to_lifted_tensor_constants, **signature.inputs_to_buffers}.get(node.name)
+    return exported.constants.get(key, exported.state_dict.get(key))
+
+
+def evaluated(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The value of an operation on constants; None if it is large, random or not known."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or math.prod(_shape(node)) > 10**6:
+        return None
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        return target(*args, **kwargs)
+    except Exception:  # noqa: BLE001  some operations need more than their arguments
+        return None
 
 
 def name_of(node: fx.Node) -> str:

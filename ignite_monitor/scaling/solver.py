@@ -45,17 +45,11 @@ PRESETS: dict[str, dict[str, tuple[float, float]]] = {
 
 
 class Alignment(NamedTuple):
-    r"""Growth of a layer's products with its fan-in n, as exponents of n.
+    """Growth of a layer's products with its fan-in n, as exponents of n."""
 
-    Attributes:
-        alpha: of the initial input and the weights' change, :math:`z_0 \Delta W^\top`.
-        omega: of the input's change and the initial weights, :math:`\Delta z W_0^\top`.
-        u: of both changes, :math:`\Delta z \Delta W^\top`.
-    """
-
-    alpha: float
-    omega: float
-    u: float
+    alpha: float  # of the initial input and the weights' change
+    omega: float  # of the input's change and the initial weights
+    u: float  # of both changes
 
 
 FULL = Alignment(1.0, 0.5, 1.0)
@@ -113,13 +107,11 @@ def solve(
     """Maximize the learning rates such that no activation's change grows with width.
 
     Args:
-        graph: the nodes.
         alignment: layer -> alignment; others are fully aligned.
         pins: weight -> exponent of its learning rate, where it is given.
         sgd: True for SGD, False for optimizers whose updates do not depend on the gradient's size.
 
     Raises:
-        ImportError: if SciPy is not installed.
         ValueError: if a given c is too small, or the gradient's size is not known.
     """
     layers = {node.layer.name: node.layer for node in graph.values() if node.layer is not None}

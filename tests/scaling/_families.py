@@ -1,58 +1,24 @@
-"""Tiny models of families that people train, at any width, with batches for them."""
+"""Tiny models of families that people train, at any width, with inputs for them."""
 
 from __future__ import annotations
 
 import importlib
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-VOCABULARY, LENGTH, BATCH, CLASSES = 64, 8, 2, 10
+VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 HEAD = 8  # the dimension of a head, the same at all widths
 
 
-class Case:
-    """A model at any width, and batches for it; ``loss`` is of the output and the batch, None for ``output.loss``."""
-
-    def __init__(self, make, inputs, loss=None):
-        self.make, self.inputs, self.loss = make, inputs, loss
-
-    def step(self, model, optimizer, batch):
-        optimizer.zero_grad()
-        output = model(**{key: value for key, value in batch.items() if key != "target"})
-        (output.loss if self.loss is None else self.loss(output, batch)).backward()
-        optimizer.step()
-
-    def probe(self):
-        """An input to export with."""
-        return {key: value for key, value in self.inputs().items() if key != "target"}
+TOKENS = {"input_ids": torch.arange(LENGTH)[None]}
 
 
-def tokens():
-    ids = (torch.rand(BATCH, LENGTH).square() * VOCABULARY).long()
-    return {"input_ids": ids, "labels": ids}
+def picture(size):
+    return torch.linspace(-1, 1, 3 * size * size).reshape(1, 3, size, size)
 
 
-def ids_and_target():
-    ids = tokens()["input_ids"]
-    return {"ids": ids, "target": ids.roll(-1, 1)}
-
-
-def pictures(size, key="x"):
-    def inputs():
-        target = torch.randint(CLASSES, (BATCH,))
-        return {key: torch.randn(BATCH, 3, size, size), "target": target}
-
-    return inputs
-
-
-def cross_entropy(output, batch):
-    logits = getattr(output, "logits", output)
-    return F.cross_entropy(logits.flatten(0, -2), batch["target"].flatten())
-
-
-def of_transformers(name, options, inputs=tokens, loss=None):
+def of_transformers(name, options, inputs=TOKENS):
     """A model of transformers, of the options that its configuration has for a width."""
     kind, _, purpose = name.partition(" ")
 
@@ -61,7 +27,7 @@ def of_transformers(name, options, inputs=tokens, loss=None):
         return getattr(transformers, kind + purpose)(getattr(transformers, f"{kind}Config")(**options(n)))
 
     importlib.import_module("transformers")
-    return Case(make, inputs, loss)
+    return make, inputs
 
 
 def language(name, **more):
@@ -110,16 +76,12 @@ def bert():
 
 def vit():
     options = {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
-    return encoder("ViT ForImageClassification", options, pictures(16, "pixel_values"), cross_entropy)
+    return encoder("ViT ForImageClassification", options, picture(16))
 
 
 def vit_torchvision():
     models = importlib.import_module("torchvision.models")
-    return Case(
-        lambda n: models.VisionTransformer(16, 4, 2, n // HEAD, n, 2 * n, num_classes=CLASSES),
-        pictures(16),
-        cross_entropy,
-    )
+    return lambda n: models.VisionTransformer(16, 4, 2, n // HEAD, n, 2 * n, num_classes=CLASSES), picture(16)
 
 
 def resnet_torchvision():
@@ -129,14 +91,12 @@ def resnet_torchvision():
     def make(n):
         return resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=n)
 
-    return Case(make, pictures(16), cross_entropy)
+    return make, picture(16)
 
 
 def of_timm(kind, options, size=16):
     models = importlib.import_module("timm.models")
-    return Case(
-        lambda n: getattr(models, kind)(num_classes=CLASSES, **options(n, models)), pictures(size), cross_entropy
-    )
+    return lambda n: getattr(models, kind)(num_classes=CLASSES, **options(n, models)), picture(size)
 
 
 class LSTMLanguageModel(nn.Module):
@@ -166,16 +126,16 @@ class Seq2Seq(nn.Module):
 
 
 def lora():
-    peft, base = importlib.import_module("peft"), language("Llama")
+    peft, (base, inputs) = importlib.import_module("peft"), language("Llama")
 
     def make(n):
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-        return peft.get_peft_model(base.make(n), config)
+        return peft.get_peft_model(base(n), config)
 
-    return Case(make, tokens)
+    return make, inputs
 
 
-CASES = {
+CASES = {  # name -> function that returns a function of the width, and an input
     "Llama, GQA (transformers)": lambda: language("Llama"),
     "Llama, MQA (transformers)": lambda: language("Llama", num_key_value_heads=1),
     "GPT-2 (transformers)": gpt2,
@@ -202,7 +162,7 @@ CASES = {
     "ConvNeXt (timm)": lambda: of_timm(
         "ConvNeXt", lambda n, _: {"depths": (1, 1, 1, 1), "dims": (n, n, 2 * n, 2 * n)}, 32
     ),
-    "LSTM language model": lambda: Case(LSTMLanguageModel, ids_and_target, cross_entropy),
-    "nn.Transformer": lambda: Case(Seq2Seq, ids_and_target, cross_entropy),
+    "LSTM language model": lambda: (LSTMLanguageModel, TOKENS["input_ids"]),
+    "nn.Transformer": lambda: (Seq2Seq, TOKENS["input_ids"]),
     "LoRA on a frozen Llama (PEFT)": lora,
 }

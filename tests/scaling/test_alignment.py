@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 
 import numpy as np
@@ -155,29 +154,11 @@ def test_reference_keeps_the_multipliers(caplog):
     assert "ignite_monitor" not in {record.name.partition(".")[0] for record in caplog.records}
 
 
-def test_nothing_that_can_be_measured_is_said_once(caplog):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).eval()
-    handler = AlignmentHandler(model)
-    with caplog.at_level(logging.WARNING):
-        assert train(model, [handler], steps=3) == [[{}]] * 3
-        handler.detach()
-    assert [record.message for record in caplog.records] == [
-        "AlignmentHandler (alignment): none of 3 monitored iterations had a forward pass of the whole model in "
-        "training mode, so nothing is measured"
-    ]
-
-
 def test_bad_input():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     with pytest.raises(TypeError, match="model_or_parametrization"):
         AlignmentHandler("x")
-    for name, value, error in (
-        ("sample_size", 1.5, TypeError),
-        ("sample_size", 0, ValueError),
-        ("reference", "start", ValueError),
-        ("reference", 3, TypeError),
-        ("reference", nn.Linear(6, 8), ValueError),
-    ):
+    for name, value, error in (("sample_size", 1.5, TypeError), ("sample_size", 0, ValueError)):
         with pytest.raises(error, match=name):
             AlignmentHandler(model, **{name: value})
     for nothing in (nn.Embedding(3, 4), nn.LayerNorm(3), nn.Linear(1, 3)):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
-from ignite_monitor.scaling.solver import PRESETS, Alignment
+from ignite_monitor.scaling.solver import PRESETS
 from tests.scaling import _models
 from tests.scaling._models import multipliers, weight_of
 
@@ -111,21 +111,6 @@ def test_the_model_is_only_initialized():
     assert model[1].generator.getstate() == random.Random(5).getstate()
 
 
-def test_a_failure_leaves_the_model_as_it_was():
-    models = []
-
-    def make(n):
-        models.append(_models.mlp(n))
-        models.append(copy.deepcopy(models[-1]))
-        return models[-2]
-
-    with pytest.raises(ValueError, match="too small"):
-        made(make, c_overrides={"3": 0.5})
-    for name, value in models[2].state_dict().items():
-        assert torch.equal(value, models[3].state_dict()[name])
-    assert not multipliers(models[2])
-
-
 # Overrides
 
 
@@ -148,13 +133,6 @@ def test_presets(preset):
     assert {layer.layer_type: (layer.a, layer.b) for layer in found.values()} == PRESETS[preset]
 
 
-def test_solve_again_changes_nothing():
-    parametrization = made()
-    before = copy.deepcopy(parametrization.solution)
-    assert parametrization.solve({"3": Alignment(0.75, 0.5, 0.75)}).c["3"] == pytest.approx(0.75)
-    assert parametrization.solution == before
-
-
 class Tied(nn.Module):
     def __init__(self, n, functional=False):
         super().__init__()
@@ -174,7 +152,7 @@ def test_tied_weights_have_one_group():
     assert list(groups) == ["tokens", "hidden"]
     assert parametrization.layers["head"].c == parametrization.layers["tokens"].c == pytest.approx(0.5)
     for overrides in ({"preset": "standard"}, {"make": lambda n: Tied(n, functional=True)}):
-        with pytest.raises(ValueError, match=r"share their weight, so both should have the same width"):
+        with pytest.raises(ValueError, match="share a weight, but with widths"):
             made(**{"make": Tied, "sample_input": _models.TOKENS} | overrides)
     with pytest.raises(ValueError, match="different c"):
         made(Tied, sample_input=_models.TOKENS, c_overrides={"tokens": 0.5, "head": 0.75})
@@ -314,8 +292,6 @@ class Awkward(nn.Module):
         y = self.emb(x).relu()
         if self.way == "branch" and y.sum() > 0:
             y = -y
-        elif self.way == "numpy":
-            y = y + torch.from_numpy(y.detach().numpy()).mean()
         elif self.way == "fft":
             y = torch.fft.fft(y).real
         elif self.way == "bilinear":
@@ -327,7 +303,6 @@ class Awkward(nn.Module):
     ("way", "match", "kinds"),
     [
         ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
-        ("numpy", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
         ("fft", r"can't read .*: .*fft.* \(test_param.*.py:\d+\) is not a known .*kinds", {"mid": "hidden"}),
         ("bilinear", r"can't read .*: bilinear \(test_.*\) uses mix.weight for an unknown .*kinds", {"mix": "hidden"}),
     ],
@@ -386,15 +361,15 @@ def odd_weight(n):
             lambda n: nn.Sequential(*(nn.Linear(n, n) for _ in range(n // 8))),
             (8, 16),
             ValueError,
-            r"first nothing more .* and 1\.weight in",
+            r"differ in sizes alone, but in \['1\.bias', '1\.weight'\]",
         ),
-        (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, "more in the smaller and 0.bias"),
+        (lambda n: nn.Sequential(nn.Linear(6, n, bias=n > 8)), (8, 16), ValueError, r"but in \['0\.bias'\]"),
         (odd_weight, (8, 16), TracingError, "does not use mixing:"),
         (
             lambda n: nn.Sequential(nn.Linear(6, n), nn.utils.parametrizations.weight_norm(nn.Linear(n, 3))),
             (8, 16),
             ValueError,
-            "but 1 computes its weight from other parameters",
+            "should not use torch.nn.utils.parametrize, as 1 does",
         ),
     ],
 )
@@ -413,9 +388,9 @@ def test_models_it_can_not_compare(make, widths, error, match):
         ({"weight_decay": -1.0}, ValueError, "weight_decay should be at least 0"),
         ({"initialize": 1}, TypeError, "initialize should be of type bool"),
         ({"preset": "half"}, ValueError, "preset should be"),
-        ({"c_overrides": {"4": 0.5}}, ValueError, r"name layers or weights that grow with width, but given \['4'\]"),
-        ({"kinds": {"3": "attention"}}, ValueError, r"kinds\['3'\] should be 'embedding' or"),
-        ({"kinds": {"4": "hidden"}}, ValueError, r"kinds should name layers .* but given \['4'\]"),
+        ({"c_overrides": {"4": 0.5}}, ValueError, "name layers or weights that grow with width, but given {'4'}"),
+        ({"kinds": {"3": "attention"}}, ValueError, "kinds of 3.weight should be 'embedding' or"),
+        ({"kinds": {"4": "hidden"}}, ValueError, "kinds should name layers .* but given {'4'}"),
         ({"kinds": ["3"]}, TypeError, "kinds should be of type Mapping or None"),
     ],
 )

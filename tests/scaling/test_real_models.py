@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of one of th
 
 @functools.cache
 def parametrized(name):
-    case = families.CASES[name]()
-    return case, parametrize(case.make, (SMALL, LARGE), sample_input=case.probe())
+    make, sample_input = families.CASES[name]()
+    return make(SMALL), parametrize(make, (SMALL, LARGE), sample_input=sample_input)
 
 
 def made(name):
@@ -189,24 +189,15 @@ def test_lora_on_a_frozen_llama():
     assert torch.allclose(merged.merge_and_unload()(**x).logits, before, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", families.CASES)  # the last test, as it trains the models
-def test_every_weight_that_grows_has_a_rate_and_the_model_trains(name):
-    case, parametrization = made(name)
+@pytest.mark.parametrize("name", families.CASES)
+def test_every_weight_that_grows_has_a_rate(name):
+    small, parametrization = made(name)
     held = [id(each) for group in parametrization.param_groups for each in group["params"]]
     assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
-    sizes = {key: each.shape for key, each in case.make(SMALL).named_parameters()}
+    sizes = {key: each.shape for key, each in small.named_parameters()}
     layers = {id(weight_of(parametrization, name)) for name in parametrization.layers}
     tables = ("pos_embed", "position_embedding", "wpe", "cls_token", "class_token", "norm")  # added, or multiplied with
     for key, each in parametrization.model.named_parameters():
         grows = each.ndim > 1 and each.requires_grad and each.shape != sizes[key]
         if grows and not any(part in key for part in tables):
             assert id(each) in layers, key
-    before = [each.detach().clone() for each in parametrization.model.parameters()]
-    optimizer = torch.optim.Adam(parametrization.param_groups)
-    for _ in range(2):  # behind LoRA's zero weights, gradients are 0 in the first step
-        case.step(parametrization.model, optimizer, case.inputs())
-    after = list(parametrization.model.parameters())
-    assert all(each.isfinite().all() for each in after)
-    moved = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
-    trained = [each.requires_grad and each.grad is not None for each in after]
-    assert sum(moved) >= 0.9 * sum(trained)
