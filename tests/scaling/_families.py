@@ -11,7 +11,8 @@ VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 HEAD = 8  # the dimension of a head, the same at all widths
 
 
-TOKENS = {"input_ids": torch.arange(LENGTH)[None]}
+IDS = torch.arange(LENGTH)[None]
+TOKENS = {"input_ids": IDS, "labels": IDS}
 
 
 def picture(size):
@@ -162,7 +163,7 @@ CASES = {  # name -> function that returns a function of the width, and an input
     "ConvNeXt (timm)": lambda: of_timm(
         "ConvNeXt", lambda n, _: {"depths": (1, 1, 1, 1), "dims": (n, n, 2 * n, 2 * n)}, 32
     ),
-    "LSTM language model": lambda: (LSTMLanguageModel, TOKENS["input_ids"]),
-    "nn.Transformer": lambda: (Seq2Seq, TOKENS["input_ids"]),
+    "LSTM language model": lambda: (LSTMLanguageModel, IDS),
+    "nn.Transformer": lambda: (Seq2Seq, IDS),
     "LoRA on a frozen Llama (PEFT)": lora,
 }
