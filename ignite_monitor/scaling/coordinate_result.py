@@ -120,6 +120,7 @@ class CoordinateCheck:
                 axis.plot([*values], [*map(statistics.geometric_mean, values.values())], ".-", color=color, label=label)
             axis.set(title=title, xlabel="width", xscale="log", yscale="log")
             axis.set_xticks(widths, widths)
+            axis.set_xticks([], minor=True)
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=7)
         axes[0].set_ylabel("root mean square")
         figure.suptitle(f"Coordinate check after step {last}: slope ± error (expected), * if steep")
