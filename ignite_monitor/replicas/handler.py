@@ -14,13 +14,22 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of, upload
-from ignite_monitor.model.names import Pattern, Selection
+from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.model.samples import reshard
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, own_rank, sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.replicas.items import Items, first_holders, hash_of, hashes_of, is_dtensor, items_of, rng_items
+from ignite_monitor.replicas.items import (
+    Items,
+    as_numbers,
+    first_holders,
+    hash_of,
+    hashes_of,
+    is_dtensor,
+    items_of,
+    rng_items,
+)
 
 _OTHERS = "items that are new, or not on all ranks"
 _NAMED = 8
@@ -43,6 +52,8 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         optimizer: the optimizer whose state to compare; None for none.
         exclude: a regular expression; items in whose name it matches are not compared: buffers of a rank's own, say.
         random_state: compare the RNG state of torch, Python and NumPy; it often differs on purpose, for dropout.
+        hashes: publish the hash of every tensor, with one rank too; ``ignite-monitor compare`` then names the first
+            iteration and tensor in which two runs differ.
         prefix: prefix of the keys.
 
     Raises:
@@ -62,14 +73,16 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         *,
         exclude: Pattern = None,
         random_state: bool = False,
+        hashes: bool = False,
         prefix: str = "replicas",
     ) -> None:
         super().__init__(model, prefix)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
         check_type("random_state", random_state, bool, "bool")
+        check_type("hashes", hashes, bool, "bool")
         self.optimizer = optimizer
-        self.random_state = random_state
+        self.random_state, self.hashes = random_state, hashes
         self._selection = Selection(exclude=exclude)
         self._differ = DeferredFlag()
         self._reported: dict[str, list[int]] = {}  # name -> ranks
@@ -97,8 +110,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         world, device = world_size(), device_of(self.model)
         if world == 1:
             self.publish(in_sync=torch.ones((), device=device), differing_count=torch.zeros((), device=device))
-            return
-        if not all_take_part(self.model):
+        if not (world > 1 or self.hashes) or not all_take_part(self.model):
             return
         # Every rank makes the same collectives, of the same size, whatever it holds and whatever fails.
         items, hashes = None, None
@@ -107,6 +119,11 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             hashes = hashes_of(items, device)
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
             self._warn_once("nothing is compared, since the state of this rank can't be read: %s", error)
+        if self.hashes and items is not None and hashes is not None:
+            names = [f"hash/{name}" for name in tags(items)]
+            self.publish_table(names, as_numbers(hashes[: len(names)]))
+        if world == 1:
+            return
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:  # the first, second, fourth, … check
             self._set_up(items or {}, world, device)

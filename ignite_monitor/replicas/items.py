@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.optim import Optimizer
 
-from ignite_monitor.model.devices import move
+from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.isolation import capture_rng_state
 from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.names import named_modules, named_parameters
@@ -90,6 +90,13 @@ def hash_bits(tensor: Tensor) -> Tensor:
         index = torch.arange(start, start + len(piece), dtype=torch.int64, device=bits.device)
         total = total + (piece * (2 * index + 1)).sum()
     return total
+
+
+def as_numbers(hashes: Tensor) -> Tensor:
+    """Fold 64-bit hashes to 53 bits, which float64 holds exactly; to 24 bits on devices without float64."""
+    wide = wide_dtype(hashes.device)
+    bits = 53 if wide == torch.float64 else 24
+    return ((hashes ^ (hashes >> 11) ^ (hashes >> 40)) & (2**bits - 1)).to(wide)
 
 
 def hash_of(value: Any) -> int:

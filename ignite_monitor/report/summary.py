@@ -145,6 +145,14 @@ class Difference(NamedTuple):
     matters: bool  # whether the difference is more than noise
 
 
+class HashComparison(NamedTuple):
+    """Hashes of tensors and other items that both runs have recorded."""
+
+    items: int  # number of items
+    iteration: int | None  # the first iteration in which a hash differs
+    names: list[str]  # items that differ in it
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Two runs side by side."""
@@ -153,6 +161,7 @@ class Comparison:
     until: int  # the last iteration that both have
     differences: list[Difference]  # the largest first, the user's own before the rest
     only: tuple[list[str], list[str]]  # names of metrics of the first run only, and of the second only
+    hashes: HashComparison | None  # of ReplicaCheckHandler
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
@@ -161,7 +170,8 @@ class Comparison:
             for run, only in zip(self.runs, self.only, strict=True)
         ]
         metrics = {it.name: _plain(it, Difference._fields[1:]) for it in self.differences}
-        return {"version": VERSION, "compared_until": self.until, "runs": runs, "metrics": metrics}
+        hashes = None if self.hashes is None else self.hashes._asdict()
+        return {"version": VERSION, "compared_until": self.until, "runs": runs, "metrics": metrics, "hashes": hashes}
 
 
 def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
@@ -173,9 +183,32 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
         size = math.inf if math.isnan(it.relative) else abs(it.relative)
         return not it.matters, not any(it.name in run.own for run in runs), -size, natural(it.name)
 
-    differences = sorted((_difference(name, first[name], second[name]) for name in first if name in second), key=place)
+    both = [name for name in first if name in second]
+    hashes = {name: key for name in both for key in [_hashed(runs[0], name)] if key}
+    numbers = [name for name in both if name not in hashes]
+    differences = sorted((_difference(name, first[name], second[name]) for name in numbers), key=place)
     only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))
-    return Comparison(summaries, min(summary.last for summary in summaries), differences, only)
+    until = min(summary.last for summary in summaries)
+    return Comparison(summaries, until, differences, only, _compare_hashes(runs, hashes))
+
+
+def _hashed(run: Run, name: str) -> str:
+    """Return the item of which a metric is the hash; empty for other metrics."""
+    starts = [monitor.name("hash/") for monitor in run.of("replicas")]
+    return next((name.removeprefix(start) for start in starts if name.startswith(start)), "")
+
+
+def _compare_hashes(runs: tuple[Run, Run], hashes: dict[str, str]) -> HashComparison | None:
+    """Compare metric -> hashed item, iteration by iteration."""
+    first: dict[int, list[str]] = {}
+    for name, item in hashes.items():
+        a, b = (run.series[name] for run in runs)
+        steps = np.intersect1d(a.steps, b.steps)
+        differing = steps[a.at(steps) != b.at(steps)]
+        if len(differing):
+            first.setdefault(int(differing[0]), []).append(item)
+    iteration = min(first, default=None)
+    return HashComparison(len(hashes), iteration, first.get(iteration or 0, [])) if hashes else None
 
 
 def _difference(name: str, *runs: Series) -> Difference:

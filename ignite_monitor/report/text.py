@@ -52,7 +52,12 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
         parts += map(_finding, run.findings)
         parts += [] if run.findings else [Text("  nothing unusual", "green")]
         parts.append(Text())
-    differences = comparison.differences
+    hashes, differences = comparison.hashes, comparison.differences
+    if hashes is not None and hashes.iteration is None:
+        parts.append(Text(f"The hashes of {plural(hashes.items, 'item')} are the same in both.", "green"))
+    elif hashes is not None:
+        words = listed(map(printable, hashes.names), len(hashes.names) if every else 8)
+        parts.append(Text(f"The first difference in {hashes.items} hashes, in iteration {hashes.iteration}: {words}"))
     if differences:
         unequal = len({run.last for run in comparison.runs}) > 1
         until = f", up to iteration {comparison.until} where one is longer" if unequal else ""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ignite_monitor import HDF5Logger, MonitorEvents, ReplicaCheckHandler
+from ignite_monitor.cli import main
 from ignite_monitor.replicas import items
 from ignite_monitor.replicas.items import hash_bits, hash_of, items_of, rng_items
+from tests._helpers import make_batches, make_trainer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
@@ -80,3 +85,43 @@ def test_numpy_with_another_bit_generator():
     finally:
         np.random.set_bit_generator(before)
     assert changed == ["NumPy's RNG state"]
+
+
+def test_a_folded_hash_changes_with_every_bit_and_is_exact_in_float64():
+    tensor = torch.randint(-(2**62), 2**62, (50,))
+    before = float(items.as_numbers(hash_bits(tensor)))
+    for place in range(50):
+        for bit in range(64):
+            tensor[place] ^= -(2**63) if bit == 63 else 1 << bit
+            number = float(items.as_numbers(hash_bits(tensor)))
+            assert 0 <= number < 2**53
+            assert number == int(number)
+            assert number != before
+            tensor[place] ^= -(2**63) if bit == 63 else 1 << bit
+
+
+@pytest.mark.parametrize("place", [None, 3])
+def test_the_first_difference_of_two_runs_is_named(place, tmp_path, capsys):
+    """A bit of a weight flips after a step: that weight is named alone, since others follow an iteration later."""
+    for name in ("a", "b"):
+        model, optimizer, trainer = make_trainer()
+        handler = ReplicaCheckHandler(model, optimizer, hashes=True)
+
+        def flip(engine, name=name, model=model):
+            if name == "b" and engine.state.iteration == place:
+                model[4].weight.data.view(-1).view(torch.int32)[5] ^= 1
+
+        handler.attach(trainer)
+        trainer.add_event_handler(MonitorEvents.OPTIMIZER_STEP_COMPLETED, flip)
+        with HDF5Logger(tmp_path / f"{name}.h5") as logger:
+            handler.log_to(logger, trainer)
+            trainer.run(make_batches(5))
+        assert len(trainer.state.metrics) == 2 + len(handler._items(trainer, torch.device("cpu")))
+    paths = [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
+    assert main(["compare", *paths]) == 0
+    text = capsys.readouterr().out
+    assert ("in iteration 3: 4.weight\n" in text) is (place == 3)
+    assert ("are the same in both" in text) is (place is None)
+    assert main(["compare", "--json", *paths]) == 0
+    hashes = json.loads(capsys.readouterr().out)["hashes"]
+    assert (hashes["iteration"], hashes["names"]) == (place, ["4.weight"] if place else [])
