@@ -104,7 +104,7 @@ def make_all():
                     per_parameter=True),
         WeightUpdateHandler(model, optimizer, frozen_update_ratio_threshold=1.0, frozen_patience_steps=1),
         OptimizerStateHandler(model, optimizer),
-        ReplicaCheckHandler(model, optimizer),
+        ReplicaCheckHandler(model, optimizer, hashes=True),
         HistogramHandler(model),
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),

@@ -96,7 +96,8 @@ def as_numbers(hashes: Tensor) -> Tensor:
     """Fold 64-bit hashes to 53 bits, which float64 holds exactly; to 24 bits on devices without float64."""
     wide = wide_dtype(hashes.device)
     bits = 53 if wide == torch.float64 else 24
-    return ((hashes ^ (hashes >> 11) ^ (hashes >> 40)) & (2**bits - 1)).to(wide)
+    folded: Tensor = (hashes ^ (hashes >> 11) ^ (hashes >> 40)) & (2**bits - 1)
+    return folded.to(wide)
 
 
 def hash_of(value: Any) -> int:
