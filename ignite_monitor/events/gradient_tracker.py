@@ -115,22 +115,15 @@ class AccumulationProbe(ExitStack):
 
 
 class GradientTracker:
-    """The parameters of a model, and the backward passes that reach them.
-
-    Attributes:
-        hook: the hook on its parameters.
-        parameters: its parameters when the train step started.
-        reduced: whether the last backward of this iteration has left its gradients reduced.
-        observers: objects whose ``backward_ended`` is called after each backward that has reached the model.
-    """
+    """The parameters of a model, and the backward passes that reach them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hook = GradientHook()
         weakref.finalize(self, self.hook.remove).atexit = False
-        self.parameters: list[nn.Parameter] = []
-        self.reduced = True
-        self.observers: list[Any] = []
+        self.parameters: list[nn.Parameter] = []  # when the train step started
+        self.reduced = True  # whether the last backward of this iteration has left its gradients reduced
+        self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
         self._is_deferred = self._has_warned = False  # deferred: the train step finalizes the reduction
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []

@@ -28,15 +28,10 @@ class SpikeAction:
     Clipping multiplies the gradients of a step by the smallest ratio threshold / norm, on the device. A non-finite
     gradient cannot be clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers
     of ``torch.optim``.
-
-    Attributes:
-        kind: "skip", "clip" or None.
-        counts: steps skipped, and with "clip" gradients clipped, so far: name -> 0-dim tensor.
-        skipper: restores what skipping a step has changed.
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
-        self.kind = on_spike if isinstance(on_spike, str) else None
+        self.kind = on_spike if isinstance(on_spike, str) else None  # "skip", "clip" or None
         if self.kind is None:
             check_function("on_spike", on_spike, "the engine", "the norm", described=_CHOICES)
         elif self.kind not in ("skip", "clip"):
@@ -44,6 +39,7 @@ class SpikeAction:
         else:
             check_step(self.kind, optimizer)
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
+        # Steps skipped, and with "clip" gradients clipped, so far: 0-dim.
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
         self.skipper = StepSkipper()
         self._skipped: Tensor | None = None  # whether the step in progress is skipped

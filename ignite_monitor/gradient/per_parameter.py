@@ -22,14 +22,11 @@ class PerParameterDetector(SpikeDetector):
     A change that all parameters share is no fault of one of them. So if most norms are above their means, each is
     divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean (``docs/detection.md``). A norm of zero,
     as of a parameter without a gradient, updates nothing. ``options`` are those of :class:`SpikeDetector`.
-
-    Attributes:
-        names: of the parameters, in the order of the state.
     """
 
     def __init__(self, k: float = 8.0, **options: Any) -> None:
         super().__init__(RobustThreshold(k=k), **options)
-        self.names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()  # of the parameters, in the order of the state
         self.to(torch.zeros(0, dtype=torch.float64, device="cpu"))
 
     def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:  # type: ignore[override]
