@@ -118,7 +118,7 @@ def detached_head(model, batch):
 
 def unfrozen(model, batch):
     model[0].requires_grad_(True)
-    loss_of(model, batch).backward()
+    model[0](batch[0]).sum().backward()  # the unfrozen part alone
     yield
     model[0].requires_grad_(False)
 
@@ -246,56 +246,6 @@ def test_monitor_of_a_model_and_one_of_its_part():
     assert len(log) == 2
     assert float(whole.metrics["grad/norm"]) == approx(grad_norm(model.parameters()))
     assert float(head.metrics["head/norm"]) == approx(grad_norm(model[4].parameters()))
-
-
-@pytest.mark.parametrize("generator_first", [False, True])
-@pytest.mark.parametrize("with_optimizers", [False, True])
-def test_gan(generator_first, with_optimizers):
-    """The generator's loss also puts gradients into the discriminator, which are no news for its monitor."""
-    generator, discriminator = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)}
-    used: dict[nn.Module, float] = {}
-
-    def update(model, loss):
-        optimizers[model].zero_grad()
-        loss.backward()
-        used[model] = grad_norm(model.parameters())
-        optimizers[model].step()
-
-    def train_step(_, batch):
-        def for_generator():
-            update(generator, -discriminator(generator(batch[0])).mean())
-
-        def for_discriminator():
-            fake = generator(batch[0]).detach()
-            update(discriminator, discriminator(fake).mean() - discriminator(batch[0]).mean())
-
-        steps = [for_generator, for_discriminator]
-        for step in steps if generator_first else reversed(steps):
-            step()
-
-    trainer = Engine(train_step)
-    monitors = {}
-    for model, name in ((generator, "g"), (discriminator, "d")):
-        monitors[model] = GradMonitor(
-            model, optimizers[model] if with_optimizers else None, prefix=name, flag=f"{name}_spike"
-        )
-        monitors[model].attach(trainer)
-    log = record(trainer)
-    expected: dict[str, list[float]] = {"g": [], "d": []}
-    got: dict[str, list[float]] = {"g": [], "d": []}
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def compare(engine):
-        for model, name in ((generator, "g"), (discriminator, "d")):
-            expected[name].append(used[model])
-            got[name].append(float(engine.state.metrics[f"{name}/norm"]))
-
-    trainer.run(make_batches(4))
-    one = ["gradients_ready", "optimizer_step_started", "optimizer_step_completed"]
-    assert log == [*one, *one, "train_step_completed"] * 4
-    assert got["g"] == approx(expected["g"])
-    assert got["d"] == approx(expected["d"])
 
 
 # Handlers and loggers of the user's own
@@ -490,24 +440,6 @@ def test_a_backward_that_raised_an_error_leaves_no_reference_to_parameters():
     assert all(reached)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("event", [*INSIDE, MonitorEvents.SPIKE_DETECTED])
-def test_exception_in_a_user_handler_propagates_and_leaves_no_hook(event, error):
-    model, optimizer, trainer = make_trainer(lr=1e-6)
-    GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), on_spike="skip").attach(trainer)
-    before = hooks_only(footprint(trainer, model, optimizer))
-
-    @trainer.on(event)
-    def fail(engine):
-        if engine.state.iteration == 2:
-            raise error("mine")
-
-    with pytest.raises(error, match="mine"):
-        trainer.run(make_batches(4, spikes=[2]))
-    assert hooks_only(footprint(trainer, model, optimizer)) == before
-    assert all(p.grad is not None for p in model.parameters())
-
-
 # Control of the engine from inside
 
 
@@ -538,23 +470,6 @@ def test_control_from_inside_a_handler(event, action, iterations):
     handle.remove()
     trainer.run(make_batches(4), max_epochs=3)  # goes on, or starts anew
     assert all(published for _, published in seen)
-    assert hooks_only(footprint(trainer, model, optimizer)) == before
-
-
-@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
-def test_interrupted_run_goes_on_where_it_stopped(event):
-    """Interrupted at ITERATION_STARTED, it goes on with that iteration's train step, without the event."""
-    model, optimizer, trainer = make_trainer()
-    GradMonitor(model, optimizer).attach(trainer)
-    before = hooks_only(footprint(trainer, model, optimizer))
-    trainer.add_event_handler(event(lambda e, _: e.state.iteration == 2), lambda e: e.interrupt())
-    log = record(trainer)
-    published = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: published.append("grad/norm" in e.state.metrics))
-    trainer.run(make_batches(4))
-    trainer.run()
-    assert published == [True] * 4
-    assert log == [event.value for event in INSIDE] * 4
     assert hooks_only(footprint(trainer, model, optimizer)) == before
 
 

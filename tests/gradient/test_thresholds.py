@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
 
 
@@ -77,7 +78,7 @@ def test_a_restart_forgets_everything_before_it():
     assert one.state_dict() == other.state_dict()
 
 
-@pytest.mark.parametrize("make", [MeanStdThreshold, lambda: MeanStdThreshold(decay=0.9), lambda: StaticThreshold(1.0)])
+@pytest.mark.parametrize("make", [MeanStdThreshold, RobustThreshold, lambda: StaticThreshold(1.0)])
 def test_state_continues(make):
     whole, first, second = make(), make(), make()
     expected = feed(whole, NORMS)
