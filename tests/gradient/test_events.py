@@ -122,9 +122,6 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
     assert again.counts().tolist() == [4.0, 0.0, 1.0]
 
 
-# No step
-
-
 def hint(caplog):
     return [record.getMessage() for record in caplog.records if "met no step" in record.getMessage()]
 

@@ -1,4 +1,4 @@
-"""Which gradient a detection speaks of: the state machine by itself, and GradMonitor in the train steps it is for."""
+"""Which gradient a detection describes, in train steps that :mod:`tests.stress` does not have."""
 
 from __future__ import annotations
 
