@@ -256,7 +256,7 @@ def test_bad_input():
     wrong += [
         ({"make_model": make_model(3)}, TypeError, "make_model should be a function of width"),
         ({"make_model": lambda width: make_model(width)[0]}, TypeError, "a tuple of a model and an optimizer"),
-        ({"make_batch": lambda: batch(1)}, TypeError, r"make_batch should be a function of width, but .*be called"),
+        ({"make_batch": lambda: batch(1)}, TypeError, r"make_batch should be a function of width, but given"),
         ({"train_step": lambda model, batch: None}, TypeError, "train_step should be a function of model and optimi"),
         ({"train_step": lambda model, optimizer, batch: None}, ValueError, "train_step should run the model"),
     ]
