@@ -228,6 +228,18 @@ def test_a_training_that_diverges_is_named():
     assert "not finite at width 4" not in result.table()
 
 
+def test_the_change_of_an_embedding_is_that_by_its_weights():
+    def make_model(width):
+        model = nn.Sequential(nn.Embedding(5, width), nn.Linear(width, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    batch = torch.tensor([[1, 2]]), torch.tensor([[0, 1]])
+    result = coordinate_check(make_model, lambda width: batch, [4, 8], steps=1, seeds=1)
+    values = {r.quantity: r.value for r in result.records if (r.layer, r.width, r.step) == ("0", 4, 1)}
+    assert values["output_change"] == values["weight_update"] > 0
+    assert "input_drift" not in values
+
+
 def test_plot(tmp_path):
     records = [
         Record(width, seed, step, layer, "activation", width**0.5 * (seed + 1))
