@@ -100,9 +100,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.on_exhausted = on_exhausted
         self._policy = RecoveryPolicy(patience, check_count("max_rollbacks", max_rollbacks, least=1))
         self._snapshots = Snapshots(every, keep, on_host=where == "host")
-        self._training = TrainingState(
-            {name: to_save[name] for name in to_save if not isinstance(to_save[name], Engine)}
-        )
+        self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
         self._loss_threshold = LossThreshold()
@@ -229,8 +227,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             if policy.discarded >= LONG and snapshots.restored == snapshots.all[-1]["iteration"]:
                 triggers.accept_peak(FAR)  # the same weights are healthy again: the data were the cause
             snapshots.drop_newer(snapshots.restored)
-            text = "%s: iteration %d: recovered; %d iterations discarded"
-            self.logger.info(text, self._title, iteration, policy.discarded)
+            self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:
             triggers.peak = -math.inf
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.model._torch import modules_in, parameters_in
 from ignite_monitor.model.samples import local
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.transfer import transfer
 
-Snapshot = dict[str, Any]
-"""Copies of the ``state`` and ``thresholds`` after an ``iteration``, and the product of all factors of learning rates,
-``lr_scale``."""
+Snapshot = dict[str, Any]  # iteration, copies of state and thresholds, and the product of all lr_factors as lr_scale
 
 _RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
@@ -108,12 +107,17 @@ class TrainingState:
         for name, thing in self.things.items():
             has_rates = any(hasattr(thing, key) for key in ("param_groups", "get_last_lr", "simulate_values"))
             _restore(thing, _scaled(state[name], lr_factor) if has_rates and lr_factor != 1.0 else state[name])
-        for parameter in chain(*(module.parameters() for module in self.modules), *map(_optimized, self.optimizers)):
-            parameter.grad = None
+        for thing in (*self.modules, *self.optimizers):
+            thing.zero_grad(set_to_none=True)
 
     def layout(self) -> list[Any]:
-        """Identity, shape and dtype of all parameters."""
-        return [(id(item), item.shape, item.dtype) for module in self.modules for item in module.parameters()]
+        """Names and identities of all parameters; a faster ``named_parameters()``."""
+        layout, modules = list[Any](), list[Any](self.modules)
+        while modules:
+            if (module := modules.pop()) is not None:
+                layout += [*parameters_in(module), *map(id, parameters_in(module).values())]
+                modules += modules_in(module).values()
+        return layout
 
 
 def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
@@ -160,7 +164,10 @@ def _restore(thing: Any, state: Any) -> None:
     if isinstance(thing, nn.Module):
         current = _state_of(thing)["tensors"]
         for name, tensor in clone(state["tensors"], into=current).items():
-            if tensor is not current.get(name):
+            known = current.get(name)
+            if isinstance(known, nn.Parameter) and tensor is not known:  # of another shape or dtype
+                known.data = tensor
+            elif tensor is not known:
                 path, _, leaf = name.rpartition(".")
                 setattr(thing.get_submodule(path), leaf, tensor)
         for name, extra in clone(state["extra"]).items():
@@ -169,7 +176,8 @@ def _restore(thing: Any, state: Any) -> None:
     current, is_usual = thing.state_dict(), isinstance(thing, Optimizer)
     if is_usual and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
         # In place, since load_state_dict() may change dtypes.
-        parameters, restored = dict(enumerate(_optimized(thing))), clone(state, into=current)
+        parameters = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
+        restored = clone(state, into=current)
         thing.state.clear()
         thing.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
         for group, saved in zip(thing.param_groups, restored["param_groups"], strict=False):
@@ -186,10 +194,6 @@ def _scaled(state: Any, factor: float, is_rate: bool = False) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(_scaled(item, factor, is_rate) for item in state)
     return state * factor if is_rate and isinstance(state, (float, int, Tensor)) else state
-
-
-def _optimized(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _unwrapped(thing: Any) -> Any:
