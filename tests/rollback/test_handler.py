@@ -108,8 +108,14 @@ def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
 def test_an_instability_again_restores_an_older_snapshot():
     """Also if the handler's state was saved and loaded in the meantime."""
     training = Training(max_rollbacks=4, loss=no_loss)
+
+    def resume():
+        state = training.rollback.state_dict()
+        training.rollback.forget()
+        training.rollback.load_state_dict(state)
+
     for iteration in (41, 50):
-        training.at(iteration, lambda: training.rollback.load_state_dict(training.rollback.state_dict()))
+        training.at(iteration, resume)
     training.run(make_batches(60), request=[39, 48, 57])
     assert training.of("restored_iteration") == {39: 30, 48: 20, 57: 0}
 

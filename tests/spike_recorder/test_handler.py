@@ -216,6 +216,7 @@ def test_files_of_earlier_runs_are_kept(tmp_path):
     first = trainer()
     first.run([0, 1, 12, 13], max_epochs=1)
     assert content() == {"03-rank0": 12, "04-rank0": 13}
+    assert first.state.metrics["spike_record/recorded_count"] == 2
     first.run([0, 1, 22], max_epochs=1)
     assert content() == {"03-rank0": 12, "03-rank0-2": 22, "04-rank0": 13}
     trainer().run([0, 1, 32, 33, 34, 35], max_epochs=1)
