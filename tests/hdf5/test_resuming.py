@@ -150,6 +150,17 @@ def test_sessions_and_iterations(path, is_attached):
         assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
 
 
+def test_an_evaluator_of_a_trainer_that_is_not_attached_and_goes_back(path):
+    trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
+    with HDF5Logger(path) as logger:
+        log_output(logger, evaluator, Events.EPOCH_COMPLETED, global_step_transform=global_step_from_engine(trainer))
+        for start in (0, 20):
+            trainer.load_state_dict({"iteration": start, "epoch_length": 10, "max_epochs": 4})
+            trainer.run(range(10))
+    assert read_hdf5(path)["train/accuracy"].steps.tolist() == [1, 2, 3, 4]
+
+
 # Runs that go back to a checkpoint while their logger stays
 
 
