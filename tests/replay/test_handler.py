@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ignite_monitor import GradMonitor, MonitorEvents, ReplayCheckHandler, StaticThreshold
-from tests._helpers import make_batches, make_model, make_step, run_monitored, same, split
+from tests._helpers import make_batches, make_model, make_step, mse_loss, run_monitored, same, split
 from tests.monitor._handlers import HANDLERS
 
 KEY = "replay/reproducible"
@@ -44,7 +44,7 @@ def over_iterations(model, optimizer):
     def step(engine, batch):
         if engine.state.iteration % 3 == 1:
             optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+        mse_loss(model, batch).backward()
         if engine.state.iteration % 3 == 0:
             optimizer.step()
 
@@ -53,7 +53,7 @@ def over_iterations(model, optimizer):
 
 def cleared_last(model, optimizer, set_to_none=True):
     def step(engine, batch):
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+        mse_loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none)
 
@@ -64,7 +64,7 @@ def with_closure(model, optimizer):
     def step(engine, batch):
         def closure():
             optimizer.zero_grad()
-            loss = F.mse_loss(model(batch[0]), batch[1])
+            loss = mse_loss(model, batch)
             loss.backward()
             return loss
 
@@ -81,19 +81,6 @@ def returning_early(model, optimizer):
         if engine.state.iteration % 2:
             return
         optimizer.step()
-
-    return step
-
-
-def two_parts(model, optimizer):
-    """Encoder and rest, with an optimizer each: the first is the handler's own, the other one unknown to it."""
-    other = torch.optim.Adam(model[0].parameters(), lr=0.1)
-    own = torch.optim.SGD(model[1:].parameters(), lr=0.1)
-
-    def step(engine, batch):
-        own.zero_grad(), other.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        own.step(), other.step()
 
     return step
 
@@ -122,7 +109,6 @@ STEPS = {
     "closure": (make_model, lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3), with_closure),
     "fused": (make_model, lambda m: torch.optim.AdamW(m.parameters(), fused=True), make_step),
     "early return": (make_model, sgd, returning_early),
-    "two optimizers": (make_model, sgd, two_parts),
     "scaler": (make_model, sgd, scaled),
     "schedule and average": (make_model, sgd, scheduled),
     "autocast": (Tied, sgd, lambda m, o: make_step(m, o, 2)),
@@ -228,8 +214,12 @@ def test_a_spike_between_monitored_iterations_is_replayed(fault, caplog):
         )
     step = over_iterations(model, optimizer) if fault == "over iterations" else make_step(model, optimizer)
     trainer = Engine(step)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(100.0), on_spike="skip")
+    if fault == "none":  # then it detects the spike, at which gradients change, before the handler sees the gradients
+        monitor.attach(trainer)
     handler.attach(trainer, Events.ITERATION_STARTED(every=100 if fault == "before any pass" else 4))
-    GradMonitor(model, optimizer, threshold=StaticThreshold(100.0), on_spike="skip").attach(trainer)
+    if fault != "none":
+        monitor.attach(trainer)
     published, detected = {}, []
     trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda: detected.append([*map(torch.zero_, gradients())]))
 
@@ -264,11 +254,11 @@ def perturbing(model, optimizer):
 
     def step(engine, batch):
         optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+        mse_loss(model, batch).backward()
         shifts = [0.1 * item.grad for item in model.parameters()]
         for item, shift in zip(model.parameters(), shifts, strict=True):
             item.data.add_(shift)
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+        mse_loss(model, batch).backward()
         for item, shift in zip(model.parameters(), shifts, strict=True):
             item.data.sub_(shift)
         optimizer.step()
@@ -324,14 +314,13 @@ UNREPORTED = {
     "inside backward": (inside_backward, "inside of backward"),
     "overflowing": (overflowing, "a GradScaler may have changed its scale"),
     "failing twice": (failing_twice, "can't run twice: KeyError: 'once'"),
-    "no backward": (lambda m, o: lambda engine, batch: o.step(), "no backward before"),
     "fewer": (lambda m, o: lambda engine, batch: fewer(engine, m, batch), "fewer backward passes"),
 }
 
 
 def fewer(engine, model, batch):
     for _ in range(2 - engine.__dict__.setdefault("seen", set()).__contains__(engine.state.iteration)):
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+        mse_loss(model, batch).backward()
     engine.seen.add(engine.state.iteration)
 
 
@@ -348,15 +337,31 @@ def test_what_cannot_be_repeated_is_not_reported_with_one_warning(name, caplog):
 
 
 def test_side_effects_before_the_last_backward_happen_twice_and_no_others():
-    calls = []
+    calls, model = [], make_model()
+    step = make_step(model, optimizer := sgd(model), 2, before_step=lambda engine: calls.append("after"))
+    trainer = Engine(lambda engine, batch: (calls.append("before"), step(engine, batch)))
+    attached(model, optimizer).attach(trainer)
+    trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda: calls.append("event"))
+    trainer.run(make_batches(1))
+    assert calls == ["before", "event", "event", "after", "before"]
 
-    def noting(model, optimizer):
-        step = make_step(model, optimizer, 2, before_step=lambda engine: calls.append("after"))
-        return lambda engine, batch: (calls.append("before"), setattr(engine.state, "mine", 1), step(engine, batch))
 
-    STEPS["tested"] = make_model, sgd, noting
-    train("tested", make_batches(1), attached)
-    assert calls == ["before", "after", "before"]
+def test_modules_and_optimizers_unknown_to_the_handler_are_restored():
+    def state(is_watched):
+        encoder, model = make_model(), nn.Linear(3, 3)
+        both = nn.Sequential(encoder, model)
+        own, other = sgd(model), sgd(encoder)
+
+        def step(engine, batch):
+            own.zero_grad(), other.zero_grad()
+            mse_loss(both, batch).backward()
+            own.step(), other.step()
+
+        rows = run_monitored(step, make_batches(5), *([attached(model, own)] if is_watched else []))
+        assert rows == [{KEY: 1.0} if is_watched else {}] * 5
+        return dict(both.state_dict())
+
+    assert same(state(True), state(False))
 
 
 @pytest.mark.parametrize("name", HANDLERS)
