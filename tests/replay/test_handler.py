@@ -355,6 +355,7 @@ def test_modules_and_optimizers_unknown_to_the_handler_are_restored():
         def step(engine, batch):
             own.zero_grad(), other.zero_grad()
             mse_loss(both, batch).backward()
+            nn.utils.clip_grad_norm_(both.parameters(), 0.1)
             own.step(), other.step()
 
         rows = run_monitored(step, make_batches(5), *([attached(model, own)] if is_watched else []))
