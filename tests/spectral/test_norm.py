@@ -82,8 +82,8 @@ def test_power_is_right_and_its_bound_holds(kind, shape):
         torch.testing.assert_close(result.frobenius, frobenius, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("growth", [2e-4, 1e-3, 2e-3, 1e-2, 0.05, 0.5])
-@pytest.mark.parametrize(("shape", "times"), [((300, 300), 10), ((2000, 256), 10), ((1024, 1024), 1)])
+@pytest.mark.parametrize("growth", [2e-4, 2e-3, 0.05])
+@pytest.mark.parametrize(("shape", "times"), [((300, 300), 10), ((2000, 256), 4), ((1024, 1024), 1)])
 def test_one_direction_a_little_above_a_dense_spectrum(shape, times, growth):
     left, values, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     values[60] = values[0] * (1 + growth)
