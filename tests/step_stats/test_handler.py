@@ -168,8 +168,8 @@ def test_a_learning_rate_that_a_handler_lowers_is_the_one_that_moved_the_weights
     """Whichever monitor is attached first."""
     trainer, model, optimizer, handler, moves = moved_by_a_gradient_of_ones(lambda _, optimizer: optimizer.step())
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-6))
-    for each in (monitor, handler) if first else (handler, monitor):
-        each.attach(trainer)
+    for listener in (monitor, handler) if first else (handler, monitor):
+        listener.attach(trainer)
 
     @trainer.on(event)
     def lower(_):
@@ -266,6 +266,7 @@ def test_parameter_norm_and_the_memory_that_a_step_takes():
         ({"peak_flops": 1e9}, ValueError, "flops_per_item"),
         ({"flops_per_item": 1e9}, ValueError, "peak_flops"),
         ({"optimizer": None}, TypeError, "optimizer"),
+        ({"slowest_rank": 1}, TypeError, "slowest_rank"),
     ],
 )
 def test_bad_arguments(arguments, error, words):
@@ -299,18 +300,9 @@ def planted(waits, restarts=False, **arguments):
 
 def test_a_planted_wait_for_data_is_what_is_published():
     _, _, seen = planted([0, 50, 3, 7])
-    assert [each.get("step/data_wait_ms") for each in seen] == pytest.approx([None, 50.0, None, 7.0])
-    for each in seen[1::2]:
-        wait, taken = each["step/data_wait_ms"], each["step/time_ms"]
-        assert each["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
+    assert [values.get("step/data_wait_ms") for values in seen] == pytest.approx([None, 50.0, None, 7.0])
+    for values in seen[1::2]:
+        wait, taken = values["step/data_wait_ms"], values["step/time_ms"]
+        assert values["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
     _, _, seen = planted([50], restarts=True)  # starting a loader anew is waiting too
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
-
-
-def test_detaching_removes_the_handlers_of_the_data_clock():
-    trainer, handler, _ = planted([1, 2])
-    handler.detach()
-    assert not trainer._event_handlers[Events.GET_BATCH_STARTED]
-    assert not trainer._event_handlers[Events.GET_BATCH_COMPLETED]
-    with pytest.raises(TypeError, match="slowest_rank"):
-        planted([1], slowest_rank=1)

@@ -330,27 +330,6 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
     run.check(0, 1, 5, 6)
 
 
-def test_patience_survives_a_checkpoint(tmp_path):
-    from ignite.handlers import Checkpoint, DiskSaver
-
-    def start():
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handler = WeightUpdateHandler(model, optimizer)
-        run = Watched(model, still_step(model, optimizer, still={2, 3, 4, 5}), handler)
-        return run, {"model": model, "optimizer": optimizer, "trainer": run.engine, "handler": handler}
-
-    run, to_save = start()
-    saver = Checkpoint(to_save, DiskSaver(tmp_path, require_empty=False), filename_pattern="c.pt")
-    run.engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), saver)
-    run.run(make_batches(6), max_epochs=1)
-    resumed, to_load = start()
-    Checkpoint.load_objects(to_load, torch.load(tmp_path / "c.pt", weights_only=True))
-    resumed.run(make_batches(6), max_epochs=1)
-    assert frozen_counts(run) == [0, 0, 0, 1, 1, 0]
-    assert frozen_counts(resumed) == frozen_counts(run)[3:]
-
-
 def test_state_is_kept_by_name_through_wrapping_and_new_parameters():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
