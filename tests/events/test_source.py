@@ -440,7 +440,14 @@ def test_a_backward_that_raised_an_error_leaves_no_reference_to_parameters():
     assert all(reached)
 
 
-# Control of the engine from inside
+@pytest.mark.parametrize("event", INSIDE)
+def test_an_error_in_a_handler_at_a_skipped_step_leaves_the_gradients(event):
+    model, optimizer, trainer = make_trainer(lr=1e-6)
+    GradMonitor(model, optimizer, threshold=50.0, on_spike="skip").attach(trainer)
+    trainer.add_event_handler(event(once=2), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(make_batches(4, spikes=[2]))
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("event", INSIDE)
