@@ -96,7 +96,8 @@ class Measurement:
         value = value * weight if how == "mean" else value
         if key in values:
             known, known_weight = values[key]
-            value, weight = _COMBINED[how](known, move_like(value, known)), known_weight + weight
+            combine = _COMBINED.get(how, torch.add)
+            value, weight = combine(known, move_like(value, known)), known_weight + weight
         values[key] = value, weight
 
     def flush(self) -> None:
@@ -158,11 +159,7 @@ class Measurement:
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
 
-_COMBINED: dict[str, Any] = {
-    **dict.fromkeys(("mean", "sum", KURTOSIS), torch.add),
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_COMBINED: dict[str, Any] = {"max": torch.maximum, "min": torch.minimum}  # of others the sum
 _EXTREMES = {"max": 1.0, "min": -1.0}
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows[:, 0] / rows[:, 1],
