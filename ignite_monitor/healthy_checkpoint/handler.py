@@ -54,7 +54,8 @@ class HealthyCheckpoint(Checkpoint):
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint now, or after the first healthy iteration."""
-        trainer = self.monitors[0]._attached_to() if self.monitors else engine if self._spikes(engine) else None
+        is_trainer = self._spikes(engine) or self.score_function is None  # an evaluator's score is not known later
+        trainer = self.monitors[0]._attached_to() if self.monitors else engine if is_trainer else None
         if trainer is not None and not trainer.has_event_handler(self._on_iteration_completed):
             trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
@@ -65,7 +66,7 @@ class HealthyCheckpoint(Checkpoint):
         elif self._due is None:
             text = f"HealthyCheckpoint: iteration {engine.state.iteration}: no checkpoint is saved, since {problem}"
             logging.getLogger(__name__).warning(text)
-            self._due = engine.last_event_name if engine is trainer else None  # a score is that of these weights
+            self._due = engine.last_event_name if engine is trainer else None
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         if self._due is not None and not self._problem(engine):

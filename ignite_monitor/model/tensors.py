@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def loss_in(output: Any) -> Tensor | float | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor) and is_plain(loss) and loss.numel() == 1 and loss.is_floating_point():
         return loss.detach().clone().reshape(())
-    return loss if isinstance(loss, float) else None
+    return float(loss) if isinstance(loss, Real) and not isinstance(loss, Integral) else None
 
 
 def leaves_of(value: Any, depth: int = 8) -> list[Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, namedtuple
 
+import numpy
 import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
+from ignite_monitor.model.tensors import floating_tensors, loss_in, tagged_tensors
 
 A, B, SCALAR = torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0)
 TOKENS = torch.ones(2, dtype=torch.long)
@@ -72,3 +73,11 @@ def test_what_contains_itself_is_entered_once():
     assert [place for place, _ in floating_tensors(output)] == ["0", "1/b"]
     twice = [A]
     assert [place for place, _ in floating_tensors((twice, twice))] == ["0/0", "1/0"]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [(1.5, 1.5), (numpy.float32(1.5), 1.5), ({"loss": SCALAR}, 1.0), (3, None), (True, None), (A, None), ("1", None)],
+)
+def test_loss_of_an_output(output, expected):
+    assert loss_in(output) == expected
