@@ -157,7 +157,6 @@ ALIGNMENT = Schema("alignment", "alignment", (
 MAXP = Schema("maxp", "maxp", (
     Key("c/{layer}", "learning-rate exponent of the layer's weights"),
     Key("lr/{group}", "learning rate of ``{layer}``, ``{layer}.bias`` or ``_other``"),
-    Key("failed_count", "number of linear programs without a solution so far"),
 ))
 
 SPIKE = Schema("spike", "spike", (

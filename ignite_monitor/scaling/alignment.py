@@ -28,8 +28,6 @@ from ignite_monitor.scaling.parametrization import Parametrization
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
 """Names of the three products in keys."""
 
-Product = Callable[[Tensor, Tensor], Tensor]
-
 
 class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     r"""Measure the alignment of each layer's input and weights, and of their changes, as exponents of the fan-in.
@@ -108,7 +106,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         self.publish_table(self._keys, torch.cat([table, over_layers]).flatten())
 
 
-def row_alignment(product: Product, fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
+def row_alignment(product: Callable[[Tensor, Tensor], Tensor], fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
     """Return the alignment of an input, of rows, and a weight; NaN where the input, weight or product is 0.
 
     ``product`` maps both, linearly in either, to sums of ``fan_in`` > 1 products.
@@ -138,13 +136,10 @@ class AlignmentCalls(Comparison):
 
     def enter(self, call: Call) -> Tensor:
         module: Any = call.module
-        bound = linear_map(module)
-        if bound is None:
-            raise NotComparableError("its forward was replaced after the handler was made")
         reference: Any = self._reference.modules[call.name]
-        weight, x0, x = module.weight, call.kept.pop(), self._sample(call)
-        if x is None or x0 is None or x.shape != x0.shape:
-            raise NotComparableError("its input is not a dense tensor of the same shape as in the reference")
+        bound, weight, x0, x = linear_map(module), module.weight, call.kept.pop(), self._sample(call)
+        if bound is None or x is None or x0 is None or x.shape != x0.shape:
+            raise NotComparableError("its forward was replaced, or its input is no dense tensor as in the reference")
         if not isinstance(weight, Tensor) or not is_plain(weight):
             raise NotComparableError("its weight is sharded while it runs")
         wide = wide_dtype(x.device)

@@ -20,7 +20,7 @@ from torch import nn
 from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.forward import after_forward
-from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
+from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.linear_maps import feature_dim
 from ignite_monitor.model.names import is_layer, modules_by_name, tags
 from ignite_monitor.model.tensors import floating_tensors
@@ -83,10 +83,8 @@ def coordinate_check(
                 expected = expected_slopes(model)
                 multipliers = {name: layer.multiplier for name, layer in model.layers.items()}
                 model = model.model
-            # A generator that the model holds may be shared with other code.
-            with preserved_rng_state([], generators_of(model).values()):
-                step = functools.partial(train_step or _cross_entropy_step, model, optimizer)
-                records += _train(model, multipliers, step, make_batch, width, seed, steps)
+            step = functools.partial(train_step or _cross_entropy_step, model, optimizer)
+            records += _train(model, multipliers, step, make_batch, width, seed, steps)
     return CoordinateCheck(records, expected)
 
 

@@ -41,11 +41,7 @@ class Info(NamedTuple):
 
 
 class ExportedModels:
-    """Layers and graph of a model at two widths, from an input for each, and roles of weights where they are given.
-
-    Raises:
-        ExportError: if a model can't be exported, or an operation, or the purpose of a weight, is not known.
-    """
+    """Layers and graph of a model at two widths, from an input for each, and given roles; ExportError if unknown."""
 
     def __init__(self, models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], roles: Mapping[str, str]) -> None:
         self.layers: dict[str, ParametrizedLayer] = {}  # in the order of the forward pass
@@ -252,10 +248,7 @@ class ExportedModels:
             if layer is not None:
                 layer.is_relative |= is_relative
                 if layer.growth is not None and abs(layer.growth - info.growth) > FLAT:
-                    raise TracingError(
-                        f"{layer.name} is used with different factors that depend on the width, the last before "
-                        f"{op.place}: multiply inside its module, or after a layer of its own"
-                    )
+                    raise TracingError(f"{layer.name} is used with several width factors, one before {op.place}")
                 layer.growth, info = info.growth, info._replace(layer=None, growth=0.0)
             settled.append(info)
         return settled

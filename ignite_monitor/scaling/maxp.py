@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.keys import MAXP
@@ -55,7 +55,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     Attributes:
         alignment: name -> current (alpha, omega, u).
         solution: the current exponents; ``c`` is a mapping from the names of layers, ``{layer}.bias`` for biases.
-        failed_count: number of failed solves.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -70,7 +69,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             trainer.add_event_handler(Events.ITERATION_STARTED, cosine)
     """
 
-    _state_dict_all_req_keys = ("steps", "lr_prefactor", "alignment", "c", "failed_count", "reference")
+    _state_dict_all_req_keys = ("steps", "lr_prefactor", "alignment", "c", "reference")
 
     def __init__(
         self,
@@ -97,7 +96,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._check_groups()
         self.alignment = dict.fromkeys(parametrization.layers, FULL)
         self.solution = parametrization.solution
-        self.failed_count = 0
         self._steps = 0
         self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
         self._set_rates()
@@ -125,7 +123,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             lr_prefactor=self.lr_prefactor,
             alignment={name: list(alignment) for name, alignment in self.alignment.items()},
             c=dict(self.solution.c),
-            failed_count=self.failed_count,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -135,7 +132,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             raise ValueError("Argument state_dict should be of a model with the same layers")
         super().load_state_dict(state_dict)
         self._steps = int(state_dict["steps"])
-        self.failed_count = int(state_dict["failed_count"])
         self.alignment = alignment
         self.solution = Solution(dict(state_dict["c"]), self.solution.r)
         self.lr_prefactor = state_dict["lr_prefactor"]
@@ -157,7 +153,6 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._steps += 1
         values = {f"c/{name}": self.solution.c[name] for name in self.parametrization.layers}
         values |= {f"lr/{key}": group["lr"] for key, group in self._groups()}
-        values["failed_count"] = self.failed_count
         self.publish(**dict(zip(tags(values), values.values(), strict=True)))
 
     def _compared(self, incomplete: set[str]) -> None:
@@ -170,9 +165,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         try:
             solution = self.parametrization.solve(self.alignment)
         except ValueError as error:
-            self.failed_count += 1
-            if self.failed_count == 1:
-                self._warn(f"no solution for the measured alignment; the exponents are not changed: {error}")
+            self._warn_once("no solution for the measured alignment; the exponents are not changed: %s", error)
             return
         kept = self._c_ema
         c = {key: kept * old + (1 - kept) * solution.c[key] for key, old in self.solution.c.items()}
@@ -232,17 +225,14 @@ class _PrefactorGroup(dict[str, Any]):
             function()
 
 
-class _PrefactorOptimizer(Optimizer):
+class _PrefactorOptimizer(SGD):
     """An optimizer without weights to train, and one group, whose "lr" is the prefactor."""
 
     def __init__(self, lr: float, changed: weakref.WeakMethod[Callable[[], None]]) -> None:
-        super().__init__([torch.zeros(1, device="cpu")], {"lr": lr})
+        super().__init__([torch.zeros(1, device="cpu")], lr)
         self.param_groups = [_PrefactorGroup(self.param_groups[0], changed)]
         self._opt_called = True  # torch's schedulers warn if they step before their optimizer does
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         (group,) = state_dict["param_groups"]
         self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
-
-    def step(self, closure: Any = None) -> Any:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,20 +62,13 @@ class Parametrization:
         return self._groups(muon=True)
 
     def solve(self, alignment: Mapping[str, Alignment]) -> Solution:
-        """Solve for the exponents of an alignment (alpha, omega, u) by layer; nothing is changed.
-
-        Args:
-            alignment: name -> alignment; other layers are fully aligned.
-        """
+        """Return the exponents of alignments (alpha, omega, u) by layer; other layers are fully aligned."""
         return solve(self.graph, alignment, self.pins, sgd=self.optimizer_type == "sgd")
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
         left = {name: parameter for name, parameter, _ in named_parameters(self.model)}
         groups = []
-        for layer, bias in [
-            *((layer, bias) for layer in self.layers.values() for bias in (False, True)),
-            (None, False),
-        ]:
+        for layer, bias in [*itertools.product(self.layers.values(), (False, True)), (None, False)]:
             names = list(left) if layer is None else layer.biases if bias else [layer.weight]
             params = [left.pop(item) for item in names if item in left]  # tied weights belong to the first layer
             is_muon = layer is not None and not bias and layer.muon_update is not None

@@ -113,6 +113,7 @@ def parametrize(
     pins = {layers[name].weight: check_real("c_overrides", value) for name, value in c.items()}
     if any(pins[layers[name].weight] != value for name, value in c.items()):
         raise ValueError(f"Layers that share a weight are given different c: {c}")
+    owners: dict[str, ParametrizedLayer] = {}
     for layer in layers.values():
         layer.a, layer.b = PRESETS[preset][layer.layer_type]
         own = layer.growth or 0.0
@@ -126,14 +127,9 @@ def parametrize(
         layer.biases = _biases(model, layer)
         if optimizer_type == "muon" and layer.layer_type == "hidden" and weights[layer.weight].ndim == 2:
             layer.muon_update = MUON_UPDATES[adjust_lr_fn]
-    owners: dict[str, ParametrizedLayer] = {}
-    for layer in layers.values():
         first = owners.setdefault(layer.weight, layer)
         if initialize and (first.std, first.fan_in) != (layer.std, layer.fan_in):
-            raise ValueError(
-                f"Layers {first.name} and {layer.name} share a weight, but with widths {first.fan_in} and "
-                f"{layer.fan_in} and initial standard deviations {first.std} and {layer.std}"
-            )
+            raise ValueError(f"Layers {first.name} and {layer.name} share a weight, but not width and initial values")
     solution = solve(graph, {}, pins, sgd=optimizer_type == "sgd")
     for name, layer in layers.items():
         layer.c = solution.c[name]

@@ -42,11 +42,7 @@ class ExportError(TracingError):
 
 
 def exported_program(model: nn.Module, inputs: Any) -> Any:
-    """Export a model in evaluation mode, without copies and assertions; the model and RNG state stay unchanged.
-
-    Raises:
-        ExportError: if torch refuses, or is older than :data:`OLDEST`.
-    """
+    """Export a model in evaluation mode; the model and RNG state stay unchanged. ExportError if torch refuses."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         raise ExportError(f"torch {torch.__version__} is not supported, but {OLDEST[0]}.{OLDEST[1]} or newer")
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}

@@ -106,13 +106,8 @@ def solve(
 ) -> Solution:
     """Maximize the learning rates such that no activation's change grows with width.
 
-    Args:
-        alignment: layer -> alignment; others are fully aligned.
-        pins: weight -> exponent of its learning rate, where it is given.
-        sgd: True for SGD, False for optimizers whose updates do not depend on the gradient's size.
-
-    Raises:
-        ValueError: if a given c is too small, or the gradient's size is not known.
+    Layers without an alignment are fully aligned; ``pins`` are given c by weight. ValueError if one of them is too
+    small, or, with SGD, if the gradient's size is not known.
     """
     layers = {node.layer.name: node.layer for node in graph.values() if node.layer is not None}
     gradients = _gradients(graph) if sgd else {}
@@ -169,24 +164,23 @@ def _changes(node: Node, alignment: Mapping[str, Alignment], sgd: bool) -> list[
 
 def _gradients(graph: Graph) -> Minima:
     """The terms of each node's gamma, in backward order."""
-    adam = "train with Adam, AdamW or another optimizer whose updates do not depend on the gradient's size"
     minima: Minima = {("g", name): [] for name in reversed([*graph])}
     for name, node in reversed(graph.items()):
         gradient: list[Term] = [(0.0, (("g", name),))] if minima["g", name] else []
-        layer_type = None if node.layer is None else node.layer.layer_type
-        if node.layer is not None and layer_type == "readout":
-            gradient = [(node.layer.a + node.layer.b, ()), (2 * node.layer.a, (("c", node.layer.weight),))]
-        elif layer_type is not None and not gradient:
-            raise ValueError(f"Layer {name} reaches no trained readout, so its gradient with SGD is not known: {adam}")
+        layer = node.layer
+        if layer is not None and layer.layer_type == "readout":
+            gradient = [(layer.a + layer.b, ()), (2 * layer.a, (("c", layer.weight),))]
+        is_unknown = layer is not None and (not gradient or (layer.layer_type == "embedding" and bool(node.inputs)))
         for source in node.inputs if gradient else ():
             before = graph[source].layer
-            is_few = before is not None and (before.layer_type == "readout" or before.has_few_outputs)
-            if is_few or layer_type == "embedding":
-                raise ValueError(
-                    f"The number of outputs of {source} does not grow, so the gradient it gets from {name} with SGD "
-                    f"follows no power of the width: {adam}"
-                )
+            is_unknown |= before is not None and (before.layer_type == "readout" or before.has_few_outputs)
             minima["g", source] += gradient
+        if is_unknown:
+            raise ValueError(
+                f"With SGD the gradients of {name} and its inputs follow no known power of the width, as it reaches no "
+                "trained readout, or its number of inputs does not grow: train with Adam, AdamW or another optimizer "
+                "whose updates do not depend on the gradient's size"
+            )
     return {variable: terms for variable, terms in minima.items() if terms}
 
 

@@ -9,37 +9,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor.scaling import AlignmentHandler, parametrize
 from ignite_monitor.scaling.alignment import row_alignment
-from tests._helpers import make_batches
+from tests._helpers import make_batches, make_step, run_monitored
 from tests.scaling._models import mlp
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
 
 
-def train(model, handlers, steps=3, lr=0.05, batches=None, optimizer=None):
-    """What the handlers publish in each iteration."""
-    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=lr)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    engine = Engine(train_step)
-    for handler in handlers:
-        handler.attach(engine)
-    seen = []
-
-    @engine.on(Events.ITERATION_COMPLETED)
-    def look(_):
-        seen.append([{name: float(value) for name, value in handler.metrics.items()} for handler in handlers])
-
-    engine.run(batches or make_batches(steps, size=16))
-    return seen
+def train(model, handler, batches, lr=0.05):
+    """What the handler publishes in each iteration."""
+    return run_monitored(make_step(model, torch.optim.Adam(model.parameters(), lr=lr)), batches, handler)
 
 
 def alignment(z, weight):
@@ -62,7 +44,7 @@ def test_every_number_in_float64():
             states.append(copy.deepcopy(module.state_dict()))
 
     hook = model.register_forward_pre_hook(before)
-    seen = [each for (each,) in train(model, [handler], batches=batches)]
+    seen = train(model, handler, batches)
     hook.remove()
     assert seen[0] == {}
     for published, state, (x, _) in list(zip(seen, states, batches, strict=True))[1:]:
@@ -108,7 +90,7 @@ def test_convolutions_and_tables():
     model.conv.register_forward_pre_hook(lambda module, args: inputs.__setitem__("now", args[0].detach().double()))
     weights = []
     model.register_forward_pre_hook(lambda module, args: weights.append(module.conv.weight.detach().double().clone()))
-    published = train(model, [handler], batches=batches)[-1][0]
+    published = train(model, handler, batches)[-1]
     layers = {name.split("/")[2] for name in published if name.count("/") == 2}
     assert layers == {"conv", "up", "head"}
     z = inputs["now"]
@@ -131,15 +113,14 @@ def test_no_training_is_no_alignment_for_any_batch(dropout, caplog):
     """Steps of size 0, other batches, and dropout: nothing has changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3))
-    still = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert train(model, [AlignmentHandler(model)], steps=4, optimizer=still) == [[{}]] * 4
+    assert train(model, AlignmentHandler(model), make_batches(4), lr=0.0) == [{}] * 4
     assert not caplog.records
 
 
 def test_parametrization_names_layers_and_leaves_embeddings_out():
     torch.manual_seed(0)
     parametrization = parametrize(mlp, (8, 16), sample_input=torch.zeros(2, 6))
-    seen = train(parametrization.model, [AlignmentHandler(parametrization)], steps=2)[-1][0]
+    seen = train(parametrization.model, AlignmentHandler(parametrization), make_batches(2))[-1]
     layers = {name.split("/")[2] for name in seen if name.count("/") == 2}
     assert layers == {"3", "6"}
     assert set(TERMS) == {name.split("/")[1] for name in seen if name.count("/") == 2}
@@ -171,25 +152,19 @@ def test_bad_input():
         AlignmentHandler(embedding)
 
 
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def normal(*shape):
-    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("n", [2, 8, 2048])
 def test_rank_one_in_the_inputs_direction_is_one(n):
-    x, u = normal(5, n), normal(7)
+    torch.manual_seed(0)
+    x = torch.randn(5, n, dtype=torch.float64)
     for row in range(5):
-        weight = torch.outer(u, x[row])
+        weight = torch.outer(torch.randn(7).double(), x[row])
         found = row_alignment(F.linear, n, x, weight)
         assert float(found[row]) == pytest.approx(1.0, abs=1e-12)
         assert float(found.max()) <= 1 + 1e-12  # Cauchy and Schwarz
 
 
 def test_undefined_rows_are_nan():
-    x, weight = normal(5, 16), normal(3, 16)
+    x, weight = torch.randn(5, 16), torch.randn(3, 16)
     x[1] = 0.0
     x[3, 2] = math.inf
     found = row_alignment(F.linear, 16, x, weight)

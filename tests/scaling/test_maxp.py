@@ -24,7 +24,7 @@ from ignite.handlers import (
 from torch import nn
 
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
-from tests._helpers import assert_same, make_batches
+from tests._helpers import assert_same, make_batches, make_step
 
 N = 24
 
@@ -49,11 +49,11 @@ def make(weight_decay=None, pin=None):
 
 
 def trainer_of(model, optimizer):
+    step = make_step(model, optimizer)
+
     def train_step(engine, batch):
         torch.manual_seed(engine.state.iteration)  # for the dropout
-        optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
+        return step(engine, batch)
 
     return Engine(train_step)
 
@@ -116,7 +116,6 @@ def test_learning_rates_are_those_of_the_definition(c_ema):
 
     engine.run(make_batches(6))
     assert len(rates_of_layer) == 5
-    assert scheduler.failed_count == 0
 
 
 def test_pins_stay():
@@ -160,7 +159,7 @@ def test_learning_rates_that_are_tensors_are_written_in_place():
     assert {key: float(lr) for key, lr in rates(optimizer).items()} == pytest.approx(expected, rel=1e-6)
 
 
-def test_failed_solves_change_nothing_and_are_counted(monkeypatch, caplog):
+def test_failed_solves_change_nothing_and_warn_once(monkeypatch, caplog):
     parametrization, optimizer = make()
     scheduler = MaxPScheduler(parametrization, optimizer)
     before = rates(optimizer)
@@ -168,8 +167,6 @@ def test_failed_solves_change_nothing_and_are_counted(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         seen = run(parametrization, optimizer, scheduler, steps=4)
     assert seen == [before] * 4
-    assert scheduler.failed_count == 3  # in the first iteration there is nothing to solve for
-    assert float(scheduler.metrics["maxp/failed_count"]) == 3
     assert [record.message for record in caplog.records if record.name.startswith("ignite")] == [
         "MaxPScheduler (maxp): no solution for the measured alignment; the exponents are not changed: no way"
     ]
@@ -217,7 +214,7 @@ def deep_gpt(n):
     return nn.Sequential(nn.Embedding(32, n), *blocks, nn.LayerNorm(n), nn.Linear(n, 32, bias=False))
 
 
-def test_in_24_blocks_no_layer_is_slower_than_under_static_mup():
+def test_in_24_blocks_no_layer_is_slower_than_under_static_mup(caplog):
     """Measured omega is a little above 1/2, which must not add up over depth."""
     torch.manual_seed(0)
     tokens = torch.randint(32, (4, 9))
@@ -244,7 +241,7 @@ def test_in_24_blocks_no_layer_is_slower_than_under_static_mup():
     assert min(ratios) > 1 - 1e-6
     assert max(ratios) < 128**0.5 + 1e-6  # the largest fan-in is that of down
     assert max(ratios) > 1.5
-    assert scheduler.failed_count == 0
+    assert "no solution" not in caplog.text
 
 
 def test_resumed_run_is_the_uninterrupted_one(tmp_path):

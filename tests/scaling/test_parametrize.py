@@ -152,7 +152,7 @@ def test_tied_weights_have_one_group():
     assert list(groups) == ["tokens", "hidden"]
     assert parametrization.layers["head"].c == parametrization.layers["tokens"].c == pytest.approx(0.5)
     for overrides in ({"preset": "standard"}, {"make": lambda n: Tied(n, functional=True)}):
-        with pytest.raises(ValueError, match="share a weight, but with widths"):
+        with pytest.raises(ValueError, match="share a weight, but not width and initial values"):
             made(**{"make": Tied, "sample_input": _models.TOKENS} | overrides)
     with pytest.raises(ValueError, match="different c"):
         made(Tied, sample_input=_models.TOKENS, c_overrides={"tokens": 0.5, "head": 0.75})
