@@ -25,8 +25,7 @@ from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.reference.reference import Reference
 from ignite_monitor.scaling.parametrization import Parametrization
 
-TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
-"""Names of the three products in keys."""
+TERMS = ("z0_dW", "dZ_w0", "dZ_dW")  # names of the three products in keys
 
 
 class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):

@@ -62,7 +62,11 @@ class Parametrization:
         return self._groups(muon=True)
 
     def solve(self, alignment: Mapping[str, Alignment]) -> Solution:
-        """Return the exponents of alignments (alpha, omega, u) by layer; other layers are fully aligned."""
+        """Return the exponents that solve the graph with an alignment.
+
+        Args:
+            alignment: layer -> (alpha, omega, u); other layers are fully aligned.
+        """
         return solve(self.graph, alignment, self.pins, sgd=self.optimizer_type == "sgd")
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
