@@ -13,14 +13,12 @@ from ignite_monitor.activation.metric import KURTOSIS, MetricSet, call_metric
 from ignite_monitor.activation.statistics import (
     STATISTICS,
     WITHOUT_STATISTICS,
-    Moments,
     added,
-    as_sums,
     kurtosis,
     merged,
     merged_by_name,
     moments,
-    rows_of_moments,
+    over_ranks,
     statistics,
     with_units,
 )
@@ -47,8 +45,7 @@ class Measurement:
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
         self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}  # by what measures them together
         self._waiting_size = 0
-        self._measured: dict[Any, list[tuple[list[str], Moments]]] = {}  # of this pass, by number of units and device
-        self._moments: dict[int, NamedValues] = {}  # of earlier passes, by number of units, 0 for none
+        self._moments: dict[int, list[NamedValues]] = {}  # by number of units, 0 for none; one part after flush()
         self._order: dict[str, int] = {}  # key -> place in the order of execution
         self._aggregates: dict[str, dict[str, tuple[Tensor, float]]] = {}  # aggregation -> key -> value, weight
 
@@ -105,19 +102,15 @@ class Measurement:
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)
-        measured, self._measured = self._measured, {}
-        for (units, _), parts in measured.items():
-            keys = [key for keys, _ in parts for key in keys]
-            new = NamedValues(keys, rows_of_moments([part for _, part in parts]))
-            earlier = [self._moments[units]] if units in self._moments else []
-            self._moments[units] = merged_by_name([*earlier, new], merged)
+        self._moments = {units: [merged_by_name(parts, merged)] for units, parts in self._moments.items()}
 
     def put_rows(self, sums: Rows, maxima: Rows) -> None:
         """Add everything measured to rows that add up over ranks, and to rows whose maximum over ranks is taken."""
         self.flush()
-        for units, (keys, rows) in self._moments.items():
-            sums[self.family, "moments", units] = NamedValues(keys, as_sums(rows))
-            maxima[self.family, "units", units] = NamedValues(keys, rows[:, 6:])
+        for units, [(keys, rows)] in self._moments.items():
+            of_sums, of_maxima = over_ranks(rows)
+            sums[self.family, "moments", units] = NamedValues(keys, of_sums)
+            maxima[self.family, "units", units] = NamedValues(keys, of_maxima)
         for how, found in self._aggregates.items():
             first = next(iter(found.values()))[0]
             values = torch.stack([move_like(value, first) for value, _ in found.values()])
@@ -147,9 +140,9 @@ class Measurement:
         return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
-        found = moments(tensors, None if unit is None else unit + 1)
-        units = 0 if unit is None else found.largest.shape[1]
-        self._measured.setdefault((units, tensors.device), []).append((keys, found))
+        rows = moments(tensors, None if unit is None else unit + 1)
+        units = 0 if unit is None else rows.shape[1] - 6
+        self._moments.setdefault(units, []).append(NamedValues(keys, rows))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         for metric_name, metric in self.metrics.of(name) if tensors[0].numel() else ():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,19 +33,17 @@ _SMALLEST_SQUARES = 1e-30  # smaller ones may be 0 in float32
 _ROUNDING_ERRORS = 1e8
 
 
-class Moments(NamedTuple):
-    """Moments of some tensors, row by row; on the CPU the sums are lists, which cost less than small tensors."""
-
-    sums: Tensor | list[list[float]]  # the first six columns of :func:`rows_of_moments`
-    largest: Tensor  # the other columns
-
-
-def moments(tensors: Tensor, unit: int | None) -> Moments:
+def moments(tensors: Tensor, unit: int | None) -> Tensor:
     """Compute moments in float64 (float32 on devices without it), on the CPU from vectors' sums and norms in float32.
 
     Args:
         tensors: non-empty tensors of shape (tensors, ...), without a graph.
         unit: the dimension whose indices are units; None for a single unit.
+
+    Returns:
+        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
+        non-finite elements, sum of squared differences from the mean, mean, and the largest absolute value of each
+        unit: of shape (tensors, 6 + units).
     """
     tensors = tensors if tensors.ndim > 1 else tensors.unsqueeze(1)  # single numbers
     if tensors.itemsize == 1 or (tensors.is_cpu and tensors.itemsize == 2 and tensors.is_floating_point()):
@@ -56,26 +51,10 @@ def moments(tensors: Tensor, unit: int | None) -> Moments:
     # Reading whether results are exact synchronizes, but for the CPU.
     quick = transfer.is_on_host(tensors) and tensors.is_floating_point() and tensors.shape[-1] <= _LONGEST_VECTOR
     sums = _in_one_pass(tensors) if quick else _in_two_passes(tensors)
-    if isinstance(sums, Tensor) and transfer.is_on_host(sums):
-        sums = sums.tolist()
-    return Moments(sums, _largest(tensors, unit))
+    return torch.cat([sums, _largest(tensors, unit)], 1)
 
 
-def rows_of_moments(parts: Sequence[Moments]) -> Tensor:
-    """Concatenate moments of tensors with the same number of units on one device.
-
-    Returns:
-        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
-        non-finite elements, mean, sum of squared differences from the mean, and the largest absolute value of each
-        unit: of shape (tensors, 6 + units).
-    """
-    lists = [row for part in parts if isinstance(part.sums, list) for row in part.sums]
-    sums = [part.sums for part in parts if isinstance(part.sums, Tensor)]
-    rows = torch.tensor(lists, dtype=torch.float64, device="cpu") if lists else torch.cat(sums)
-    return torch.cat([rows, torch.cat([part.largest for part in parts])], 1)
-
-
-def _in_one_pass(tensors: Tensor) -> list[list[float]]:
+def _in_one_pass(tensors: Tensor) -> Tensor:
     """Sums of tensors on the CPU, where ``var_mean`` and ``isfinite`` take 10 times as long as sums and norms."""
     elements, vectors = tensors[0].numel(), tensors[0].numel() // tensors.shape[-1]
     totals = tensors.sum(-1).reshape(-1, vectors).sum(1, dtype=torch.float64)
@@ -85,14 +64,16 @@ def _in_one_pass(tensors: Tensor) -> list[list[float]]:
     for i, (total, length, norm) in enumerate(zip(totals.tolist(), lengths.tolist(), whole.tolist(), strict=True)):
         mean, squares = total / elements, norm * norm
         centred = squares - mean * total
-        row = [elements, vectors, length, 0.0, mean, centred]
+        row = [elements, vectors, length, 0.0, centred, mean]
         is_exact = centred > _SHARED * max(squares, _SMALLEST_SQUARES)  # False if one of them is NaN
         rows.append(row if is_exact else _in_two_passes(tensors[i : i + 1])[0].tolist())
-    return rows
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def _in_two_passes(tensors: Tensor) -> Tensor:
-    return functools.reduce(merged, map(_exact, _pieces(tensors)))
+    parts = [_exact(piece) for piece in _pieces(tensors)]
+    owners = torch.arange(len(tensors), device=tensors.device).repeat(len(parts))
+    return parts[0] if len(parts) == 1 else merged(torch.cat(parts), owners, len(tensors))
 
 
 def _pieces(tensors: Tensor, dim: int = 1) -> Iterator[Tensor]:
@@ -114,7 +95,7 @@ def _exact(tensors: Tensor) -> Tensor:
         nonfinite = flat.isfinite().logical_not_().sum(1).to(mean.dtype)
     centred = torch.linalg.vector_norm(flat - mean.unsqueeze(1), dim=1).square_()
     counts = (torch.full_like(mean, rows.shape[1]) for rows in (flat, norms))
-    return torch.stack([*counts, norms.sum(1), nonfinite, mean, centred], 1)
+    return torch.stack([*counts, norms.sum(1), nonfinite, centred, mean], 1)
 
 
 def _largest(tensors: Tensor, unit: int | None) -> Tensor:
@@ -126,56 +107,55 @@ def _largest(tensors: Tensor, unit: int | None) -> Tensor:
     return largest if largest.ndim > 1 else largest.unsqueeze(1)
 
 
-def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Merge moments of the same tensors, of other elements, by Chan's formula."""
-    rows = one + other
-    difference, share = other[:, 4] - one[:, 4], other[:, 0] / rows[:, 0]
-    rows[:, 4] = one[:, 4] + difference * share
-    rows[:, 5] += difference.square() * one[:, 0] * share
-    rows[:, 6:] = torch.maximum(one[:, 6:], other[:, 6:])
-    return rows
-
-
-def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor], Tensor]) -> NamedValues:
-    """Concatenate parts, and merge the rows of the same name."""
-    device = parts[0].values.device
-    names = [name for names, _ in parts for name in names]
-    together = NamedValues(names, torch.cat([move(rows, device) for _, rows in parts]))
-    if len(set(names)) == len(names):
-        return together
-    turns: list[dict[str, int]] = []  # name -> place of its first row, of its second one, ...
-    counts = Counter[str]()
-    for place, name in enumerate(names):
-        if counts[name] == len(turns):
-            turns.append({})
-        turns[counts[name]][name] = place
-        counts[name] += 1
-    first, *others = turns
-    place_of = {name: place for place, name in enumerate(first)}
-    result = together.rows([*first.values()])
-    for turn in others:
-        into = upload(torch.tensor([place_of[name] for name in turn], device="cpu"), device)
-        result.values[into] = merge(result.values[into], together.rows([*turn.values()]).values)
+def merged(rows: Tensor, owners: Tensor, count: int) -> Tensor:
+    """Merge rows of :func:`moments` with the same owner, an index below the count, by Chan's formula."""
+    result = _grouped(rows, owners, count, 5)
+    elements, means = rows[:, 0], rows[:, 5]
+    # Differences from the largest mean, so that equal means stay as they are.
+    shifts = torch.zeros_like(result[:, 5]).index_add_(0, owners, elements * (means - result[owners, 5]))
+    result[:, 5] += shifts / result[:, 0]
+    result[:, 4].index_add_(0, owners, elements * (means - result[owners, 5]).square())
     return result
 
 
-def as_sums(rows: Tensor) -> Tensor:
-    """Moments with sums for means, and squared sums over numbers of elements: of shape (tensors, 7)."""
-    elements, total = rows[:, 0], rows[:, 0] * rows[:, 4]
-    columns = [*rows[:, :4].unbind(1), total, rows[:, 5], total * (total / elements)]
-    return torch.stack(columns, 1)
+def added(rows: Tensor, owners: Tensor, count: int) -> Tensor:
+    """Merge rows of :func:`with_units` with the same owner, an index below the count."""
+    return _grouped(rows, owners, count, 9)
 
 
-def with_units(sums: Tensor, largest: Tensor, units: int) -> Tensor:
-    """Sums, number of units, number of dead ones, and the largest absolute value: of shape (tensors, 10)."""
+def _grouped(rows: Tensor, owners: Tensor, count: int, summed: int) -> Tensor:
+    """Sums of the first columns and maxima of the others, by owner."""
+    sums, others = rows[:, :summed], rows[:, summed:]
+    maxima = others.new_full((count, others.shape[1]), -math.inf)
+    maxima.scatter_reduce_(0, owners.unsqueeze(1).expand_as(others), others, "amax")
+    return torch.cat([sums.new_zeros(count, summed).index_add_(0, owners, sums), maxima], 1)
+
+
+def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor, int], Tensor]) -> NamedValues:
+    """Concatenate parts, and merge the rows of the same name."""
+    device = parts[0].values.device
+    names = [name for names, _ in parts for name in names]
+    rows = torch.cat([move(rows, device) for _, rows in parts])
+    index = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    if len(index) < len(names):
+        owners = torch.tensor([index[name] for name in names], device="cpu")
+        rows = merge(rows, upload(owners, device), len(index))
+    return NamedValues([*index], rows)
+
+
+def over_ranks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split moments into columns to add up over ranks, of shape (tensors, 7), and to take the maximum of."""
+    mean = rows[:, 5:6]
+    total = rows[:, :1] * mean
+    return torch.cat([rows[:, :5], total, total * mean], 1), torch.cat([mean, -mean, rows[:, 6:]], 1)
+
+
+def with_units(sums: Tensor, maxima: Tensor, units: int) -> Tensor:
+    """Columns of :func:`over_ranks` with, in place of the units, their number and that of dead ones: (tensors, 12)."""
+    extremes, largest = maxima.split([2, maxima.shape[1] - 2], 1)
     top = largest.amax(1)
     dead = (largest == 0).sum(1).to(top.dtype) if units else torch.zeros_like(top)
-    return torch.cat([sums, torch.stack([torch.full_like(top, units), dead, top], 1)], 1)
-
-
-def added(one: Tensor, other: Tensor) -> Tensor:
-    """Merge rows of :func:`with_units` of the same tensors."""
-    return torch.cat([one[:, :9] + other[:, :9], torch.maximum(one[:, 9:], other[:, 9:])], 1)
+    return torch.cat([sums, torch.stack([torch.full_like(top, units), dead, top], 1), extremes], 1)
 
 
 def statistics(rows: Tensor) -> Tensor:
@@ -191,17 +171,20 @@ def statistics(rows: Tensor) -> Tensor:
         \frac{\max_i |x_i|}{\sqrt{\frac{1}{n} \sum_i x_i^2}},
 
     the fraction of units that are 0 throughout, and the number of non-finite elements. Where there are any, and where
-    a statistic is not defined (the standard deviation of one element), it is NaN.
+    a statistic is not defined (the standard deviation of one element), it is NaN. So is the standard deviation of parts
+    with different means if it is below about 1e-4 of the mean (in float32 2e-2): rounding errors would prevail.
 
     Args:
         rows: of :func:`with_units`, added up over ranks.
     """
-    elements, vectors, norms, nonfinite, total, squares, of_means, units, dead, largest = rows.unbind(1)
+    elements, vectors, norms, nonfinite, squares, total, of_means, units, dead, largest, high, low = rows.unbind(1)
     mean = total / elements
-    # Within the parts and between them; the second is exactly 0 for a single part.
-    centred = (squares + (of_means - total * mean)).clamp(min=0.0)
+    # Within the parts and between them.
+    between = torch.where(high == -low, 0.0, of_means - total * mean)
+    centred = squares + between.clamp(min=0.0)
+    is_exact = (high == -low) | (centred > torch.finfo(rows.dtype).eps ** 0.5 * of_means)
     over_rms = largest / (centred / elements + mean.square()).sqrt()
-    values = [mean, (centred / (elements - 1)).sqrt(), norms / vectors, largest, over_rms]
+    values = [mean, torch.where(is_exact, centred / (elements - 1), math.nan).sqrt(), norms / vectors, largest, over_rms]
     values += [dead / (units * (nonfinite == 0)), nonfinite / (elements > 0)]
     return torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan)
 

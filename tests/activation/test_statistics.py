@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ignite_monitor.activation import statistics
-from ignite_monitor.activation.measurement import Measurement, values_of
+from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
 from ignite_monitor.activation.metric import MetricSet
+from ignite_monitor.monitor.transfer import NamedValues
 from tests.stress import _truth
 
 
@@ -52,9 +53,9 @@ def test_kurtosis_is_that_of_float64_over_micro_batches(piece, monkeypatch):
     assert result == {}
 
 
-def by_name(measurement):
+def by_name(measurement, rows=None):
     result = {}
-    for names, values in values_of([measurement]):
+    for names, values in values_of([measurement], rows):
         for name, value in zip(names, values.tolist(), strict=True):
             _, owner, kind = name.split("/")
             if math.isfinite(value):
@@ -116,6 +117,30 @@ def test_std_of_values_far_from_0(mean, shape):
 def test_std_of_micro_batches_far_from_0(apart):
     parts = [1e8 + apart * i + 1e-2 * randn(64, 1000, seed=i, dtype=torch.float64) for i in range(4)]
     assert measured({"x": parts})["x"]["std"] == pytest.approx(torch.cat(parts).std().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("units", [(5, 5), (5, 7)])
+@pytest.mark.parametrize(("mean", "apart"), [(1e3, 0.5), (1e3, 0.0), (1e8, 0.5), (1e8, 0.0), (1e12, 3.0), (0.0, 1e8)])
+def test_std_of_parts_far_from_0_on_several_ranks_is_right_or_not_reported(mean, apart, units):
+    """Ranks add up their sums; so do outputs of one module with several numbers of units."""
+    parts = [mean + apart * i + randn(400, units[i], seed=i, dtype=torch.float64) for i in range(2)]
+    parts[1] += (apart == 0) * (parts[0].mean() - parts[1].mean())
+    ranks = []
+    for x in parts:
+        measurement = Measurement("x", MetricSet("activations", True, statistics.STATISTICS, "mean"))
+        measurement.add("x", "x", x, unit=1)
+        ranks.append(rows_of([measurement], {}, {}))
+    reduced = ({}, {})
+    for rows in ranks:
+        for into, new, combine in zip(reduced, rows, (torch.add, torch.maximum), strict=True):
+            for kind, (names, own) in new.items():
+                into[kind] = NamedValues(names, combine(into[kind].values, own) if kind in into else own)
+    result = by_name(measurement, reduced)["x"]
+    whole = torch.cat([x.flatten() for x in parts])
+    assert result["mean"] == pytest.approx(whole.mean().item(), rel=1e-12, abs=1e-12)
+    if mean < 1e6:
+        assert "std" in result
+    assert result.get("std", whole.std().item()) == pytest.approx(whole.std().item(), rel=1e-6)
 
 
 def test_a_unit_is_dead_over_all_micro_batches():
