@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Number
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, attention_entropy, with_heads
+from ignite_monitor.activation.attention import AttentionArguments, attention_entropy, with_heads
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes, set_grad_enabled
-from ignite_monitor.model.devices import device_of, move_like
+from ignite_monitor.activation.statistics import grouped, merged_by_name
+from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.modes import aside, is_plain
@@ -71,7 +73,7 @@ class ForwardMetrics(ModuleHook):
         self.recorded = Measurement("recorded", MetricSet("activations", {}, (), metrics.aggregate))
         self.saw_attention = not attention
         self.skipped: dict[str, set[str]] = {}
-        self._entropies: dict[tuple[str, ...], HeadEntropy] = {}
+        self._entropies: list[NamedValues] = []  # of calls
         # The unit dimension of what convolutions, and activation functions after them, return, by number of dimensions
         # and first two sizes.
         self._channels: dict[tuple[int, torch.Size], int] = {}
@@ -90,11 +92,8 @@ class ForwardMetrics(ModuleHook):
         """Entropies and logit maxima, as :meth:`Measurement.put_rows` gives values."""
         if not self._entropies:
             return {}, {}
-        keys = [key for heads in self._entropies for key in heads]
-        first = next(iter(self._entropies.values())).total
-        parts = zip(*self._entropies.values(), strict=True)
-        total, rows, largest = (torch.cat([move_like(heads, first) for heads in part]) for part in parts)
-        entropies, maxima = NamedValues(keys, torch.stack([total, rows], 1)), NamedValues(keys, largest.unsqueeze(1))
+        keys, rows = merged_by_name(self._entropies, functools.partial(grouped, summed=2))
+        entropies, maxima = NamedValues(keys, rows[:, :2]), NamedValues(keys, rows[:, 2:])
         return {("attention_entropy", "mean"): entropies}, {("attention_logit_max", "max"): maxima}
 
     def _is_wanted(self) -> bool:
@@ -110,26 +109,14 @@ class ForwardMetrics(ModuleHook):
         layer = self._layers.get(id(module))  # a shallow copy has the hooks of the module itself
         if layer is None or not self._is_wanted():
             return
-        if function_modes() or dispatch_modes():
-            with aside():
-                self._measure(module, layer, output)
-            return
-        records_graph = torch.is_grad_enabled()
-        set_grad_enabled(False)  # a third of the cost of torch.no_grad()
-        try:
-            self._measure(module, layer, output)
-        finally:
-            set_grad_enabled(records_graph)
-
-    def _measure(self, module: nn.Module, layer: Layer, output: Any) -> None:
         name, tag = layer
-        for place, tensor in (("", output),) if type(output) is Tensor else tagged_tensors(output):
-            if not is_plain(tensor):
-                self._skip(layer, NOT_PLAIN)
-            elif tensor.is_floating_point():
-                self.activation.add(
-                    f"{tag}/{place}" if place else tag, name, tensor, self._unit(module, tensor), copy=True
-                )
+        with aside() if function_modes() or dispatch_modes() else torch.no_grad():
+            for place, tensor in (("", output),) if type(output) is Tensor else tagged_tensors(output):
+                key = f"{tag}/{place}" if place else tag
+                if not is_plain(tensor):
+                    self._skip(layer, NOT_PLAIN)
+                elif tensor.is_floating_point():
+                    self.activation.add(key, name, tensor, self._unit(module, tensor), copy=True)
 
     def _unit(self, module: nn.Module, tensor: Tensor) -> int | None:
         """Return the dimension of channels or features; None for a batch of single numbers."""
@@ -178,11 +165,9 @@ class ForwardMetrics(ModuleHook):
         if isinstance(call, str):
             self._skip(layer, call)
             return
-        entropy = attention_entropy(call)
         name, tag = layer
-        heads = tuple(f"{tag}/head_{i}" for i in range(len(entropy.total)))
-        known = self._entropies.get(heads)
-        self._entropies[heads] = entropy if known is None else known.plus(entropy)
+        rows = torch.stack(attention_entropy(call), 1)
+        self._entropies.append(NamedValues([f"{tag}/head_{i}" for i in range(len(rows))], rows))
         for kind, tensor in (("query", call.query), ("key", call.key), ("value", call.value)) if self._metrics else ():
             by_head = with_heads(tensor, tensor.ndim, call.enable_gqa).movedim(-3, 0).flatten(1, -3)
             for i, head in enumerate(by_head):

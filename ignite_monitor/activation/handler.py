@@ -165,7 +165,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._set_reference(reference)
         self._pauses: list[None] = []
         self._reported: set[tuple[str, str]] = set()
-        self._not_compared: set[str] = set()  # modules warned of, in all runs
         self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
         self._of_parameters: list[NamedValues] = []
@@ -244,6 +243,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._saw_attention = bool(self._saw_attention) or forward.saw_attention
         if any(values.names for values in found):
             self.publish_table(*joined(found))
+        elif self.families == [self._named("recorded")] and not forward.skipped:
+            self._warn_once(
+                "nothing is measured, because no metrics are chosen and the model calls no record(): give "
+                "activations=True, attention=True or another argument"
+            )
 
     def _report_skipped(self, reason: str, names: Iterable[str]) -> None:
         """Warn once for each name and reason."""
@@ -316,5 +320,3 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}
             self._differences = OutputComparison(compared, self._metrics["activation_difference"])
             self._compare(compared, self._differences)
-            if self._passes is not None:
-                self._passes.warned = self._not_compared

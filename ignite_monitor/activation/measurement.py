@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ignite_monitor.activation.metric import KURTOSIS, MetricSet, call_metric
 from ignite_monitor.activation.statistics import (
     STATISTICS,
     WITHOUT_STATISTICS,
-    added,
+    grouped,
     kurtosis,
     merged,
     merged_by_name,
@@ -90,10 +91,10 @@ class Measurement:
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
         """Aggregate a value of the widest dtype, 0-dim or power sums, with those of its key."""
         values = self._aggregates.setdefault(how, {})
-        value = value * weight if how == "mean" else value
+        value = value * {"mean": weight, "min": -1.0}.get(how, 1.0)
         if key in values:
             known, known_weight = values[key]
-            combine = _COMBINED.get(how, torch.add)
+            combine = torch.maximum if how in ("max", "min") else torch.add
             value, weight = combine(known, move_like(value, known)), known_weight + weight
         values[key] = value, weight
 
@@ -114,8 +115,8 @@ class Measurement:
         for how, found in self._aggregates.items():
             first = next(iter(found.values()))[0]
             values = torch.stack([move_like(value, first) for value, _ in found.values()])
-            if how in _EXTREMES:
-                maxima[self.family, how] = NamedValues([*found], (_EXTREMES[how] * values).unsqueeze(1))
+            if how in ("max", "min"):
+                maxima[self.family, how] = NamedValues([*found], values.unsqueeze(1))
             elif how == KURTOSIS:
                 sums[self.family, how] = NamedValues([*found], values)
             else:
@@ -131,13 +132,15 @@ class Measurement:
         ]
         if not parts:
             return []
-        keys, rows = merged_by_name(parts, added)  # one key may have had several numbers of units
+        together = merged_by_name(
+            parts, functools.partial(grouped, summed=9)
+        )  # one key may have had several numbers of units
         # Reports name the first non-finite output by the order of the names.
-        places = sorted(range(len(keys)), key=lambda i: self._order.get(keys[i], i))
-        values = statistics(rows)[upload(torch.tensor(places, device="cpu"), rows.device)]
-        kinds = [f"/{STATISTICS[index]}" for index in self._columns]
-        names = [name + kind for name in (f"{self.family}/{keys[i]}" for i in places) for kind in kinds]
-        return [NamedValues(names, torch.stack([values[:, index] for index in self._columns], 1).flatten())]
+        place_of = [self._order.get(key, i) for i, key in enumerate(together.names)]
+        keys, rows = together.rows(sorted(range(len(place_of)), key=place_of.__getitem__))
+        names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
+        columns = statistics(rows).unbind(1)
+        return [NamedValues(names, torch.stack([columns[index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
         rows = moments(tensors, None if unit is None else unit + 1)
@@ -152,8 +155,6 @@ class Measurement:
                 self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
 
-_COMBINED: dict[str, Any] = {"max": torch.maximum, "min": torch.minimum}  # of others the sum
-_EXTREMES = {"max": 1.0, "min": -1.0}
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows[:, 0] / rows[:, 1],
     "sum": lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan),

@@ -109,7 +109,7 @@ def _largest(tensors: Tensor, unit: int | None) -> Tensor:
 
 def merged(rows: Tensor, owners: Tensor, count: int) -> Tensor:
     """Merge rows of :func:`moments` with the same owner, an index below the count, by Chan's formula."""
-    result = _grouped(rows, owners, count, 5)
+    result = grouped(rows, owners, count, 5)
     elements, means = rows[:, 0], rows[:, 5]
     # Differences from the largest mean, so that equal means stay as they are.
     shifts = torch.zeros_like(result[:, 5]).index_add_(0, owners, elements * (means - result[owners, 5]))
@@ -118,13 +118,8 @@ def merged(rows: Tensor, owners: Tensor, count: int) -> Tensor:
     return result
 
 
-def added(rows: Tensor, owners: Tensor, count: int) -> Tensor:
-    """Merge rows of :func:`with_units` with the same owner, an index below the count."""
-    return _grouped(rows, owners, count, 9)
-
-
-def _grouped(rows: Tensor, owners: Tensor, count: int, summed: int) -> Tensor:
-    """Sums of the first columns and maxima of the others, by owner."""
+def grouped(rows: Tensor, owners: Tensor, count: int, summed: int) -> Tensor:
+    """Sums of the first columns, and maxima of the others, of rows with the same owner, an index below the count."""
     sums, others = rows[:, :summed], rows[:, summed:]
     maxima = others.new_full((count, others.shape[1]), -math.inf)
     maxima.scatter_reduce_(0, owners.unsqueeze(1).expand_as(others), others, "amax")
@@ -184,7 +179,13 @@ def statistics(rows: Tensor) -> Tensor:
     centred = squares + between.clamp(min=0.0)
     is_exact = (high == -low) | (centred > torch.finfo(rows.dtype).eps ** 0.5 * of_means)
     over_rms = largest / (centred / elements + mean.square()).sqrt()
-    values = [mean, torch.where(is_exact, centred / (elements - 1), math.nan).sqrt(), norms / vectors, largest, over_rms]
+    values = [
+        mean,
+        torch.where(is_exact, centred / (elements - 1), math.nan).sqrt(),
+        norms / vectors,
+        largest,
+        over_rms,
+    ]
     values += [dead / (units * (nonfinite == 0)), nonfinite / (elements > 0)]
     return torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan)
 
