@@ -72,8 +72,10 @@ def _in_one_pass(tensors: Tensor) -> Tensor:
 
 def _in_two_passes(tensors: Tensor) -> Tensor:
     parts = [_exact(piece) for piece in _pieces(tensors)]
-    owners = torch.arange(len(tensors), device=tensors.device).repeat(len(parts))
-    return parts[0] if len(parts) == 1 else merged(torch.cat(parts), owners, len(tensors))
+    if len(parts) == 1:
+        return parts[0]
+    owners = torch.arange(len(parts) * len(tensors), device=tensors.device) % len(tensors)
+    return merged(torch.cat(parts), owners, len(tensors))
 
 
 def _pieces(tensors: Tensor, dim: int = 1) -> Iterator[Tensor]:

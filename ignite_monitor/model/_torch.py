@@ -163,7 +163,6 @@ is_functorch_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_f
 running_transform: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack")
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack")  # how many of the user's are active
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
-set_grad_enabled: Callable[[bool], Any] = _find("torch._C._set_grad_enabled")  # a third of the public function's cost
 unseen_by_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _find("torch._C._DisableTorchDispatch")
 
@@ -244,7 +243,7 @@ def check_engine(engine: Any) -> None:
     need(
         "attach()",
         *(backward_number, queue_callback, is_functorch_wrapped, running_transform, function_modes, dispatch_modes),
-        *(set_grad_enabled, unseen_by_dispatch, foreach_norm, foreach_add, foreach_mul, foreach_scale, foreach_addcdiv),
+        *(unseen_by_dispatch, foreach_norm, foreach_add, foreach_mul, foreach_scale, foreach_addcdiv),
         *(Gone(f"ignite.engine.Engine.{name}") for name in _OF_ENGINES if not hasattr(engine, name)),
     )
 

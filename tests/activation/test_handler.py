@@ -518,6 +518,16 @@ def test_recorded_values_weigh_by_elements_and_names_are_checked(caplog):
     record("outside", 1.0)
 
 
+@pytest.mark.parametrize(("given", "warned"), [({}, True), ({"activations": {"mean": True}}, False)])
+def test_one_warning_where_nothing_is_measured(given, warned, caplog):
+    published = run(mlp(), batches=3, **given)
+    assert [bool(values) for values in published] == [not warned] * 3
+    assert sum("nothing is measured, because no metrics" in text for text in caplog.messages) == warned
+    caplog.clear()
+    assert run(Recording(AROUND["nothing"], RECORDED["number"])) == [{"recorded/_root_/value": 3.0}]
+    assert not any("nothing is measured" in text for text in caplog.messages)
+
+
 # Attention
 
 
