@@ -33,10 +33,10 @@ MONITORS: dict[str, tuple[int, Make]] = {
     "GradMonitor, per_parameter": (98, lambda m, o: GradMonitor(m, o, per_parameter=True)),
     "WeightUpdateHandler": (130, WeightUpdateHandler),
     "OptimizerStateHandler": (200, lambda m, o: OptimizerStateHandler(m, o)),
-    "ActivationHandler": (70, lambda m, o: ActivationHandler(m, activations=True)),
-    "ActivationHandler, attention": (90, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
+    "ActivationHandler": (90, lambda m, o: ActivationHandler(m, activations=True)),
+    "ActivationHandler, attention": (110, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
-        870,
+        910,
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
     "RCCHandler": (1050, lambda m, o: RCCHandler(m)),

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.cuda
 # What runs in hooks on modules, one after the other, in which no dispatch mode is on: each output is copied.
 LAUNCHED = {
     "GradMonitor, per_parameter": 130,
-    "ActivationHandler": 225,
-    "ActivationHandler, attention": 510,
-    "ActivationHandler, gradients and parameters": 1280,
+    "ActivationHandler": 240,
+    "ActivationHandler, attention": 530,
+    "ActivationHandler, gradients and parameters": 1340,
     "RCCHandler": 1120,
 }
 
