@@ -27,7 +27,6 @@ def of_transformers(name, options, inputs=TOKENS):
         transformers = importlib.import_module("transformers")
         return getattr(transformers, kind + purpose)(getattr(transformers, f"{kind}Config")(**options(n)))
 
-    importlib.import_module("transformers")
     return make, inputs
 
 

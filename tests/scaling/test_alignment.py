@@ -126,15 +126,6 @@ def test_parametrization_names_layers_and_leaves_embeddings_out():
     assert set(TERMS) == {name.split("/")[1] for name in seen if name.count("/") == 2}
 
 
-def test_reference_keeps_the_multipliers(caplog):
-    parametrization = parametrize(mlp, (8, 64), sample_input=torch.zeros(2, 6))
-    handler = AlignmentHandler(parametrization)
-    x = torch.randn(4, 6)
-    model = parametrization.model.eval()
-    torch.testing.assert_close(handler.reference.eval()(x), model(x))
-    assert "ignite_monitor" not in {record.name.partition(".")[0] for record in caplog.records}
-
-
 def test_bad_input():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     with pytest.raises(TypeError, match="model_or_parametrization"):

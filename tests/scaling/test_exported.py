@@ -268,32 +268,17 @@ def test_own_factors_count_in_a(case):
         assert 32**own * hooks.get(layer.name, 1.0) == pytest.approx(32**-layer.a)
 
 
-def test_a_factor_of_no_layer_names_its_line():
-    class Model(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.n, self.first, self.last = n, nn.Linear(6, n), nn.Linear(n, 3)
-
-        def forward(self, x):
-            return self.last((self.first(x).tanh() * self.n**0.5).sin())
-
-    line = Model.forward.__code__.co_firstlineno + 1
-    with pytest.raises(TracingError, match=rf"sin \(test_exported\.py:{line}\) follows a factor of no layer, 2 times"):
-        parametrize(Model, widths=WIDTHS, sample_input=X)
-
-
-def test_a_factor_of_one_use_among_several_names_its_line():
-    class Model(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.n, self.first, self.last = n, nn.Linear(6, n), nn.Linear(n, 3)
-
-        def forward(self, x):
-            x = self.first(x)
-            return self.last(x.tanh() + (x * self.n**0.5).sin())
-
-    with pytest.raises(TracingError, match=r"first is used with several width factors, .*test_exported\.py"):
-        parametrize(Model, widths=WIDTHS, sample_input=X)
+@pytest.mark.parametrize(
+    ("match", "run"),
+    [
+        ("follows a factor of no layer, 2 times", lambda m, x, n: m.head((m.tokens(x).tanh() * n**0.5).sin())),
+        ("several width factors", lambda m, x, n: m.head((y := m.tokens(x)).tanh() + (y * n**0.5).sin())),
+    ],
+)
+def test_factors_of_no_layer_or_of_one_use_among_several_name_the_line(match, run):
+    with pytest.raises(TracingError, match=match) as error:
+        parametrize(lambda n: Factors(n, nn.Embedding, run), WIDTHS, sample_input=TOKENS)
+    assert f"(test_exported.py:{Factors.forward.__code__.co_firstlineno + 1})" in str(error.value)
 
 
 @pytest.mark.parametrize(

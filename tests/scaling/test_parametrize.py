@@ -262,21 +262,6 @@ def test_initialize_false_keeps_the_function(caplog):
     assert not messages(caplog)
 
 
-def test_frozen_and_zero_weights_keep_their_values(caplog):
-    def make(n):
-        model = _models.mlp(n)
-        model[0].weight.requires_grad_(False).fill_(0.5)
-        nn.init.zeros_(model[6].weight)
-        return model
-
-    with caplog.at_level(logging.WARNING):
-        parametrization = made(make)
-    assert (parametrization.model[0].weight == 0.5).all()
-    assert not parametrization.model[6].weight.any()
-    assert list(parametrization.layers) == ["3", "6"]
-    assert not messages(caplog)
-
-
 # Given roles
 
 
