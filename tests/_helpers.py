@@ -55,37 +55,62 @@ def make_step(
     optimizer: Optimizer,
     parts: int = 1,
     *,
+    every: int = 1,
     loss_of: Callable[[nn.Module, Any], Tensor] = mse_loss,
     scaler: Any = None,
     clip: float | None = None,
-    before_step: Callable[[Engine], None] = lambda engine: None,
+    closure: bool = False,
+    zero_at: str = "start",
+    set_to_none: bool = True,
+    after_backward: Callable[[Engine], Any] = lambda engine: None,
+    before_step: Callable[[Engine], Any] = lambda engine: None,
+    leave_out: Callable[[Engine], bool] = lambda engine: False,
 ) -> Callable[[Engine, Any], Tensor]:
     """The train step of most tests.
 
     Args:
         parts: number of micro-batches; 1 hands the batch to ``loss_of`` as it is.
+        every: iterations to an optimizer step.
         loss_of: loss of the model and a batch.
         scaler: GradScaler; gradients are unscaled before they are clipped.
         clip: largest norm of the gradients.
+        closure: whether the optimizer's step evaluates the gradients.
+        zero_at: whether gradients are cleared at the "start" of an iteration, or at its "end".
+        after_backward: called with the engine after the last backward of an iteration.
         before_step: called with the engine before the optimizer's step.
+        leave_out: whether no step is made.
     """
 
-    def train_step(engine: Engine, batch: Any) -> Tensor:
-        optimizer.zero_grad()
+    def backward(engine: Engine, batch: Any) -> Tensor:
         for part in split(batch, parts) if parts > 1 else [batch]:
             loss = loss_of(model, part)
             (loss if scaler is None else scaler.scale(loss)).backward()
+        after_backward(engine)
+        return loss.detach()
+
+    def train_step(engine: Engine, batch: Any) -> Tensor:
+        if closure:
+            return optimizer.step(lambda: (optimizer.zero_grad(), backward(engine, batch))[1])
+        if zero_at == "start" and (every == 1 or engine.state.iteration % every == 1):
+            optimizer.zero_grad(set_to_none)
+        loss = backward(engine, batch)
+        if every > 1 and engine.state.iteration % every:
+            return loss
         if scaler is not None and clip is not None:
             scaler.unscale_(optimizer)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         before_step(engine)
-        if scaler is None:
+        if leave_out(engine):
+            pass
+        elif scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
-        return loss.detach()
+        if zero_at == "end":
+            optimizer.zero_grad(set_to_none)
+        return loss
 
     return train_step
 

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.action import scale
+from tests._helpers import make_step
 from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
@@ -29,49 +30,24 @@ def scaled_by_hand(model, limit, factors):
 def run(name, spikes, *, by_hand=False, every=1, scaler=False, count=12, closure=False, on_spike="clip"):
     """Parameters and optimizer state after a training in which monitor or oracle clips; recorder, and factors."""
     model, optimizer = build(name)
-    factors, grad_scaler = [], GradScaler("cpu", init_scale=2.0**10) if scaler else None
+    factors, grad_scaler = [], GradScaler("cpu", init_scale=2.0**10) if scaler and not by_hand else None
 
-    def make_step():
-        def backward(batch):
-            loss = loss_of(model, batch)
-            (loss if grad_scaler is None or by_hand else grad_scaler.scale(loss)).backward()
-            return loss
-
-        def step(engine, batch):
-            i = engine.state.iteration
-            if closure:
-
-                def evaluate():
-                    optimizer.zero_grad()
-                    loss = backward(batch)
-                    if by_hand:
-                        scaled_by_hand(model, LIMIT, factors)
-                    return loss
-
-                optimizer.step(evaluate)
-                return
-            if i % every == 1 % every:
-                optimizer.zero_grad()
-            backward(batch)
-            if i % every:
-                return
-            if by_hand:
-                scaled_by_hand(model, LIMIT, factors)
-                optimizer.step()
-            elif grad_scaler is None:
-                optimizer.step()
-            else:
-                grad_scaler.step(optimizer)
-                grad_scaler.update()
-
-        return step
-
+    step = make_step(
+        model,
+        optimizer,
+        every=every,
+        closure=closure,
+        scaler=grad_scaler,
+        after_backward=lambda engine: (
+            scaled_by_hand(model, LIMIT, factors) if by_hand and engine.state.iteration % every == 0 else None
+        ),
+    )
     monitors = []
     if not by_hand:
         monitors = [
             GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike=on_spike, scaler=grad_scaler)
         ]
-    recorder = train(make_step(), make_batches(count, spikes), *monitors)
+    recorder = train(step, make_batches(count, spikes), *monitors)
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}, recorder, factors
 
 
@@ -121,14 +97,8 @@ def test_without_a_spike_training_is_bitwise_the_same(name):
 def test_a_non_finite_gradient_is_left_out(name):
     def training(batches, on_spike):
         model, optimizer = build(name)
-
-        def step(engine, batch):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
         monitor = [GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), on_spike=on_spike)] if on_spike else []
-        recorder = train(step, batches, *monitor)
+        recorder = train(make_step(model, optimizer), batches, *monitor)
         return training_state(model, optimizer), recorder
 
     batches = make_batches(8, [3, 6], math.nan)
@@ -195,16 +165,8 @@ def test_lbfgs_has_the_first_gradient_of_its_step_clipped():
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-6, max_iter=1)
     optimizer.register_step_post_hook(lambda *_: used.append(grad_norm(model)))
 
-    def step(engine, batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    train(step, make_batches(3, [2]), GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip"))
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
+    train(make_step(model, optimizer, closure=True), make_batches(3, [2]), monitor)
     assert used[1] == pytest.approx(LIMIT, rel=1e-5)
     assert max(used[0], used[2]) < LIMIT
 
@@ -231,14 +193,11 @@ def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order
     model, truth = make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
+    def note(engine):
         truth.append(max(float(p.grad.double().norm()) for p in model.parameters()))
-        optimizer.step()
 
     recorder = train(
-        step,
+        make_step(model, optimizer, after_backward=note),
         make_batches(3, [2]),
         GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip"),
         WeightUpdateHandler(model, optimizer),
@@ -246,20 +205,11 @@ def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order
     assert recorder.of("monitor/grad_max") == pytest.approx(truth, rel=1e-5)
 
 
-@pytest.mark.parametrize("on_spike", ["skip", "clip"])
-def test_on_spike_needs_an_optimizer(on_spike):
-    with pytest.raises(ValueError, match="needs the argument optimizer"):
-        GradMonitor(make_model(), on_spike=on_spike)
-
-
 def test_counts_resume_and_states_from_before_clipping_load():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    step = make_step(model, optimizer)
 
     def make(on_spike):
         return GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3), on_spike=on_spike)

@@ -9,17 +9,12 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold
+from tests._helpers import make_step
 from tests._trainers import grad_norm, loss_of, make_batches, make_model
 
 
 def trainer_of(model, optimizer, norms):
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        norms.append(grad_norm(model))
-        optimizer.step()
-
-    return Engine(step)
+    return Engine(make_step(model, optimizer, after_backward=lambda _: norms.append(grad_norm(model))))
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -90,13 +85,8 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
     if how == "tensor":
         model[0].bias.register_hook(lambda gradient: gradient * (100 if now[0] > 40 else 1))
 
-    def step(engine, batch):
-        now[0] = engine.state.iteration
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-    trainer = Engine(step)
+    trainer = Engine(make_step(model, optimizer))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda engine: now.__setitem__(0, engine.state.iteration))
     loss = {"loss": lambda engine: 2.0 + 0.01 * (now[0] % 3) + 10 * (now[0] > 40)}
     signal = loss if how == "loss" else {"per_parameter": True}
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
+from tests._helpers import make_step
 from tests._trainers import (
     Recorder,
     grad_norm,
@@ -31,24 +32,15 @@ def sgd(model, **kwargs):
     return torch.optim.SGD(model.parameters(), **({"lr": 0.01} | kwargs))
 
 
-def plain_step(model, optimizer, *, zero_at="start", seen=None, leave_out=False):
-    """A train step by hand; ``seen`` gets the norm in float64 and the flag, right after backward."""
+def plain_step(model, optimizer, *, seen=None, leaves_out=False, **options):
+    """A train step; ``seen`` gets the norm in float64 and the flag, right after backward."""
 
-    def step(engine, batch):
-        if zero_at == "start":
-            optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        if seen is not None:
-            norm, flag = (getattr(engine.state, name, None) for name in ("grad_norm", "unhealthy_spike"))
-            seen.append((grad_norm(model), None if norm is None else float(norm), flag))
-        if not (leave_out and engine.state.unhealthy_spike):
-            optimizer.step()
-        if zero_at == "end":
-            optimizer.zero_grad()
-        return loss.item()
+    def note(engine):
+        norm, flag = (getattr(engine.state, name, None) for name in ("grad_norm", "unhealthy_spike"))
+        seen.append((grad_norm(model), None if norm is None else float(norm), flag))
 
-    return step
+    options |= {"after_backward": note} if seen is not None else {}
+    return make_step(model, optimizer, leave_out=lambda e: leaves_out and e.state.unhealthy_spike, **options)
 
 
 def check_against_own_truth(
@@ -79,7 +71,7 @@ def test_flag_and_norm_speak_of_this_iterations_gradients_when_backward_returns(
     model, seen = make_model(), []
     optimizer = sgd(model)
     monitor = GradMonitor(model, optimizer if with_optimizer else None)
-    step = plain_step(model, optimizer, zero_at=zero_at, seen=seen, leave_out=True)
+    step = plain_step(model, optimizer, zero_at=zero_at, seen=seen, leaves_out=True)
     recorder = train(step, make_batches(40, spikes=[30]), monitor)
 
     truth, norms, flags = zip(*seen, strict=True)
@@ -187,7 +179,7 @@ def test_statistics_appear_as_soon_as_they_exist_when_every_step_is_left_out():
     model, seen = make_model(), []
     optimizer = sgd(model)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-3), max_consecutive_spikes=100)
-    recorder = train(plain_step(model, optimizer, seen=seen, leave_out=True), make_batches(5), monitor)
+    recorder = train(plain_step(model, optimizer, seen=seen, leaves_out=True), make_batches(5), monitor)
     assert recorder.of("grad/mean") == [None] + [pytest.approx(1e-3)] * 4
 
 

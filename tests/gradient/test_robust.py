@@ -61,7 +61,7 @@ def with_faults(norms, every=100, factor=5.0):
     ],
 )
 def test_equals_formula(arguments):
-    norms, _ = with_faults(noisy(500), every=30)
+    norms, _ = with_faults(noisy(240), every=30)
     result, reference = judge(norms, **arguments), expected(norms, **arguments)
     assert reference.spikes.sum() >= 5
     np.testing.assert_array_equal(result.spikes, reference.spikes)

@@ -225,8 +225,3 @@ def test_an_overflow_is_no_spike_and_leaves_no_trace():
     assert recorder.of("grad/spike") == [0.0] * COUNT
     assert recorder.metrics[BAD - 1]["grad/nonfinite_count"] == 1
     assert training.monitor.state_dict()["per_parameter"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]
-
-
-def test_bad_input():
-    with pytest.raises(TypeError, match="Argument per_parameter should be of type bool, but given <class 'int'>"):
-        GradMonitor(make_model(), per_parameter=1)

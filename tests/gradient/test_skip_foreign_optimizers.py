@@ -14,19 +14,11 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+from tests._helpers import make_step
 from tests._trainers import assert_same, loss_of, make_batches, make_model, train, training_state
 from tests.gradient._optimizers import MuonLike, build
 
 LIMIT = 60.0
-
-
-def plain_step(model, optimizer):
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-    return step
 
 
 @pytest.mark.parametrize("name", ["MuonLike", "NeedsAll"])
@@ -35,14 +27,12 @@ def test_it_leaves_the_optimizer_as_it_came(name):
     StepLR(optimizer, 3)  # which puts a step of its own in place of the method
     before = dict(vars(optimizer)), dict(optimizer._optimizer_step_pre_hooks)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    def fail(engine):
         if engine.state.iteration == 3:
             raise KeyError("mine")
 
-    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine := Engine(step))
+    engine = Engine(make_step(model, optimizer, before_step=fail))
+    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
     with pytest.raises(KeyError, match="mine"):
         engine.run(make_batches(5, (3,)))
     assert vars(optimizer)["step"] is before[0]["step"]
@@ -52,21 +42,15 @@ def test_it_leaves_the_optimizer_as_it_came(name):
 def test_a_schedule_does_not_warn_of_it():
     model, optimizer = build("MuonLike")
     scheduler = StepLR(optimizer, 3)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        scheduler.step()  # a warning would be an error here
-
-    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine := Engine(step))
+    engine = Engine(make_step(model, optimizer))
+    GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())  # a warning would be an error here
     engine.run(make_batches(5, (1, 3)))
 
 
 def test_update_ratios_know_that_no_step_was_made():
     model, optimizer = build("DecaysAlways")
-
-    engine = Engine(plain_step(model, optimizer))
+    engine = Engine(make_step(model, optimizer))
     updates = WeightUpdateHandler(model, optimizer)
     updates.attach(engine)
     GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
@@ -138,13 +122,8 @@ def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved(kind):
 def test_a_method_that_was_kept_from_before_is_refused():
     model, optimizer = build("MuonLike")
     kept = optimizer.step
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        kept()
-
-    GradMonitor(model, optimizer, on_spike="skip").attach(engine := Engine(step))
+    engine = Engine(make_step(model, optimizer, before_step=lambda _: kept()))
+    GradMonitor(model, optimizer, on_spike="skip").attach(engine)
     with pytest.raises(ValueError, match=r"MuonLike.*optimizer.step\(\)"):
         engine.run(make_batches(2))
 
@@ -163,17 +142,14 @@ def test_optimizers_that_pass_steps_on():
         def step(self, closure=None):
             return self.optimizer.step(closure) if closure else self.optimizer.step()
 
+        def zero_grad(self, set_to_none=True):
+            self.optimizer.zero_grad(set_to_none)
+
     optimizer = Passing(inner)
-
-    def step(engine, batch):
-        inner.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
-    recorder = train(step, make_batches(6, (3,)), monitor)
+    recorder = train(make_step(model, optimizer), make_batches(6, (3,)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1
     kept = [batch for i, batch in enumerate(make_batches(6, (3,)), 1) if i != 3]
     other, other_optimizer = build("MuonLike")
-    train(plain_step(other, other_optimizer), kept)
+    train(make_step(other, other_optimizer), kept)
     assert_same([*model.parameters()], [*other.parameters()])

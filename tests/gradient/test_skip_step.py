@@ -18,42 +18,11 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
+from tests._helpers import make_step
 from tests._trainers import Recorder, assert_same, loss_of, make_batches, make_model, train, training_state
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 60.0
-
-
-def hand_written(model, optimizer, *, zero_at="start", scaler=None, clip=None, closure=False):
-    def backward(batch):
-        loss = loss_of(model, batch)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        return loss
-
-    def evaluate(batch):
-        optimizer.zero_grad()
-        return backward(batch)
-
-    def step(engine, batch):
-        if closure:
-            optimizer.step(lambda: evaluate(batch))
-            return
-        if zero_at == "start":
-            optimizer.zero_grad()
-        backward(batch)
-        if clip is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        if zero_at == "end":
-            optimizer.zero_grad()
-
-    return step
 
 
 def attributes(optimizer):
@@ -65,14 +34,14 @@ def attributes(optimizer):
     }
 
 
-def compare(name, spikes, make_step, count=12, factor=1e3, limit=LIMIT, scaler=None, threshold=None):
+def compare(name, spikes, step_of, count=12, factor=1e3, limit=LIMIT, scaler=None, threshold=None):
     """Train with the spikes and a monitor, and without either; both end in the same state."""
     batches = make_batches(count, spikes, factor)
     model, optimizer = build(name)
     monitor = GradMonitor(
         model, optimizer, threshold=threshold or StaticThreshold(limit), on_spike="skip", scaler=scaler and scaler()
     )
-    recorder = train(make_step(model, optimizer, monitor.scaler), batches, monitor)
+    recorder = train(step_of(model, optimizer, monitor.scaler), batches, monitor)
     skipped = [0.0, *recorder.of("grad/skipped_count")]
     assert [i for i in range(1, count + 1) if skipped[i] > skipped[i - 1]] == list(spikes)
     assert recorder.of("grad/spike_count")[-1] == skipped[-1] == len(spikes)
@@ -80,7 +49,7 @@ def compare(name, spikes, make_step, count=12, factor=1e3, limit=LIMIT, scaler=N
 
     other, other_optimizer = build(name)
     kept = [batch for i, batch in enumerate(batches, 1) if i not in spikes]
-    train(make_step(other, other_optimizer, scaler and scaler()), kept)
+    train(step_of(other, other_optimizer, scaler and scaler()), kept)
     assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
     assert_same(attributes(optimizer), attributes(other_optimizer))
     return recorder
@@ -89,21 +58,21 @@ def compare(name, spikes, make_step, count=12, factor=1e3, limit=LIMIT, scaler=N
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *EVERY_FOREIGN])
 @pytest.mark.parametrize("spikes", [(7,), (1,), (1, 2, 6, 7, 8)])
 def test_a_skipped_spike_leaves_no_trace_in_parameters_gradients_and_optimizer_state(name, spikes):
-    compare(name, spikes, lambda model, optimizer, _: hand_written(model, optimizer))
+    compare(name, spikes, lambda model, optimizer, _: make_step(model, optimizer))
 
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("spikes", [(7,), (1, 2)])
 def test_non_finite_gradients_are_skipped(name, value, spikes):
-    compare(name, spikes, lambda model, optimizer, _: hand_written(model, optimizer), factor=value)
+    compare(name, spikes, lambda model, optimizer, _: make_step(model, optimizer), factor=value)
 
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("form", [{"zero_at": "end"}, {"clip": 0.5}, {"closure": True}])
 @pytest.mark.parametrize("spikes", [(7,), (1, 5)])
 def test_any_form_of_train_step(name, form, spikes):
-    compare(name, spikes, lambda model, optimizer, _: hand_written(model, optimizer, **form))
+    compare(name, spikes, lambda model, optimizer, _: make_step(model, optimizer, **form))
 
 
 @pytest.mark.parametrize("name", [*FEW, *EVERY_FOREIGN])
@@ -113,7 +82,7 @@ def test_with_a_scaler(name, form, spikes):
     compare(
         name,
         spikes,
-        lambda model, optimizer, scaler: hand_written(model, optimizer, scaler=scaler, **form),
+        lambda model, optimizer, scaler: make_step(model, optimizer, scaler=scaler, **form),
         scaler=lambda: GradScaler("cpu", init_scale=2.0**10),
     )
 
@@ -121,10 +90,7 @@ def test_with_a_scaler(name, form, spikes):
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("spikes", [(7,), (1, 5)])
 def test_in_create_supervised_trainer(name, spikes):
-    def make_step(model, optimizer, _):
-        return create_supervised_trainer(model, optimizer, nn.functional.mse_loss)._process_function
-
-    compare(name, spikes, make_step)
+    compare(name, spikes, lambda *both: create_supervised_trainer(*both[:2], nn.functional.mse_loss)._process_function)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -132,7 +98,7 @@ def test_with_a_threshold_learned_while_training(name):
     compare(
         name,
         (21, 30),
-        lambda model, optimizer, _: hand_written(model, optimizer),
+        lambda model, optimizer, _: make_step(model, optimizer),
         count=40,
         threshold=MeanStdThreshold(k=30.0, warmup=20),
     )
@@ -142,22 +108,11 @@ def test_with_a_threshold_learned_while_training(name):
 @pytest.mark.parametrize("where", [4, 5, 6])
 def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
     batches = make_batches(12, [where], 1e4)
-
-    def make_step(model, optimizer):
-        def step(engine, batch):
-            if (engine.state.iteration - 1) % 3 == 0:
-                optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            if engine.state.iteration % 3 == 0:
-                optimizer.step()
-
-        return step
-
     model, optimizer = build(name)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
-    recorder = train(make_step(model, optimizer), batches, monitor)
+    recorder = train(make_step(model, optimizer, every=3), batches, monitor)
     other, other_optimizer = build(name)
-    train(make_step(other, other_optimizer), batches[:3] + batches[6:])
+    train(make_step(other, other_optimizer, every=3), batches[:3] + batches[6:])
     assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
     assert recorder.of("grad/skipped_count")[-1] == recorder.of("grad/spike_count")[-1] == 1
 
@@ -167,7 +122,7 @@ def test_the_gradients_are_still_there_after_a_skipped_step(name):
     def run(factor):
         model, optimizer = build(name)
         GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(
-            engine := Engine(hand_written(model, optimizer))
+            engine := Engine(make_step(model, optimizer))
         )
         engine.run(make_batches(3, [3], factor), max_epochs=1)
         return model, make_batches(3, [3], factor)[2]
@@ -178,7 +133,7 @@ def test_the_gradients_are_still_there_after_a_skipped_step(name):
 
 
 def test_gradients_set_by_hand_are_skipped():
-    def make_step(model, optimizer, _):
+    def step_of(model, optimizer, _):
         def step(engine, batch):
             gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -188,7 +143,7 @@ def test_gradients_set_by_hand_are_skipped():
         return step
 
     for name in FEW:
-        compare(name, (1, 6), make_step)
+        compare(name, (1, 6), step_of)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -196,12 +151,9 @@ def test_parameters_that_the_optimizer_holds_outside_the_model_are_skipped_too(n
     def run(batches, monitored):
         model, extra = make_model(), nn.Parameter(torch.ones(2))
         optimizer = OPTIMIZERS[name]([*model.parameters(), extra])
-
-        def step(engine, batch):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(batch[0]) * extra, batch[1]).backward()
-            optimizer.step()
-
+        step = make_step(
+            model, optimizer, loss_of=lambda m, batch: nn.functional.mse_loss(m(batch[0]) * extra, batch[1])
+        )
         monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
         train(step, batches, *[monitor] * monitored)
         return training_state(model, optimizer), extra.detach(), extra.grad
@@ -218,13 +170,11 @@ def test_a_parameter_whose_first_gradient_comes_with_a_spike(name):
         whole = nn.ModuleList([model, late])
         optimizer = OPTIMIZERS[name](whole.parameters())
 
-        def step(engine, batch):
-            optimizer.zero_grad()
-            spike = batch[1].abs().max() > 100
+        def loss_with_late(_, batch):
             outputs = model(batch[0])
-            nn.functional.mse_loss(late(outputs) if spike else outputs, batch[1]).backward()
-            optimizer.step()
+            return nn.functional.mse_loss(late(outputs) if batch[1].abs().max() > 100 else outputs, batch[1])
 
+        step = make_step(whole, optimizer, loss_of=loss_with_late)
         monitor = GradMonitor(whole, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
         train(step, batches, *[monitor] * monitored)
         return training_state(whole, optimizer)["model"], optimizer.state_dict()
@@ -253,14 +203,14 @@ def test_the_other_optimizer_of_the_train_step_is_not_skipped():
 def test_at_most_max_consecutive_spikes_steps_are_lost_in_a_row():
     model, optimizer = build("AdamW")
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip", max_consecutive_spikes=3)
-    recorder = train(hand_written(model, optimizer), make_batches(20, range(6, 21)), monitor)
+    recorder = train(make_step(model, optimizer), make_batches(20, range(6, 21)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 3
     assert float(optimizer.state_dict()["state"][0]["step"]) == 17
 
 
 def test_iterations_that_are_not_monitored_are_not_skipped():
     model, optimizer = build("AdamW")
-    engine = Engine(hand_written(model, optimizer))
+    engine = Engine(make_step(model, optimizer))
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = Recorder(engine)
     with monitor.attach(engine):
@@ -280,7 +230,7 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
             "activation": ActivationHandler(model, gradients={"norm": torch.linalg.vector_norm}),
             "spectral": SpectralNormHandler(model, updates=True),
         }
-        engine = Engine(hand_written(model, optimizer, clip=0.5))
+        engine = Engine(make_step(model, optimizer, clip=0.5))
         for monitor in sorted(monitors, reverse=order == "last"):
             monitors[monitor].attach(engine)
         recorder = Recorder(engine)
@@ -292,9 +242,3 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
         assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
     assert "gradient_after_clip/0.weight/norm" in first[5]
     assert math.isnan(first[5].get("monitor/update_ratio_max", math.nan))
-
-
-def test_lbfgs_is_refused():
-    model = make_model()
-    with pytest.raises(ValueError, match=r"on_spike='skip'.*LBFGS"):
-        GradMonitor(model, torch.optim.LBFGS(model.parameters()), on_spike="skip")

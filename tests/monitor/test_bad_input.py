@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 
 import pytest
@@ -43,6 +42,7 @@ def make_monitor(**arguments):
         ("threshold", ["mean", [1], True, MeanStdThreshold, ThresholdRule, StaticThreshold]),
         ("on_spike", [3, [print], False, True, lambda engine: None]),
         ("max_consecutive_spikes", [None, 1.5, "3", True, [3]]),
+        ("per_parameter", [1, None]),
         ("norm_type", ["2", "inf", None, True, [2], 2j, torch.tensor(2.0), {}]),
         ("reduction", [None, 1, True, ["mean"], {"mean"}, b"mean"]),
         ("prefix", [None, 1, ["grad"], b"grad"]),
@@ -93,11 +93,11 @@ def test_all_but_model_and_optimizer_are_keyword_only():
         GradMonitor(model, norm=2.0)
 
 
-@pytest.mark.parametrize("optimizer", [None, "LBFGS"])
-def test_skipping_needs_an_optimizer_whose_step_can_be_left_out(optimizer):
+@pytest.mark.parametrize(("on_spike", "optimizer"), [("skip", None), ("clip", None), ("skip", "LBFGS")])
+def test_reactions_need_an_optimizer_and_skipping_one_whose_step_can_be_left_out(on_spike, optimizer):
     model = make_model()
-    with pytest.raises(ValueError, match="on_spike='skip'"):
-        GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), on_spike="skip")
+    with pytest.raises(ValueError, match=f"on_spike='{on_spike}'.*{optimizer or 'needs the argument optimizer'}"):
+        GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), on_spike=on_spike)
 
 
 @pytest.mark.parametrize(
@@ -210,21 +210,6 @@ def test_a_state_that_no_monitor_saved_is_refused_and_changes_nothing(spoil):
     assert same(dict(other.state_dict()), dict(before))
 
 
-def test_the_state_of_another_kind_of_rule_is_refused():
-    class Longer(ThresholdRule):
-        def empty(self):
-            return super().empty() | {"more": torch.zeros(())}
-
-        def include(self, state, norm):
-            return super().include(state, norm) | {"more": state["more"]}
-
-        def __call__(self, mean, std, count):
-            return math.inf
-
-    with pytest.raises(ValueError, match="threshold rule"):
-        trained().load_state_dict(trained(Longer()).state_dict())
-
-
 # Advice in messages
 
 
@@ -248,15 +233,6 @@ def test_a_cell_of_a_notebook_that_is_run_again():
         WeightUpdateHandler(model).attach(trainer)
     first.detach()
     GradMonitor(model, optimizer).attach(trainer)
-
-
-@pytest.mark.parametrize("reported", [True, False])
-def test_nothing_chosen_is_reported_once(reported, caplog):
-    model, _, trainer = make_trainer()
-    ActivationHandler(model, activations=None if reported else {"std": True}).attach(trainer)
-    with caplog.at_level(logging.WARNING):
-        trainer.run([(torch.randn(8, 6), torch.randn(8, 3))] * 3)
-    assert sum("Give activations=True" in item.getMessage() for item in caplog.records) == reported
 
 
 def test_an_include_that_matches_nothing_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ignite_monitor import GradMonitor, MonitorEvents, ReplayCheckHandler, StaticThreshold
-from tests._helpers import make_batches, make_model, make_step, mse_loss, run_monitored, same, split
+from tests._helpers import make_batches, make_model, make_step, mse_loss, run_monitored, same
 from tests.monitor._handlers import HANDLERS
 
 KEY = "replay/reproducible"
@@ -40,51 +41,6 @@ def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
 
 
-def over_iterations(model, optimizer):
-    def step(engine, batch):
-        if engine.state.iteration % 3 == 1:
-            optimizer.zero_grad()
-        mse_loss(model, batch).backward()
-        if engine.state.iteration % 3 == 0:
-            optimizer.step()
-
-    return step
-
-
-def cleared_last(model, optimizer, set_to_none=True):
-    def step(engine, batch):
-        mse_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-
-    return step
-
-
-def with_closure(model, optimizer):
-    def step(engine, batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = mse_loss(model, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure).detach()
-
-    return step
-
-
-def returning_early(model, optimizer):
-    def step(engine, batch):
-        optimizer.zero_grad()
-        for x, y in split(batch, 2):
-            F.mse_loss(model(x), y).backward()
-        if engine.state.iteration % 2:
-            return
-        optimizer.step()
-
-    return step
-
-
 def scaled(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2)
     return make_step(model, optimizer, 2, scaler=scaler, clip=0.5)
@@ -102,16 +58,20 @@ def scheduled(model, optimizer):
 # name -> model, optimizer, train step
 STEPS = {
     "plain": (make_model, sgd, make_step),
-    "accumulation": (make_model, sgd, lambda m, o: make_step(m, o, 4, clip=0.1)),
-    "over iterations": (make_model, sgd, over_iterations),
-    "cleared last": (make_model, sgd, cleared_last),
-    "set to zero": (make_model, sgd, lambda m, o: cleared_last(m, o, set_to_none=False)),
-    "closure": (make_model, lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3), with_closure),
+    "accumulation": (make_model, sgd, functools.partial(make_step, parts=4, clip=0.1)),
+    "over iterations": (make_model, sgd, functools.partial(make_step, every=3)),
+    "cleared last": (make_model, sgd, functools.partial(make_step, zero_at="end")),
+    "set to zero": (make_model, sgd, functools.partial(make_step, zero_at="end", set_to_none=False)),
+    "closure": (
+        make_model,
+        lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
+        functools.partial(make_step, closure=True),
+    ),
     "fused": (make_model, lambda m: torch.optim.AdamW(m.parameters(), fused=True), make_step),
-    "early return": (make_model, sgd, returning_early),
+    "early return": (make_model, sgd, functools.partial(make_step, parts=2, leave_out=lambda e: e.state.iteration % 2)),
     "scaler": (make_model, sgd, scaled),
     "schedule and average": (make_model, sgd, scheduled),
-    "autocast": (Tied, sgd, lambda m, o: make_step(m, o, 2)),
+    "autocast": (Tied, sgd, functools.partial(make_step, parts=2)),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 3)), sgd, make_step),
 }
 
@@ -212,7 +172,7 @@ def test_a_spike_between_monitored_iterations_is_replayed(fault, caplog):
         model[0].weight.register_post_accumulate_grad_hook(
             lambda item: [item.grad.add_(handler._left is not None and trainer.state.iteration == 6)].clear()
         )
-    step = over_iterations(model, optimizer) if fault == "over iterations" else make_step(model, optimizer)
+    step = make_step(model, optimizer, every=3 if fault == "over iterations" else 1)
     trainer = Engine(step)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(100.0), on_spike="skip")
     if fault == "none":  # then it detects the spike, at which gradients change, before the handler sees the gradients

@@ -279,7 +279,7 @@ def test_a_regime_change_is_accepted_once_within_60_batches(how, caplog):
 ALTERNATING = [(period, jump) for period in (30, 60, 100, 150, 300) for jump in (0.5, 1.0, 3.0, 10.0)]
 
 
-@pytest.mark.parametrize(("period", "jump"), ALTERNATING if FULL else [(30, 1.0), (30, 10.0), (60, 3.0), (300, 1.0)])
+@pytest.mark.parametrize(("period", "jump"), ALTERNATING if FULL else [(30, 10.0), (300, 1.0)])
 def test_a_loss_that_alternates_keeps_94_percent_of_its_steps(period, jump):
     """Two data sets in turn: the higher level is accepted once, and lowers no learning rate."""
     training = Training(names=["model", "optimizer"], loss=lambda engine: engine.state.loss)
