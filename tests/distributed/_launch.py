@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import unittest.mock
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def launched(
 def run_scenarios(
     scenarios: dict[str, Callable[[int], dict[str, Any]]],
     left_standing: Iterable[str] = (),
-    timeout: float | None = None,
+    timeouts: Mapping[str, float] | None = None,
     stays: Iterable[str] = (),
 ) -> None:
     """What a worker does as ``python -m tests.distributed.WORKER FOLDER RANK NAME …``.
@@ -120,14 +120,14 @@ def run_scenarios(
     Args:
         scenarios: by name.
         left_standing: those after which the process group is not torn down.
-        timeout: of collectives in seconds; each scenario has a process group of its own then.
+        timeouts: of collectives in seconds, by scenario; each has a process group of its own then.
         stays: those whose last rank waits for the result of the first.
     """
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=timeout or PATIENCE / 2)
     for place, name in enumerate(names):
-        if timeout or not place:
+        if timeouts or not place:
+            limit = datetime.timedelta(seconds=timeouts[name] if timeouts else PATIENCE / 2)
             store = f"file://{folder / f'store{place}'}"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)
         try:
@@ -137,7 +137,7 @@ def run_scenarios(
         while name in stays and rank and not (folder / f"{name}.0.pt").exists():
             time.sleep(0.05)
         torch.save(result, folder / f"{name}.{rank}.pt")
-        if timeout:
+        if timeouts:
             gc.collect()
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

@@ -33,8 +33,6 @@ from tests.distributed._launch import WORLD, run_scenarios
 from tests.distributed._models import ddp, fsdp, net, run, step_of
 
 COUNT, FAILS = 6, 3
-TIMEOUT = 5.0  # of collectives, in seconds
-
 
 def dense() -> nn.Module:
     return net(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
@@ -232,7 +230,7 @@ def uneven_inputs(rank: int) -> dict[str, Any]:
     return {"published": [sorted({name.split("/")[0] for name in row if "/" in name}) for row in rows]}
 
 
-PLACES = {"ddp": ("before backward", "after backward", "handler of the gradients", "terminate"), "fsdp": ("handler",)}
+PLACES = {"ddp": ("after backward", "handler of the gradients", "terminate", "before backward"), "fsdp": ("handler",)}
 FAILING = {
     f"{world} {place}": functools.partial(failing, MAKE[world], place)
     for world, places in PLACES.items()
@@ -251,6 +249,7 @@ ALONE = {"uneven inputs": uneven_inputs, "plain": without_wrapper}
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
+TIMEOUTS = dict.fromkeys(SCENARIOS, 10.0) | dict.fromkeys([*STAYS, "fsdp handler"], 2.5)  # of collectives, in seconds
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -296,4 +295,4 @@ def test_every_backward_of_a_model_without_a_wrapper_takes_one_collective(result
 
 if __name__ == "__main__":
     logging.disable(logging.ERROR)  # of Ignite, that a run has failed
-    run_scenarios(SCENARIOS, timeout=TIMEOUT, stays=STAYS)
+    run_scenarios(SCENARIOS, timeouts=TIMEOUTS, stays=STAYS)

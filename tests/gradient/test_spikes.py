@@ -191,3 +191,26 @@ def test_the_state_follows_values_to_another_device_and_dtype():
     assert detector.detect(torch.tensor(9.0, dtype=torch.float32)).spike
     detector.observe(detector.detect(torch.zeros((), dtype=torch.float64, device="meta")))
     assert detector.rule.statistics()[0].is_meta
+
+
+@pytest.mark.parametrize(("between", "is_reset"), [(3, True), (4, False)])
+def test_a_spike_adds_one_to_the_count_of_recent_spikes_and_another_value_subtracts_a_quarter(between, is_reset):
+    detector = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3)
+    detect_all(detector, [5.0, 5.0, 1.0, 5.0, *[1.0] * between])
+    assert bool(detector.detect(torch.tensor(5.0, dtype=torch.float64)).threshold_reset) is is_reset
+
+
+@pytest.mark.parametrize("when", [None, torch.tensor(True)])
+def test_values_whose_powers_overflow_update_nothing(when):
+    detector = SpikeDetector(MeanStdThreshold())
+    for norm in [*calm(5), 1e200]:
+        detector.observe(detector.detect(torch.tensor(norm, dtype=torch.float64)), when)
+    assert detector.rule.state["count"].item() == 5
+
+
+@pytest.mark.parametrize(
+    ("warmup", "patience", "suspends"), [(9, 3, True), (11, 12, True), (10, 10, False), (12, 12, False)]
+)
+def test_a_rule_with_a_short_warm_up_is_suspended_after_a_reset(warmup, patience, suspends):
+    detector = SpikeDetector(MeanStdThreshold(warmup=warmup), max_consecutive_spikes=patience)
+    assert ("suspended" in detector.state_dict()) is suspends

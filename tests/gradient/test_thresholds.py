@@ -132,3 +132,9 @@ def test_there_is_no_mean_before_the_first_number_and_no_deviation_before_the_se
     assert all(number.isnan() for number in rule.statistics())
     feed(rule, [3.0])
     assert [number.isnan().item() for number in rule.statistics()] == [True, False, True]
+
+
+@pytest.mark.parametrize(("spread", "is_compared"), [(0.5e-6, False), (2e-6, True)])
+def test_no_threshold_without_a_spread_above_a_millionth_of_the_mean(spread, is_compared):
+    thresholds = feed(MeanStdThreshold(warmup=2, decay=None), [1.0 - spread, 1.0 + spread] * 10)
+    assert math.isfinite(thresholds[-1]) is is_compared

@@ -74,6 +74,7 @@ def test_signed_losses(shift):
     watch = Watch()
     for noise in torch.randn(60, generator=generator).tolist():
         assert not watch(shift - 1000.0 + 0.1 * noise)[1]
+    assert watch(shift - 1000.0 + 0.28) == (False, False)  # below 4 standard deviations
     assert [watch(shift - 990.0) for _ in range(10)] == [(True, False)] * 9 + [(True, True)]
 
 
