@@ -34,6 +34,7 @@ from tests.distributed._models import ddp, fsdp, net, run, step_of
 
 COUNT, FAILS = 6, 3
 
+
 def dense() -> nn.Module:
     return net(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 

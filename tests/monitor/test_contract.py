@@ -418,7 +418,7 @@ def test_what_is_not_known_yet_is_absent_after_non_finite_batches(setup):
     assert wrong == []
 
 
-def test_state_dict_is_a_copy_that_later_iterations_do_not_change(setup):
+def test_state_dict_is_a_copy_that_later_iterations_do_not_change_and_that_loads(setup):
     _, _, trainer, monitor = setup
     monitor.attach(trainer)
     trainer.run(make_batches(5))
@@ -426,6 +426,8 @@ def test_state_dict_is_a_copy_that_later_iterations_do_not_change(setup):
     frozen = copy.deepcopy(state)
     trainer.run(make_batches(5))
     assert same(dict(state), dict(frozen))
+    monitor.load_state_dict(state)
+    assert same(dict(monitor.state_dict()), dict(frozen))
 
 
 def test_load_state_dict_refuses_what_is_not_its_own_and_stays_as_it_was(setup):
