@@ -129,7 +129,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 def _is_from_torch(optimizer: Optimizer) -> bool:
     # Their steps do nothing without gradients; a subclass may do more.
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor and Muon: "torch.optim"
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:

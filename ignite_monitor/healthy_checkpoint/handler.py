@@ -64,7 +64,8 @@ class HealthyCheckpoint(Checkpoint):
             self._due = None
             super().__call__(engine, *args, **kwargs)
         elif self._due is None:
-            text = f"HealthyCheckpoint: iteration {engine.state.iteration}: no checkpoint is saved, since {problem}"
+            iteration = (trainer or engine).state.iteration
+            text = f"HealthyCheckpoint: iteration {iteration}: no checkpoint is saved, since {problem}"
             logging.getLogger(__name__).warning(text)
             self._due = engine.last_event_name if engine is trainer else None
 

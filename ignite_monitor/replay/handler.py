@@ -112,12 +112,13 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         engine, source = self._attached_to(), self._source
         if engine is None or source is None or source.train_step is None:
             return []
-        if self._random is None:
+        is_first = self._random is None
+        if is_first or self._is_due:  # a train step may create generators later
             devices = {item.device for item in chain(self.model.parameters(), self.model.buffers())}
             generators = *generators_of(self.model).values(), *generators_used_by(source.train_step.func)
             self._random = devices, generators
-            if world_size() > 1:  # DistributedDataParallel may not have set up its buckets
-                return []
+        if is_first and world_size() > 1:  # DistributedDataParallel may not have set up its buckets
+            return []
         reshard(self.model)
         self._gradients, self._kept, self._count = {}, -1, 0
         self._before = StartState(self.model, vars(engine.state), self._random, self._is_due)

@@ -192,7 +192,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             return {}
         device = measured.norms.device
         at = upload(torch.tensor(origins, device="cpu"), device)
-        moved = self._stepped.mask(1 + max(origins), device)[at]
+        moved = self._stepped.mask(len(self._before), device)[at]
         norms = torch.where(moved, measured.norms, torch.nan)
         return {
             "update_norm_max": order_statistics(norms)[3],

@@ -93,7 +93,7 @@ def test_without_a_spike_training_is_bitwise_the_same(name):
         assert recorder.of("grad/clipped_count")[-1] == 0
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "Adafactor"])
 def test_a_non_finite_gradient_is_left_out(name):
     def training(batches, on_spike):
         model, optimizer = build(name)

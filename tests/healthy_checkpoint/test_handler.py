@@ -92,7 +92,7 @@ def test_an_output_that_is_not_finite():
     assert run.run() == [10, 24, 30, 40]
 
 
-def test_given_monitors_and_the_checkpoint_of_an_evaluator():
+def test_given_monitors_and_the_checkpoint_of_an_evaluator(caplog):
     run = Run({18: 1e4}, monitored=False)
     run.optimizer.param_groups[0]["lr"] = 0.0
     monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=10.0)
@@ -104,6 +104,7 @@ def test_given_monitors_and_the_checkpoint_of_an_evaluator():
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), lambda: evaluator.run([0]))
     run.trainer.run(torch.randn(40, 8, 4))
     assert [name.split("_")[-1] for name in run.saved] == ["10.pt", "30.pt", "40.pt"]
+    assert "iteration 20: no checkpoint is saved" in caplog.text
 
 
 def test_a_late_file_is_named_as_the_checkpoint_that_was_due():

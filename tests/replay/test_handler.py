@@ -306,6 +306,27 @@ def test_side_effects_before_the_last_backward_happen_twice_and_no_others():
     assert calls == ["before", "event", "event", "after", "before"]
 
 
+def test_generators_that_the_train_step_creates_are_restored():
+    def train_with(*monitors):
+        model, own = make_model(), []
+        optimizer = sgd(model)
+
+        def step(engine, batch):
+            if not own:
+                own.append(random.Random(0))
+            optimizer.zero_grad()
+            mse_loss(model, (batch[0] + own[0].random(), batch[1])).backward()
+            optimizer.step()
+
+        made = [monitor(model, optimizer) for monitor in monitors]
+        rows = run_monitored(step, make_batches(4), *made, event=Events.ITERATION_STARTED(every=2))
+        return rows, [dict(model.state_dict()), own[0].random()]
+
+    rows, state = train_with(attached)
+    assert rows == [{}, {KEY: 1.0}] * 2
+    assert same(state, train_with()[1])
+
+
 def test_modules_and_optimizers_unknown_to_the_handler_are_restored():
     def state(is_watched):
         encoder, model = make_model(), nn.Linear(3, 3)
