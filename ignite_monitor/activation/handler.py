@@ -296,9 +296,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
 
     def _update_names(self) -> None:
         """Take the names of modules and parameters, if parameters may have changed since the last iteration."""
-        if self._source is None or self._known is self._source.tracker(self.model).parameters:
+        if self._source is None or self._known is self._source.trackers[id(self.model)].parameters:
             return
-        self._known = self._source.tracker(self.model).parameters
+        self._known = self._source.trackers[id(self.model)].parameters
         self._modules = modules = modules_by_name(self.model)
         self._layers = {
             modules[name]: (name or "_root_", tag)

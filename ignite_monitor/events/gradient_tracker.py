@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -32,11 +33,6 @@ class GradientsReady(NamedTuple):
     tracker: GradientTracker
     reached: Set[int]  # ids of the parameters whose gradients may have changed
     shared: bool  # whether the backward reached other monitored models too
-
-    def reaches(self, optimizer: Optimizer | None) -> bool:
-        """Return True if gradients that an optimizer uses may have changed; None for all of the model's."""
-        parameters = self.tracker.parameters_of(optimizer)
-        return parameters is self.tracker.parameters or not self.reached.isdisjoint(map(id, parameters))
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
         """The scale of the gradients, 0-dim; None for 1."""
@@ -69,25 +65,24 @@ class AccumulationProbe(ExitStack):
     """Detect whether the next backward in a context accumulates into gradients, or finds all of them None or zero.
 
     Gradient hooks see ``parameter.grad`` before accumulation. They run in ``autograd.grad`` too: only a backward that
-    reaches one of the parameters counts.
+    reaches one of the parameters counts. The gradients are those that ``optimizer`` uses; None for all of the model's.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], observers: list[Any]) -> None:
+    def __init__(self, tracker: GradientTracker, optimizer: Optimizer | None) -> None:
         super().__init__()
         self.norm: Tensor | None = None  # maximum norm of this rank's gradients before the backward, 0-dim
         self.accumulates: Tensor | None = None  # whether it was not zero, 0-dim; None before a backward
-        self._model, self._parameters, self._observers = model, list(parameters), observers
+        self._tracker, self._parameters = tracker, list(tracker.parameters_of(optimizer))
         self._measured: dict[int, Tensor] = {}  # by number of the backward, in order
 
     def __enter__(self) -> AccumulationProbe:
         leaves = [item for item in self._parameters if item.requires_grad and not item.is_inference()]
         if leaves:
-            handle = torch.autograd.graph.register_multi_grad_hook(leaves, weakly(self._measure), mode="any")
-            self.callback(handle.remove)
+            self.enter_context(register_multi_grad_hook(leaves, weakly(self._measure), mode="any"))
         if any_sharded(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
-            self.callback(self._model.register_forward_hook(weakly(self._hook_outputs)).remove)
-        self._observers.append(self)
-        self.callback(self._observers.remove, self)
+            self.callback(self._tracker.model.register_forward_hook(weakly(self._hook_outputs)).remove)
+        self._tracker.observers.append(self)
+        self.callback(self._tracker.observers.remove, self)
         self.callback(self._parameters.clear)
         self.callback(self._measured.clear)
         return self
@@ -120,7 +115,7 @@ class GradientTracker:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hook = GradientHook()
-        weakref.finalize(self, self.hook.remove).atexit = False
+        finalize(self, self.hook.remove).atexit = False
         self.parameters: list[nn.Parameter] = []  # when the train step started
         self.reduced = True  # whether the last backward of this iteration has left its gradients reduced
         self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
@@ -130,8 +125,7 @@ class GradientTracker:
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._sharded = [module for module in model.modules() if hasattr(module, "unshard")]  # by fully_shard
         self._train_steps = 0
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[object, list[nn.Parameter]]]
-        self._held = weakref.WeakKeyDictionary()
+        self._held: WeakKeyDictionary[Optimizer, tuple[object, list[nn.Parameter]]] = WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Update the parameters; whether modules or parameters have been added, removed or replaced."""
@@ -150,12 +144,12 @@ class GradientTracker:
             return self.parameters
         lists = list(map(itemgetter("params"), optimizer.param_groups))
         key = self._train_steps, *map(id, lists), *map(len, lists)
-        known, parameters = self._held.get(optimizer, (None, self.parameters))
-        if known != key:
+        former_key, parameters = self._held.get(optimizer, (None, self.parameters))
+        if former_key != key:
             ids = held_by(optimizer)
             held = [parameter for parameter in self.parameters if id(parameter) in ids]
             if not _are_same(held, parameters):
-                parameters = self.parameters if len(held) == len(self.parameters) else held
+                parameters = self.parameters if _are_same(held, self.parameters) else held
             self._held[optimizer] = key, parameters
         return parameters
 
@@ -198,10 +192,6 @@ class GradientTracker:
         """Take gradients as reduced that the train step finalizes before a step outside of backward."""
         if self._is_deferred and self.shares(optimizer) and not in_backward():
             self.reduced, self._is_deferred = True, False
-
-    def accumulation_probe(self, optimizer: Optimizer | None) -> AccumulationProbe:
-        """A probe of the gradients that an optimizer uses; None for all of the model's."""
-        return AccumulationProbe(self.model, self.parameters_of(optimizer), self.observers)
 
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:

@@ -7,12 +7,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_monitor.model._torch import GradientHook, backward_number, queue_callback, untraced
 
@@ -63,7 +62,7 @@ def remove_all(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
-def gradient_hook(start: Callable[[int], set[int] | None]) -> Callable[[Tensor], None]:
+def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
     """A post-accumulate-grad hook for all parameters of a model.
 
     Args:
@@ -76,8 +75,7 @@ def gradient_hook(start: Callable[[int], set[int] | None]) -> Callable[[Tensor],
         nonlocal last, add
         number = backward_number()
         if number != last or number == -1:
-            last, reached = number, start(number)
-            add = (set[int]() if reached is None else reached).add
+            last, add = number, start(number).add
         add(id(parameter))
 
     return untraced(hook)
@@ -96,9 +94,10 @@ def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], Non
     """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
     hook = GradientHook()
 
-    def start(number: int) -> None:
+    def start(number: int) -> set[int]:
         if number != -1:  # FSDP2 calls hooks outside of a backward
             after_backward(function, 3)
+        return set()
 
     try:
         hook.register(parameters, gradient_hook(start))
@@ -107,24 +106,7 @@ def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], Non
         hook.remove()
 
 
-@contextmanager
-def before_any_step(method: Any) -> Iterator[None]:
-    """Call a method before every optimizer step; it is referenced weakly."""
-    handle = register_optimizer_step_pre_hook(torch.compiler.disable(weakly(method)))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def is_nested(optimizer: Optimizer) -> bool:
-    """Detect a step inside another step, as those of wrapped optimizers and base classes are.
-
-    If it is not, an earlier step has raised an error that the train step caught.
-    """
+    """Detect a step inside another one, of a wrapped optimizer or base class; else an earlier step raised an error."""
     hooked = getattr(type(optimizer).step, "__code__", None)  # torch's wrapper of every step, which calls its hooks
-    frame, steps = sys._getframe(), 0
-    while frame.f_back is not None:
-        frame = frame.f_back
-        steps += frame.f_code is hooked
-    return steps > 1
+    return sum(frame.f_code is hooked for frame, _ in walk_stack(sys._getframe())) > 1

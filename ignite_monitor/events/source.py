@@ -6,13 +6,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,10 +20,6 @@ from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource,
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
 from ignite_monitor.model.modes import users_grad_mode
-
-# Events are equal to their names, which are faster to look up; Enum's public ``name`` takes two Python calls.
-_name_of: Callable[[MonitorEvents], str] = attrgetter("_name_")
-_NAMES = tuple(map(_name_of, MonitorEvents))
 
 
 class EventSource:
@@ -45,24 +39,31 @@ class EventSource:
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"
+    _NAMES = tuple(event._name_ for event in MonitorEvents)  # equal to the events, and faster to look up
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self.reached: dict[int, dict[int, set[int]]] = {}
-        # The optimizer whose step is running, and as long as this is not reported.
-        self._stepping: Optimizer | None = None
-        self._unreported: Optimizer | None = None
         hooks = map(weakly, (self._start_backward, self._end_backward, self._start_step, self.step_completed))
         self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: list[weakref.ref[Any]] = []
-        # The monitor, and a function of it: to call a WeakMethod takes another Python call.
-        self._listeners: dict[str, list[tuple[weakref.ref[Any], Callable[..., Any]]]] = {name: [] for name in _NAMES}
-        self.running = self.listened = self._awaits_step = False
+        # Weak references to monitors, with functions of theirs.
+        self._listeners: dict[str, list[tuple[Any, Any]]] = {name: [] for name in self._NAMES}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.reached.clear()
+        for tracker in self.trackers.values():
+            tracker.iteration_started()
+        # The optimizer whose step is running, and as long as this is not reported.
+        self._stepping: Optimizer | None = None
+        self._unreported: Optimizer | None = None
         self.nonfinite_source: NonFiniteSource | None = None
         self.train_step: functools.partial[Any] | None = None
+        self.running = self.listened = self._awaits_step = False
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
@@ -98,7 +99,7 @@ class EventSource:
         reference = weakref.ref(monitor)
         self._monitors.append(reference)
         for event, handler in handlers:
-            self._listeners[_name_of(event)].append((reference, handler.__func__))
+            self._listeners[event._name_].append((reference, handler.__func__))
         if id(monitor.model) not in self.trackers:
             self.trackers[id(monitor.model)] = GradientTracker(monitor.model)
 
@@ -118,8 +119,7 @@ class EventSource:
 
     def is_awaited(self, event: MonitorEvents) -> bool:
         """Return True if monitors or the user's handlers listen to an event."""
-        name = _name_of(event)
-        return bool(self._listeners[name]) or self._has_handlers(name)
+        return bool(self._listeners[event._name_]) or self._has_handlers(event._name_)
 
     @classmethod
     def on(cls, engine: Engine) -> EventSource | None:
@@ -131,41 +131,36 @@ class EventSource:
         """The monitors attached to the engine."""
         return [monitor for reference in self._monitors if (monitor := reference()) is not None]
 
-    def tracker(self, model: nn.Module) -> GradientTracker:
-        """The tracker of a model's gradients."""
-        return self.trackers[id(model)]
-
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
         """Call the monitors of this iteration that listen to an event, then the user's handlers.
 
         Args:
             about: id of a model -> second argument for its monitors; monitors of other models are not called.
         """
-        engine, name = self._engine(), _name_of(event)
+        engine = self._engine()
         if engine is None:
             return
         # All monitors read before one changes anything: the order of attaching must not matter.
         changes = []
-        for reference, handler in self._listeners[name]:
+        for reference, handler in self._listeners[event._name_]:
             monitor = reference()
             if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                change = handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
-                changes += [] if change is None else [change]
+                changes.append(handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],))))
         while changes:
-            changes = [further for change in changes if (further := change()) is not None]
+            changes = [change() for change in changes if change is not None]
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
-        if getattr(engine, EVENT_HANDLERS).get(name):
+        if getattr(engine, EVENT_HANDLERS).get(event._name_):
             with users_grad_mode():
                 engine.fire_event(event)
 
-    def _start_backward(self, model: int, number: int) -> set[int] | None:
-        """Begin to record a backward that reaches a model, by its id; None if it is not to be recorded."""
+    def _start_backward(self, model: int, number: int) -> set[int]:
+        """Begin to record a backward that reaches a model, by its id; return the set of its reached parameters."""
         if not self.running or model not in self.trackers:
-            return None
+            return set()
         if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
             self.trackers[model].defer()
-            return None
+            return set()
         if number not in self.reached:
             after_backward(functools.partial(self._on_backward_end, number), self._hops)
         return self.reached.setdefault(number, {}).setdefault(model, set())
@@ -191,21 +186,19 @@ class EventSource:
             self._stepping = self._unreported = None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.running or not [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]:
-            return None
-        if self._stepping is not None and is_nested(optimizer):
+        sharing = [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]
+        if not self.running or not sharing or (self._stepping is not None and is_nested(optimizer)):
             return None
         self._stepping = self._unreported = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._report_step(optimizer)
             return None
-        report = weakly(self._report_step)
 
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             loss = closure(*args, **kwargs)
-            report(optimizer)  # the step uses the gradients that its closure computes
+            self._report_step(optimizer)  # the step uses the gradients that its closure computes
             return loss
 
         if "closure" in kwargs:
@@ -246,15 +239,8 @@ class EventSource:
         self._reset()
         self._awaits_step = True
 
-    def _reset(self) -> None:
-        self.reached.clear()
-        for tracker in self.trackers.values():
-            tracker.iteration_started()
-        self._stepping = self._unreported = self.nonfinite_source = self.train_step = None
-        self.running = self._awaits_step = False
-
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        self.listened = self._has_handlers(*_NAMES)
+        self.listened = self._has_handlers(*self._NAMES)
         monitored = [monitor for monitor in self.monitors if monitor._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)

@@ -194,7 +194,7 @@ class GradientDetector:
         # It may have measured already, in a backward under no_sync().
         if self.pending is None or (self._probe is not None and self._probe.accumulates is not None):
             return []
-        self._probe = tracker.accumulation_probe(optimizer)
+        self._probe = AccumulationProbe(tracker, optimizer)
         return [self._probe]
 
     def resolve(self, pending: GradientDetection) -> Tensor:

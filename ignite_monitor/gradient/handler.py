@@ -199,7 +199,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
-        tracker = self._source.tracker(self.model)
+        tracker = self._source.trackers[id(self.model)]
         if tracker.parameters:
             self._locator.calls.device = tracker.parameters[0].device
         contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
@@ -279,7 +279,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if self._source is None:
             return
         if not self._seen:
-            if self._source.tracker(self.model).reduced:
+            if self._source.trackers[id(self.model)].reduced:
                 self._warn_once(_NO_GRADIENT, engine.state.iteration)
             return
         newest, taken = self._window.returned(), self._window.last

@@ -19,9 +19,9 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move, upload, wide_dtype
-from ignite_monitor.model.forward import after_forward, is_recomputation
+from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import aside, eager, is_plain
+from ignite_monitor.model.modes import aside, eager, in_backward, is_plain
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
@@ -125,7 +125,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
         # It holds no monitor, since the engine holds the contexts of a step.
         def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not root.training or is_recomputation() or is_reference_run():
+            if not root.training or in_backward() or is_reference_run():  # checkpointing repeats passes in a backward
                 return
             with aside():
                 for place, tensor in tagged_tensors(output):

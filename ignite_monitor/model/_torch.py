@@ -127,7 +127,7 @@ def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
-    """Forward hooks and pre-hooks of a module, by the keys that :func:`remove_forward_hook` takes."""
+    """Forward hooks and pre-hooks of a module, by the keys that :func:`remove_hooks` takes."""
     kinds = ("_forward_hooks", "_forward_pre_hooks")
     return {(kind, key): hook for kind in kinds for key, hook in getattr(module, kind).items()}
 
@@ -137,14 +137,10 @@ def hooks_before_forward(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def remove_forward_hook(module: nn.Module, known: tuple[str, int]) -> None:
-    """Remove a hook by its key in :func:`known_forward_hooks`."""
-    kind, key = known
-    del getattr(module, kind)[key]
-
-
-def remove_backward_hooks(module: nn.Module) -> None:
-    """Remove all backward hooks of a module."""
+def remove_hooks(module: nn.Module, known: Iterable[tuple[str, int]]) -> None:
+    """Remove forward hooks by their keys in :func:`known_forward_hooks`, and all backward hooks."""
+    for kind, key in known:
+        del getattr(module, kind)[key]
     for kind in ("_backward_hooks", "_backward_pre_hooks"):
         getattr(module, kind, {}).clear()
 

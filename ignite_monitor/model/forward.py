@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ignite_monitor.model._torch import in_backward, module_call
+from ignite_monitor.model._torch import module_call
 
 Modules = Iterable[nn.Module]
-
-is_recomputation = in_backward  # activation checkpointing repeats forward passes in a backward
 
 
 def before_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = False) -> AbstractContextManager[None]:

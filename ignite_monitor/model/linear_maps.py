@@ -15,8 +15,7 @@ LinearMap = Callable[[Tensor, Tensor], Tensor]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_OVER_CHANNELS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm, nn.PReLU)
+_OVER_CHANNELS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.PReLU)
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:

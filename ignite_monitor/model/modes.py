@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -55,9 +54,6 @@ def full_precision(device: torch.device) -> Iterator[None]:
             before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
         yield
-
-
-out_of_compiler = functools.cache(torch.compiler.disable)  # of a function: the compiler does not trace it
 
 
 def eager() -> AbstractContextManager[None]:

@@ -132,7 +132,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
-        tracker = self._source.tracker(self.model)
+        tracker = self._source.trackers[id(self.model)]
         own = tracker.parameters_of(self.optimizer)
         parameters = [parameter for parameter in own if parameter.requires_grad and not parameter.is_inference()]
         return [IncrementObserver(tracker, parameters, self._window)]
@@ -143,7 +143,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         self._iteration = -1
 
     def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
-        if self._window and ready.reaches(self.optimizer):
+        if self._window and not ready.reached.isdisjoint(map(id, ready.tracker.parameters_of(self.optimizer))):
             self._window[-1].is_reduced = True
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.model._torch import backward_number, foreach_norm
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.model.modes import aside, out_of_compiler
+from ignite_monitor.model.modes import aside
 from ignite_monitor.model.norms import summed_values
 
 
@@ -65,7 +65,7 @@ class IncrementObserver:
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        hook = functools.partial(out_of_compiler(IncrementObserver.before_adding), self)
+        hook = functools.partial(torch.compiler.disable(IncrementObserver.before_adding), self)
         self._handles = [parameter.register_hook(hook) for parameter in self._parameters]
         self._tracker.observers.append(self)
 

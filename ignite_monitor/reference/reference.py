@@ -16,8 +16,7 @@ from ignite_monitor.model._torch import (
     buffers_in,
     known_forward_hooks,
     parameters_in,
-    remove_backward_hooks,
-    remove_forward_hook,
+    remove_hooks,
 )
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
@@ -182,11 +181,9 @@ def separate_copy(model: nn.Module) -> nn.Module:
     own, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
     if structure(model) != structure(separate) or own & others:
         raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
-    for module, hooks in user_forward_hooks(separate.modules()).items():
-        for key in hooks:
-            remove_forward_hook(module, key)
+    hooked = user_forward_hooks(separate.modules())
     for module in separate.modules():
-        remove_backward_hooks(module)
+        remove_hooks(module, hooked.get(module, ()))
     return separate
 
 

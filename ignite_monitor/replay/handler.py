@@ -15,8 +15,9 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ignite_monitor.events.hooks import after_each_backward, before_any_step, weakly
+from ignite_monitor.events.hooks import after_each_backward, weakly
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLAY
 from ignite_monitor.model._torch import backward_number
@@ -122,7 +123,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         reshard(self.model)
         self._gradients, self._kept, self._count = {}, -1, 0
         self._before = StartState(self.model, vars(engine.state), self._random, self._is_due)
-        return [before_any_step(self._on_any_step)]
+        return [register_optimizer_step_pre_hook(torch.compiler.disable(weakly(self._on_any_step)))]
 
     def _on_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left is not None:
@@ -130,7 +131,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             if callable(closure):
                 closure()
             raise SecondPassEnded
-        if self._source is not None and not self._source.tracker(self.model).shares(optimizer):
+        if self._source is not None and not self._source.trackers[id(self.model)].shares(optimizer):
             self._skip("an optimizer of other parameters steps first; give a model that holds all of them")
 
     def _skip(self, reason: str) -> None:
@@ -209,9 +210,10 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             source.running = False  # no other monitor measures this pass
             stack.enter_context(before.restored(vars(engine.state), self.optimizer, self._elsewhere))
             stack.callback(reshard, self.model)
-            stack.enter_context(after_each_backward(source.tracker(self.model).parameters, ended))
+            stack.enter_context(after_each_backward(source.trackers[id(self.model)].parameters, ended))
             if step is None:  # else the hook of the train step exists, and hooks are being called
-                stack.enter_context(before_any_step(self._on_any_step))
+                handle = register_optimizer_step_pre_hook(torch.compiler.disable(weakly(self._on_any_step)))
+                stack.callback(handle.remove)
             with suppress(SecondPassEnded):
                 source.train_step()
 

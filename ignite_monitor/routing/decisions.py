@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.devices import move_like, wide_dtype
-from ignite_monitor.model.forward import ModuleHook, is_recomputation
+from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import aside, is_plain
+from ignite_monitor.model.modes import aside, in_backward, is_plain
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
 NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts: %s"
@@ -47,7 +47,8 @@ class RouterDecisions(ModuleHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         router = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
-        if router is None or is_recomputation() or is_reference_run() or not self._root.training:
+        # Activation checkpointing repeats forward passes in a backward.
+        if router is None or in_backward() or is_reference_run() or not self._root.training:
             return
         name, k = router
         logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)

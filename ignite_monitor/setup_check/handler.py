@@ -81,13 +81,13 @@ class SetupCheck(Monitor):
         if engine is None or source is None:
             return []
         reshard(self.model)
-        tracker, state, modules = source.tracker(self.model), engine.state, [*self.model.modules()]
+        tracker, state, modules = source.trackers[id(self.model)], engine.state, [*self.model.modules()]
         evidence = self._evidence = self._evidence or Evidence(self.model, self.optimizer, tracker.parameters, state)
         evidence.start(state.batch)
         if any(item.dtype in NARROW for item in evidence.held):
             self._measured = MeasuredStep(self.model, 1024, self.optimizer)
             self._measured.start()
-        self._probe, hooks = tracker.accumulation_probe(self.optimizer), ExitStack()
+        self._probe, hooks = AccumulationProbe(tracker, self.optimizer), ExitStack()
         # No event announces the steps of an optimizer that the model's monitors were not given.
         hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self._on_step))).remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):

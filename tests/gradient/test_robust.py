@@ -75,6 +75,14 @@ def test_zeros_and_warm_up_equal_formula():
     np.testing.assert_allclose(result.thresholds, reference.thresholds, rtol=RTOL)
 
 
+def test_norms_that_differ_by_rounding_alone_have_no_threshold():
+    norms = 3.0 + 1e-9 * np.random.default_rng(0).random(200)
+    norms[100] += 1e-7
+    result = judge(norms, least=1.0)
+    assert np.isinf(result.thresholds).all()
+    assert not result.spikes.any()
+
+
 def test_frequent_large_norms_become_the_rule():
     # Left out of the statistics, they would be flagged for ever: the rest of the norms stays as even as it was.
     norms = noisy(1800, sigma=0.1)

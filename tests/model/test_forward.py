@@ -14,10 +14,10 @@ from ignite_monitor.model.forward import (
     ModuleHook,
     after_forward,
     before_forward,
-    is_recomputation,
     outputs_to,
     running_module,
 )
+from ignite_monitor.model.modes import in_backward
 from tests._helpers import assert_same
 
 
@@ -99,6 +99,6 @@ def test_recomputation_is_told_from_a_pass(use_reentrant):
     layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
     seen = []
     x = torch.ones(2, 3, requires_grad=True)
-    with after_forward([layers[0]], lambda *_: seen.append(is_recomputation())):
+    with after_forward([layers[0]], lambda *_: seen.append(in_backward())):
         checkpoint(layers, x, use_reentrant=use_reentrant).sum().backward()
     assert seen == [False, True]
