@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5, help="how often to go through the data (default: 5)")
     parser.add_argument("--log-dir", default="runs/spikes_custom_step", help="where TensorBoard finds the curves")
     args = parser.parse_args()
-    run = "spike_ignored" if args.ignore_spikes else "spike_left_out"
+    run = "spike_ignored" if args.ignore_spikes else "spike_skipped"
 
     torch.manual_seed(0)
     train_loader, test_loader = load_data()

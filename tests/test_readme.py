@@ -48,7 +48,7 @@ def test_custom_step_example(tmp_path, arguments, harmless):
     assert "iteration 120: spike, gradient norm" in output
     assert "tensorboard --logdir runs/spikes_custom_step" in output
     assert (accuracies(output)[-1] > 0.9) is harmless
-    run = "spike_left_out" if harmless else "spike_ignored"
+    run = "spike_skipped" if harmless else "spike_ignored"
     written = scalars(tmp_path / "runs" / "spikes_custom_step" / run)
     assert written["grad/spike"][120] == 1.0
     assert written["grad/norm"][120] > 100 * written["grad/threshold"][120]

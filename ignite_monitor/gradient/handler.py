@@ -367,7 +367,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
     def _spike(self, detection: GradientDetection) -> Spike:
         spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
         named = f"{self.prefix}/{spike.name}"
-        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.found)
+        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest)
 
     def _announce(self, engine: Engine, detection: GradientDetection) -> None:
         if not self._window.announced and self._is_awaited_spike(detection.spike):
@@ -384,7 +384,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         is_nonfinite = known and torch.is_nonzero(nonfinite)
         alone = is_nonfinite and world_size() == 1
         text = self._locator.locate(not is_nonfinite, self.scaler is not None, alone=alone)
-        self._source.nonfinite_source = self._locator.found or self._source.nonfinite_source
+        self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
         if text is not None:
             self._log(logging.WARNING, text)
 

@@ -2,8 +2,9 @@
 
 - Fused optimizers of ``torch.optim`` skip by their ``found_inf``, as with GradScaler: on the device.
 - From others of ``torch.optim`` gradients are hidden during the step, which then does nothing.
-- The step of any other is not run: it may update weights without gradients too.
-- Steps that evaluate a closure after parameters have changed are refused.
+- The step of any other is not run: it may update weights without gradients too. A call with a closure, or that bypasses
+  ``optimizer.step``, is refused, since parameters may have changed before it can be skipped.
+- LBFGS is refused.
 """
 
 from __future__ import annotations

@@ -104,11 +104,11 @@ def _read(path: Path, pattern: re.Pattern[str] | None) -> Recording:
         rows = contents.rows[_current(contents.rows, contents.ids)]
         rows_of: dict[str, NDArray[Any]] = {}
         places: list[Indices] = []
-        for number, its, offsets in _occurrences(rows, contents.ids, wanted):
-            rows_of[contents.names[number].name] = rows[its]
-            places.append(rows["values"][its] + offsets)
+        for number, indices, offsets in _occurrences(rows, contents.ids, wanted):
+            rows_of[contents.names[number].name] = rows[indices]
+            places.append(rows["values"][indices] + offsets)
         values = _values(contents, places)
-    series = {name: Series(its["step"], part) for (name, its), part in zip(rows_of.items(), values, strict=True)}
+    series = {name: Series(indices["step"], part) for (name, indices), part in zip(rows_of.items(), values, strict=True)}
     return Recording(series, rows_of, {name.name: name for name in contents.names})
 
 
@@ -125,10 +125,10 @@ def _occurrences(
     order = np.argsort(numbers, kind="stable")
     order = order[wanted[numbers[order]]]
     for same in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else ():
-        its = of_list[same]
-        in_rows = by_list[_ranges(starts[its], uses[its])]
+        indices = of_list[same]
+        in_rows = by_list[_ranges(starts[indices], uses[indices])]
         in_time = np.argsort(in_rows, kind="stable")
-        yield int(numbers[same[0]]), in_rows[in_time], np.repeat(offsets[same], uses[its])[in_time]
+        yield int(numbers[same[0]]), in_rows[in_time], np.repeat(offsets[same], uses[indices])[in_time]
 
 
 def _ranges(starts: Indices, lengths: Indices) -> Indices:
@@ -171,9 +171,9 @@ def _current(rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
     if len(numbers) < 2:
         return kept
     runs: list[_Run] = []
-    for its in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
-        (start, session), steps = (int(rows[field][its[0]]) for field in ("start", "session")), rows["step"][its]
-        run = _Run(its, start, session, int(steps.min()), int(steps.max()), _names(rows[its], ids))
+    for indices in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
+        (start, session), steps = (int(rows[field][indices[0]]) for field in ("start", "session")), rows["step"][indices]
+        run = _Run(indices, start, session, int(steps.min()), int(steps.max()), _names(rows[indices], ids))
         for old in reversed(runs):
             if run.start == 0:
                 repeats = old.session < run.session and old.last_step >= run.first_step

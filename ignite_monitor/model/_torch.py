@@ -196,14 +196,14 @@ def version(tensor: Tensor) -> int:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which the compiler does not trace, but maybe what it calls; imports the compiler, for seconds."""
+    """Exclude a function, but not the functions that it calls, from tracing; importing the compiler takes seconds."""
     _find("torch._dynamo.decorators.skip")(function)
     return function
 
 
 @contextlib.contextmanager
 def eager_functions() -> Iterator[None]:
-    """Run compiled functions eagerly, but FlexAttention, which would need memory for all attention weights.
+    """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
     Without the private names FlexAttention runs eagerly too.
     """

@@ -57,7 +57,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def eager() -> AbstractContextManager[None]:
-    """Run compiled functions eagerly, but FlexAttention; nothing is compiled again.
+    """Run compiled functions eagerly, except FlexAttention; nothing is compiled again.
 
     Hooks registered after the first compiled call would not run otherwise.
     """

@@ -125,11 +125,11 @@ def shapes(state: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+def first_difference(model: Mapping[str, str], reference: Mapping[str, str]) -> str | None:
     """The first name of which two of :func:`structure` or :func:`shapes` differ; None if they are the same."""
-    for name in (*ours, *theirs):
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {theirs.get(name, 'missing')} in it, not {ours.get(name, 'missing')}"
+    for name in (*model, *reference):
+        if model.get(name) != reference.get(name):
+            return f"{name} is {reference.get(name, 'missing')} in it, not {model.get(name, 'missing')}"
     return None
 
 

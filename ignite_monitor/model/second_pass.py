@@ -56,7 +56,7 @@ class StartState:
 
     @contextmanager
     def restored(self, attributes: dict[str, Any], optimizer: Optimizer, others: list[Any]) -> Iterator[None]:
-        """Restore this state; on exit, restore the state of now.
+        """Restore this state; on exit, restore the current one.
 
         Args:
             attributes: attributes of the engine's state.

@@ -135,9 +135,9 @@ class RankReduction:
 
 def _union(known: Mapping[Table, list[str]], own: Mapping[Table, NamedValues]) -> dict[Table, list[str]]:
     """Return the names that any rank knows or has, in the same order on all ranks."""
-    mine = [*known.items(), *((table, list(rows.names)) for table, rows in own.items())]
+    own_tables = [*known.items(), *((table, list(rows.names)) for table, rows in own.items())]
     union: dict[Table, dict[str, None]] = {}
-    for tables in from_every_rank(mine):
+    for tables in from_every_rank(own_tables):
         for table, names in tables:
             union.setdefault(table, {}).update(dict.fromkeys(names))
     return {table: list(names) for table, names in union.items()}

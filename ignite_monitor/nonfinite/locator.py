@@ -38,14 +38,14 @@ class NonFiniteLocator:
 
     Attributes:
         calls: calls of the model since its last backward pass, a context around the train step.
-        found: source of the newest gradient; None if it is finite or the source could not be located.
+        newest: source of the newest gradient; None if it is finite or the source could not be located.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._was_finite = True
         self.calls = ModelCalls(model)
-        self.found: NonFiniteSource | None = None
+        self.newest: NonFiniteSource | None = None
 
     def locate(self, is_finite: bool, is_overflow: bool, alone: bool) -> str | None:
         """Handle the end of a backward pass; return the text of a warning.
@@ -59,18 +59,18 @@ class NonFiniteLocator:
         self.calls.backward_ended()
         was_finite, self._was_finite = self._was_finite, is_finite
         if is_finite:
-            self.found = None
+            self.newest = None
         if is_finite or not was_finite:
             return None
         try:
-            self.found = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, alone)
+            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, alone)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
-            self.found = None
+            self.newest = None
             if is_overflow:
                 return None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
             return f"the gradient is not finite; its source could not be located: {name}{error}"
-        return None if self.found is None else f"the gradient is not finite. {self.found.text}"
+        return None if self.newest is None else f"the gradient is not finite. {self.newest.text}"
 
 
 def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: bool) -> NonFiniteSource | None:

@@ -38,7 +38,7 @@ class SecondPassEnded(BaseException):
 
 
 class ReplayCheckHandler(Monitor, schema=REPLAY):
-    """Run the train step once more, and compare the gradients of both passes bit by bit: the data, or the machine?
+    """Run the train step once more, and compare the gradients of both passes bit by bit.
 
     In monitored iterations, and at a spike of ``GradMonitor`` in any iteration, the train step runs again before the
     first optimizer step: same batch, weights and RNG state. The second pass ends with its last backward, before any
@@ -238,6 +238,6 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         rows = zip(names, table.tolist(), strict=True)
         words = [f"{name} (by up to {largest:.3g})" for name, (differs, largest, _) in rows if differs]
         text = "%s: iteration %d: a second pass with the same batch, weights and RNG state gave other gradients: %s. "
-        text += "%d passes before were the same. If many: a fault of the machine; if few: operations that are not "
-        text += "deterministic, or a state that the train step keeps."
+        text += "%d earlier passes were the same. If many were, a hardware fault is likely; if few were, an operation "
+        text += "that is not deterministic, or a state that the train step keeps."
         self.logger.warning(text, self._title, iteration, listed(words, 8) or "on another rank", int(counts[0]))

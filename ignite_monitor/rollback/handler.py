@@ -178,7 +178,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         items = count_items(engine.state.batch) if world_size() == 1 and not is_last else None
         if items:
             if 2 * items < self._smallest_batch:
-                self.logger.info("%s: smaller batches of %d items; all thresholds are reset", self._title, items)
+                text = "%s: iteration %d: smaller batches of %d items; all thresholds are reset"
+                self.logger.info(text, self._title, engine.state.iteration, items)
                 self.accept()
             self._smallest_batch = min(items, self._smallest_batch or items)
 

@@ -24,7 +24,7 @@ Snapshot = dict[str, Any]  # iteration, copies of state and thresholds, and the 
 _RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
 _MARGIN = 2  # times the delay of the detection: a snapshot is so much older than the first sign
-_PROVED = 20  # iterations, or ten times the delay, after which a restored snapshot has proved healthy
+_CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
 _RETRY = 7  # discarded iterations after which the newest snapshot is restored
 
 # Learning rates in the states of parameter groups and of torch's schedulers, and of Ignite's.
@@ -66,12 +66,12 @@ class Snapshots:
         """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
         It begins with one that is older than the first sign, the more so the longer the detection took, and older than
-        the one restored last if that has not proved healthy. After some discarded iterations the newest one follows.
+        the one restored last if that is unconfirmed. After some discarded iterations the newest one follows.
         """
         if not discarded:
             newest, delay = self.before(first_sign), iteration - first_sign
-            has_proved = first_sign - self.restored_at >= max(_PROVED, 10 * delay)
-            self.drop_newer(newest["iteration"] if has_proved else self.restored - 1)
+            is_confirmed = first_sign - self.restored_at >= max(_CONFIRMED, 10 * delay)
+            self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
             self.all[-1]["thresholds"] = newest["thresholds"]  # those of an older one may not be warmed up
             self.restored = self.before(first_sign - _MARGIN * delay)["iteration"]
         elif discarded >= _RETRY:
@@ -144,9 +144,9 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
 def finite(state: Any) -> dict[str, bool]:
     """Path -> whether the tensor, of a DTensor this rank's part, is finite; in one transfer from each device."""
     tensors = {path.replace("/", "."): local(tensor.detach()) for path, tensor in tensors_in(state)}
-    usual = {path: tensor for path, tensor in tensors.items() if tensor.itemsize > 1 and not tensor.is_meta}
-    [flags] = transfer([[tensor.isfinite().all() for tensor in usual.values()]])
-    return {path: bool(flag) for path, [flag] in zip(usual, flags, strict=True)}
+    checked = {path: tensor for path, tensor in tensors.items() if tensor.itemsize > 1 and not tensor.is_meta}
+    [flags] = transfer([[tensor.isfinite().all() for tensor in checked.values()]])
+    return {path: bool(flag) for path, [flag] in zip(checked, flags, strict=True)}
 
 
 def _state_of(thing: Any) -> Any:
@@ -173,8 +173,8 @@ def _restore(thing: Any, state: Any) -> None:
         for name, extra in clone(state["extra"]).items():
             thing.get_submodule(name).set_extra_state(extra)
         return
-    current, is_usual = thing.state_dict(), isinstance(thing, Optimizer)
-    if is_usual and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
+    current = thing.state_dict()
+    if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
         # In place, since load_state_dict() may change dtypes.
         parameters = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
         restored = clone(state, into=current)

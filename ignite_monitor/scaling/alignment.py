@@ -106,9 +106,9 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
 
 
 def row_alignment(product: Callable[[Tensor, Tensor], Tensor], fan_in: float, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the alignment of an input, of rows, and a weight; NaN where the input, weight or product is 0.
+    """Return the alignment of each row of an input with a weight; NaN where the row, weight or product is 0.
 
-    ``product`` maps both, linearly in either, to sums of ``fan_in`` > 1 products.
+    ``product`` is linear in both; its elements are sums of ``fan_in`` > 1 products.
     """
 
     def rms(values: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def row_alignment(product: Callable[[Tensor, Tensor], Tensor], fan_in: float, x:
 
 
 class AlignmentCalls(Comparison):
-    """Measures the alignment in the calls of modules with these names, of so many rows of each batch."""
+    """Measures the alignment in calls of the named modules, on ``sample_size`` rows of a batch."""
 
     def __init__(self, reference: Reference, layers: Sequence[str], sample_size: int) -> None:
         self.layers = list(layers)

@@ -98,7 +98,7 @@ class Multiplier:
 
 
 class RandomTensors(DispatchMode):
-    """Records, while tensors are made, which of them hold random numbers, or what was computed from these."""
+    """Records, while tensors are made, which of them hold random values, or values computed from these."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,8 +97,8 @@ Graph = dict[str, Node]  # by name, in the order of the forward pass
 class Solution(NamedTuple):
     """Exponents that solve a graph."""
 
-    c: dict[str, float]  # layer, and "{layer}.bias" for its biases, which change the output at the rate r -> of lr
-    r: dict[str, float]  # node -> with which the change of its output vanishes with width
+    c: dict[str, float]  # layer -> exponent of its learning rate; with "{layer}.bias" for its biases
+    r: dict[str, float]  # node -> exponent of the change of its output, n^-r
 
 
 def solve(

@@ -79,9 +79,9 @@ def _power(scaled: Tensor, start: Tensor) -> tuple[Tensor, Tensor, int]:
         if step == most or (on_host and step == check):
             projected = basis @ products.mT
             coordinates = dominant((projected + projected.mT) / 2)
-            found = _with_bound(scaled, (coordinates[:, None] @ basis).squeeze(1))
-            if step == most or not len((found[1] > TOLERANCE).nonzero()):
-                return *found, step
+            result = _with_bound(scaled, (coordinates[:, None] @ basis).squeeze(1))
+            if step == most or not len((result[1] > TOLERANCE).nonzero()):
+                return *result, step
             check += max(2, check // 3)
         # Where the space is exhausted only rounding is left: some noise keeps the directions apart.
         scale = torch.linalg.matrix_norm(block, keepdim=True)

@@ -24,7 +24,7 @@ asserts that
   tensors.
 
 Every other number is compared with float64 arithmetic in the unit tests. On one process ReplicaCheckHandler can only
-say that all agree; ranks have tests of their own. RollbackHandler takes snapshots and has nothing to go back for.
+say that all agree; ranks have tests of their own. RollbackHandler takes snapshots and has no reason to roll back.
 MaxPScheduler is not attached, since it changes the training. The table counts values over all four iterations, and
 attention heads; a model with attention and no heads in the table computes it by hand, or in a way that can't be seen.
 
