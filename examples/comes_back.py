@@ -59,7 +59,7 @@ def make_batches(text, count, seed, from_elsewhere=()):
         yield other_vocabulary[batch] if iteration in from_elsewhere else batch
 
 
-def trouble(iterations):
+def faults(iterations):
     """In which iterations the data are from elsewhere, and in which the learning rate is too large."""
     data, rate = 3 * iterations // 10, 6 * iterations // 10
     return range(data, data + 40), range(rate, rate + 3)
@@ -67,7 +67,7 @@ def trouble(iterations):
 
 @dataclass
 class Run:
-    """What a training leaves to look at.
+    """Results of a training run.
 
     Attributes:
         losses: iteration -> loss on unseen text.
@@ -84,7 +84,7 @@ def train(iterations, seed, disturbed=True, helped=True):
     torch.manual_seed(seed)
     text, unseen = read_text()
     exam = torch.cat(list(make_batches(unseen, 4, seed)))
-    bad_data, bad_rate = trouble(iterations) if disturbed else ((), ())
+    bad_data, bad_rate = faults(iterations) if disturbed else ((), ())
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
@@ -131,7 +131,7 @@ HEAD = f"{'loss on unseen text':20}{'before':>8}{'worst':>8}{'at the end':>12}{'
 
 
 def row(iterations, name, run):
-    start = trouble(iterations)[0].start
+    start = faults(iterations)[0].start
     before = run.losses[max(each for each in run.losses if each < start)]
     worst = max(loss for iteration, loss in run.losses.items() if iteration >= start)
     losses = f"{before:8.2f}{worst:8.2f}{run.losses[max(run.losses)]:12.2f}"
@@ -155,7 +155,7 @@ def plot(iterations, runs, path):
         axes.text(0, 1.03, "loss of a small GPT on unseen text, over iterations", transform=axes.transAxes, color=grey)
         axes.set(xlim=(50, iterations), ylim=(low - 0.18 * height, high + 0.16 * height))
         words = "40 batches with\nanother vocabulary", "learning rate × 100\nfor 3 steps"
-        for where, text in zip(trouble(iterations), words, strict=True):
+        for where, text in zip(faults(iterations), words, strict=True):
             axes.axvspan(where.start, where.stop, color="#f5b82e", alpha=0.28, linewidth=0)
             axes.text(where.stop + 8, high + 0.12 * height, text, va="top", fontsize=10)
 

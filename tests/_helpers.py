@@ -144,7 +144,7 @@ def grad_norm(parameters: Iterable[Tensor]) -> float:
 
 
 def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Everything that detaching has to put back, as plain comparable values."""
+    """Everything that detaching has to restore, as plain comparable values."""
     hooks = {
         f"{name}.{kind}": len(getattr(module, kind))
         for name, module in model.named_modules()
@@ -173,7 +173,7 @@ def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[st
 
 
 def hooks_only(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What has to be put back when a run ends, with the monitor still attached."""
+    """Everything to restore when a run ends, with the monitor still attached."""
     return {key: value for key, value in snapshot.items() if key not in {"handlers", "state", "metrics"}}
 
 

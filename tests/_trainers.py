@@ -1,4 +1,4 @@
-"""Small trainings, what is independently true of them, and what a monitor said of them."""
+"""Small training runs, independent references for them, and values that a monitor published."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor
 from tests._helpers import assert_same as assert_same
-from tests._judge import Judge as Judge
-from tests._judge import mean_of as mean_of
-from tests._judge import mean_std as mean_std
+from tests._oracle import Oracle as Oracle
+from tests._oracle import mean_of as mean_of
+from tests._oracle import mean_std as mean_std
 
 Batch = tuple[Tensor, Tensor]
 

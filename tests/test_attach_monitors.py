@@ -1,4 +1,4 @@
-"""One line attaches what most trainings want, and one takes it away."""
+"""One line attaches the usual monitors, and one detaches them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
 
 
 @pytest.mark.parametrize(("count", "shown"), [(3, [0, 1, 2]), (9, [0, 4, 8])])
-def test_loggers_get_what_one_can_look_at_and_files_all(tmp_path, count, shown):
+def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
     torch.manual_seed(0)
     model = Transformer(count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

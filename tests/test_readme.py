@@ -85,7 +85,7 @@ def test_activations_example(tmp_path):
 
 
 def rows_of_comes_back(output):
-    """Of each training: the loss before the trouble, the worst and the last one, spikes and rollbacks."""
+    """Run -> the loss before the faults, the worst and the last one, spikes and rollbacks."""
     result = re.findall(
         r"^(undisturbed|with(?:out)? handlers) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+) +(\d+)$", output, re.M
     )

@@ -65,7 +65,7 @@ class Model(nn.Module):
         self.last = nn.Linear(8, 3)
         self.shift = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         self.position_table = nn.Parameter(torch.ones(3, 8))
-        self.unused, self.left_out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.unused, self.excluded = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         x = self.first(x + self.table(torch.arange(len(x)) % 4))
@@ -88,7 +88,7 @@ def make_all():
     """A monitor of each kind, all options on, with the optimizer and model that they watch."""
     torch.manual_seed(0)
     model = Model()
-    held = [element for name, element in model.named_parameters() if not name.startswith("left_out")]
+    held = [element for name, element in model.named_parameters() if not name.startswith("excluded")]
     optimizer = torch.optim.Adam(held, lr=0.1)
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
@@ -171,7 +171,7 @@ def published():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_monitor_publishes_what_its_schema_says(kind, published):
+def test_a_monitor_publishes_the_keys_of_its_schema(kind, published):
     prefix, names = published[kind]
     keys = {name.removeprefix(f"{prefix}/") if prefix else name for name in names}
     assert [key for key in keys if kind.schema.find(key) is None] == []
@@ -226,7 +226,7 @@ def test_subclasses_keep_their_own_docstring_and_the_schema():
     ("nonfinite", "present"),
     [("", [1.0]), ("inf", [1.0, math.inf, -math.inf]), ("any", [1.0, math.inf, -math.inf, math.nan])],
 )
-def test_which_numbers_stand_for_what_is_absent(nonfinite, present):
+def test_numbers_that_represent_missing_values(nonfinite, present):
     schema = Schema("own", "own", (Key("a/{name}", "", nonfinite=nonfinite), Key("b", "")))
     for number in [1.0, math.inf, -math.inf, math.nan]:
         absent = schema.not_reported({"a/x.y": number, "b": number, "unknown": number})

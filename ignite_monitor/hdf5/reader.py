@@ -108,7 +108,7 @@ def _read(path: Path, pattern: re.Pattern[str] | None) -> Recording:
             rows_of[contents.names[number].name] = rows[indices]
             places.append(rows["values"][indices] + offsets)
         values = _values(contents, places)
-    series = {name: Series(indices["step"], part) for (name, indices), part in zip(rows_of.items(), values, strict=True)}
+    series = {name: Series(own["step"], part) for (name, own), part in zip(rows_of.items(), values, strict=True)}
     return Recording(series, rows_of, {name.name: name for name in contents.names})
 
 
@@ -171,9 +171,9 @@ def _current(rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
     if len(numbers) < 2:
         return kept
     runs: list[_Run] = []
-    for indices in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
-        (start, session), steps = (int(rows[field][indices[0]]) for field in ("start", "session")), rows["step"][indices]
-        run = _Run(indices, start, session, int(steps.min()), int(steps.max()), _names(rows[indices], ids))
+    for index in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
+        (start, session), steps = (int(rows[field][index[0]]) for field in ("start", "session")), rows["step"][index]
+        run = _Run(index, start, session, int(steps.min()), int(steps.max()), _names(rows[index], ids))
         for old in reversed(runs):
             if run.start == 0:
                 repeats = old.session < run.session and old.last_step >= run.first_step

@@ -150,7 +150,7 @@ def preserved_rng_state(
 
 
 def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()) -> Callable[[], None]:
-    """Capture the state that :func:`capture_rng_state` returns, and that of generators; return a function that restores it."""
+    """Capture the state of :func:`capture_rng_state` and of generators; return a function that restores it."""
     state, own = _rng_state(devices), [(item, generator_state(item)) for item in generators]
 
     def restore() -> None:

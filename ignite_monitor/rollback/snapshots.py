@@ -173,8 +173,8 @@ def _restore(thing: Any, state: Any) -> None:
         for name, extra in clone(state["extra"]).items():
             thing.get_submodule(name).set_extra_state(extra)
         return
-    current = thing.state_dict()
-    if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
+    current, in_place = thing.state_dict(), isinstance(thing, Optimizer)
+    if in_place and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
         # In place, since load_state_dict() may change dtypes.
         parameters = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
         restored = clone(state, into=current)

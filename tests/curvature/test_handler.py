@@ -212,7 +212,7 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=self.reentrant)
 
 
-def test_checkpoints_are_looked_through_or_refused(caplog):
+def test_checkpoints_are_searched_or_refused(caplog):
     result = {}
     for reentrant in (None, False, True):
         torch.manual_seed(0)

@@ -120,7 +120,7 @@ def step_of(
     skips_spikes: bool = False,
     after_backward: Callable[[Engine], None] = lambda engine: None,
 ) -> Callable[[Engine, Any], None]:
-    """The train step of most trainings, on a rank's rows of each batch.
+    """The train step of most scenarios, on a rank's rows of each batch.
 
     Args:
         every: iterations to an optimizer step.

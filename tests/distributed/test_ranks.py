@@ -34,7 +34,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.curvature.hessian import Hessian
 from tests._helpers import assert_same, grad_norm, make_batches
-from tests._judge import Judge, mean_of
+from tests._oracle import Oracle, mean_of
 from tests.distributed import _models
 from tests.distributed._launch import WORLD, launch, launched, run_scenarios
 from tests.distributed._models import Net, counted_collectives, net, run, share, step_of, whole
@@ -88,7 +88,7 @@ def train(
     return {"seen": seen, "fired": fired, "norms": norms, "parameters": [*map(whole, model.parameters())]}
 
 
-# A spike's step is left out by the train step; and four iterations to a step, the first one of the fifth is a spike.
+# A spike's step is skipped by the train step; and four iterations to a step, the first one of the fifth is a spike.
 SKIPPED_BY_HAND: dict[str, Any] = {"spike": SPIKE, "step": {"skips_spikes": True, "set_to_none": False}}
 ACCUMULATING: dict[str, Any] = {
     "spike": 17,
@@ -391,7 +391,7 @@ def approx(value):
 def test_every_rank_publishes_what_one_process_would(results, one_process, name):
     norms = independent_norms(SPIKE)
     for result in results(name):
-        judge = Judge()
+        oracle = Oracle()
         assert result["fired"] == list(range(1, COUNT + 1))
         assert result["norms"] == approx(norms)
         assert [seen["grad/norm"] for seen in result["seen"]] == approx(norms)
@@ -400,7 +400,7 @@ def test_every_rank_publishes_what_one_process_would(results, one_process, name)
             assert seen == {
                 key: pytest.approx(value, rel=1e-3 if "std" in key else 2e-5) for key, value in expected.items()
             }
-            statistics = judge.expect(norms[place])
+            statistics = oracle.expect(norms[place])
             if 2 <= place < SPIKE:
                 assert seen["grad/mean"] == approx(statistics["mean"])
                 assert seen["grad/std"] == pytest.approx(statistics["std"], rel=1e-3)

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float = 1.0) -> dict[str, Any]:
-    """Trouble in the third of five iterations, whose step is left out: what is said, and found in the files."""
+    """A spike in the third of five iterations, whose step is skipped: log lines, and contents of the files."""
     model: Any = getattr(used, "module", used)
     optimizer = torch.optim.SGD(used.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
 from tests._trainers import (
-    Judge,
+    Oracle,
     assert_same,
     loss_of,
     make_batches,
@@ -83,8 +83,8 @@ def test_norms_and_thresholds_are_unscaled_and_unclipped_while_the_scale_grows(n
     assert len(set(step.scales)) > 3
     assert [float(norm) for norm in step.fresh] == pytest.approx(step.truth, **CLOSE)
     assert recorder.norms == pytest.approx(step.truth, **CLOSE)
-    judge = Judge(mean_std(6.0, 5, 0.99))
-    expected = [judge.expect(norm) for norm in step.truth]
+    oracle = Oracle(mean_std(6.0, 5, 0.99))
+    expected = [oracle.expect(norm) for norm in step.truth]
     for key in ("mean", "std", "threshold"):
         found = recorder.of(f"grad/{key}")
         assert found == [pytest.approx(v[key], rel=1e-4) if key in v else None for v in expected], key
@@ -115,14 +115,14 @@ def test_an_overflow_is_counted_and_not_flagged_and_the_scaler_does_its_work(nam
     first = 3 if name == "fused sgd" else 1
 
     def run(monitored):
-        told = []
+        reported = []
         step, monitor = build(
-            name, step={"clip": clip}, on_spike="skip" if skip_step else lambda *_: told.append(1),
+            name, step={"clip": clip}, on_spike="skip" if skip_step else lambda *_: reported.append(1),
             threshold=MeanStdThreshold(k=50.0, warmup=5),
         )  # fmt: skip
         batches = make_batches(20, spikes=[first, 10, 11], factor=value)
         recorder = train(step, batches, *[monitor] * monitored)
-        assert told == []
+        assert reported == []
         return step, recorder, training_state(step.model, step.optimizer) | {"scaler": step.scaler.state_dict()}
 
     step, recorder, state = run(True)
@@ -170,7 +170,7 @@ def test_a_finite_spike_beside_a_scaler_is_flagged(name):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_disabled_scaler_looks_after_nothing(value):
+def test_a_disabled_scaler_handles_no_overflow(value):
     step, monitor = build(scaler=GradScaler("cpu", enabled=False), on_spike="skip")
     recorder = train(step, make_batches(10, spikes=[6], factor=value), monitor)
     finite = [(found, true) for found, true in zip(recorder.norms, step.truth, strict=True) if math.isfinite(true)]
@@ -180,7 +180,7 @@ def test_a_disabled_scaler_looks_after_nothing(value):
     assert recorder.of("grad/skipped_count")[5] == 1
 
 
-def test_gradients_set_by_hand_before_scaler_step_are_judged_unscaled():
+def test_gradients_set_by_hand_before_scaler_step_are_compared_unscaled():
     for name in MAKE:
         step, monitor = build(name)
         truth = []

@@ -94,7 +94,7 @@ def test_without_a_spike_training_is_bitwise_the_same(name):
 
 
 @pytest.mark.parametrize("name", [*FEW, "Adafactor"])
-def test_a_non_finite_gradient_is_left_out(name):
+def test_a_step_with_a_non_finite_gradient_is_skipped(name):
     def training(batches, on_spike):
         model, optimizer = build(name)
         monitor = [GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), on_spike=on_spike)] if on_spike else []
@@ -155,7 +155,7 @@ def test_any_optimizer(closure, factor):
     assert moved[:4] == pytest.approx([min(norm, 5.0) / 2 for norm in norms[:4]], rel=1e-4)
     if math.isfinite(factor):
         assert moved[4] == pytest.approx(2.5, rel=1e-4)
-    else:  # nobody can leave out its step without knowing it
+    else:  # its step cannot be skipped without reading the norm
         assert math.isnan(moved[4])
         assert recorder.of("grad/stepped")[-1] == 1
 

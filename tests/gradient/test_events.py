@@ -1,4 +1,4 @@
-"""What GradMonitor tells of itself: spikes, new levels, and that no step is ever made."""
+"""What GradMonitor tells of itself: spikes, new resets, and that no step is ever made."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def trainer_of(model, optimizer, norms):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_spike_tells_of_itself_while_its_handlers_run(own):
-    model, norms, told, called = make_model(), [], [], []
+def test_a_spike_is_in_the_state_while_its_handlers_run(own):
+    model, norms, reported, called = make_model(), [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     trainer = trainer_of(model, optimizer, norms)
     if own:
@@ -31,12 +31,12 @@ def test_a_spike_tells_of_itself_while_its_handlers_run(own):
 
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
     def tell(engine):
-        told.append(engine.state.spike)
+        reported.append(engine.state.spike)
 
     trainer.run(make_batches(6, spikes=[4]))
-    assert called == told == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {}, None)]
-    assert told[0].monitor is monitor
-    assert (told[0].name, told[0].threshold, told[0].culprits) == ("grad/norm", 50.0, {})
+    assert called == reported == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {}, None)]
+    assert reported[0].monitor is monitor
+    assert (reported[0].name, reported[0].threshold, reported[0].culprits) == ("grad/norm", 50.0, {})
     assert getattr(trainer.state, "spike", None) == ("mine" if own else None)
     assert hasattr(trainer.state, "spike") is own
 
@@ -56,22 +56,22 @@ def test_a_handler_that_raises_leaves_no_spike_behind():
     assert not hasattr(trainer.state, "spike")
 
 
-def test_a_new_level_is_told_of_once_where_the_rule_starts_afresh(caplog):
-    model, norms, told, levels = make_model(), [], [], []
+def test_a_regime_change_is_reported_once_at_the_reset(caplog):
+    model, norms, reported, resets = make_model(), [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     trainer = trainer_of(model, optimizer, norms)
     monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=5), max_consecutive_spikes=4)
     monitor.attach(trainer)
-    trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: told.append(engine.state.iteration))
+    trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: reported.append(engine.state.iteration))
 
     @trainer.on(MonitorEvents.THRESHOLD_RESET)
     def level(engine):
-        levels.append((engine.state.iteration, engine.state.spike, engine.state.metrics["grad/spike_count"]))
+        resets.append((engine.state.iteration, engine.state.spike, engine.state.metrics["grad/spike_count"]))
 
     with caplog.at_level(logging.WARNING):
         trainer.run(make_batches(30, spikes=range(11, 31)))
-    assert told == [11, 12, 13, 14]
-    [(iteration, spike, count)] = levels
+    assert reported == [11, 12, 13, 14]
+    [(iteration, spike, count)] = resets
     assert (iteration, spike.monitor, spike.name, count) == (14, monitor, "grad/norm", 4.0)
     assert spike.value == pytest.approx(norms[13], rel=1e-5)
     assert spike.value > spike.threshold > max(norms[:10])
@@ -79,8 +79,8 @@ def test_a_new_level_is_told_of_once_where_the_rule_starts_afresh(caplog):
 
 
 @pytest.mark.parametrize("how", ["loss", "tensor"])
-def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
-    model, now, levels = make_model(), [0], []
+def test_a_regime_change_of_the_loss_or_of_one_tensor_is_reported_too(how, caplog):
+    model, now, resets = make_model(), [0], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     if how == "tensor":
         model[0].bias.register_hook(lambda gradient: gradient * (100 if now[0] > 40 else 1))
@@ -92,12 +92,12 @@ def test_a_new_level_of_the_loss_or_of_one_tensor_is_told_of_too(how, caplog):
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e9), max_consecutive_spikes=4, **signal)
     monitor.attach(trainer)
     trainer.add_event_handler(
-        MonitorEvents.THRESHOLD_RESET, lambda engine: levels.append((engine.state.iteration, engine.state.spike))
+        MonitorEvents.THRESHOLD_RESET, lambda engine: resets.append((engine.state.iteration, engine.state.spike))
     )
     with caplog.at_level(logging.WARNING):
         trainer.run(make_batches(60))
-    assert [iteration for iteration, _ in levels] == [44]
-    [(_, spike)] = levels
+    assert [iteration for iteration, _ in resets] == [44]
+    [(_, spike)] = resets
     assert spike.name == ("grad/loss" if how == "loss" else "grad/norm")
     if how == "loss":
         assert spike.value == pytest.approx(12.0 + 0.01 * (44 % 3))
@@ -167,7 +167,7 @@ def test_who_is_warned_of_steps_that_are_not_made(which, every, with_optimizer, 
     assert all("step() is not called" in text for text in texts)
 
 
-def test_an_iteration_that_only_accumulates_says_that_no_step_was_made(caplog):
+def test_an_iteration_that_only_accumulates_publishes_that_no_step_was_made(caplog):
     _, published = run_with(steps_of(0, every=3), 9, caplog)
     assert [values["grad/stepped"] for values in published] == [0, 0, 1] * 3
     assert [set(values) == {"grad/stepped"} for values in published] == [True, True, False] * 3

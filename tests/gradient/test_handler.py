@@ -129,7 +129,7 @@ def test_accumulation_in_create_supervised_trainer():
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("zero_at", ["start", "end"])
-def test_a_level_that_rises_for_good_never_stops_a_train_step_that_leaves_spikes_out(zero_at, set_to_none):
+def test_a_regime_change_never_stops_a_train_step_that_skips_spikes(zero_at, set_to_none):
     model, steps = make_model(), []
     optimizer = sgd(model, lr=1e-6)
 
@@ -175,7 +175,7 @@ def test_an_error_in_on_spike_reaches_the_user_as_it_is():
         train(plain_step(model, sgd(model)), make_batches(3, spikes=[2]), monitor)
 
 
-def test_statistics_appear_as_soon_as_they_exist_when_every_step_is_left_out():
+def test_statistics_appear_as_soon_as_they_exist_when_every_step_is_skipped():
     model, seen = make_model(), []
     optimizer = sgd(model)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-3), max_consecutive_spikes=100)

@@ -18,7 +18,7 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
 )
-from tests._judge import spikes_in_losses
+from tests._oracle import spikes_in_losses
 from tests._trainers import assert_same, make_model, train, training_state
 
 
@@ -75,29 +75,29 @@ def test_a_loss_that_is_a_spike_makes_the_step_one(how):
     assert float(training.monitor.state_dict()["detector"]["rule"]["count"]) == 50  # the norms were within their limit
 
 
-def test_a_spike_of_the_loss_alone_tells_of_the_loss(caplog):
-    told = []
+def test_a_spike_of_the_loss_alone_names_the_loss(caplog):
+    reported = []
     for threshold in (StaticThreshold(1e9), StaticThreshold(5.0)):
         training = Training("module", per_parameter=True, threshold=threshold)
         trainer = Engine(training.step)
         training.monitor.attach(trainer)
-        trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: told.append(engine.state.spike))
+        trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: reported.append(engine.state.spike))
         with caplog.at_level(logging.WARNING):
             trainer.run(batches_of(30, spikes=(30,)))
         of_loss = torch.tensor(training.losses[29]).item()
         if threshold.value > 5:
-            [spike] = told
+            [spike] = reported
             assert (spike.name, spike.value) == ("grad/loss", pytest.approx(of_loss, rel=1e-6))
             assert max(training.losses[:29]) < spike.threshold < of_loss
             [record] = caplog.records
             text = f"loss {of_loss:.3g}, {of_loss / spike.threshold:.3g} x its threshold"
             assert record.getMessage().startswith(f"GradMonitor (grad): iteration 30: {text}")
         else:
-            assert told[-1].name == "grad/norm"
+            assert reported[-1].name == "grad/norm"
 
 
 @pytest.mark.parametrize("how", ["module", "function"])
-def test_of_accumulated_micro_batches_the_mean_is_judged_once_per_step(how):
+def test_the_mean_of_accumulated_micro_batches_is_compared_once_per_step(how):
     training = Training(how, every=3)
     recorder = train(training.step, batches_of(120, spikes=(91,)), training.monitor)
     means = [sum(training.losses[i : i + 3]) / 3 for i in range(0, 120, 3)]
@@ -108,7 +108,7 @@ def test_of_accumulated_micro_batches_the_mean_is_judged_once_per_step(how):
 
 
 @pytest.mark.parametrize("how", ["module", "function"])
-def test_the_losses_of_a_step_that_is_left_out_are_not_those_of_the_next(how):
+def test_the_losses_of_a_skipped_step_are_not_those_of_the_next(how):
     training = Training(how, leaves_out=True)
     recorder = train(training.step, batches_of(50, spikes=(30, 40)), training.monitor)
     assert recorder.of("grad/loss_spike") == expected(training.losses)
@@ -119,7 +119,7 @@ def test_the_losses_of_a_step_that_is_left_out_are_not_those_of_the_next(how):
 def test_norm_and_loss_each_count():
     training = Training("module", threshold=StaticThreshold(5.0))
     recorder = train(training.step, batches_of(40, spikes=(5, 30)), training.monitor)
-    # The loss is not judged yet at the first, where the norm says it.
+    # The loss is not compared yet at the first, a spike of the norm.
     assert [i for i, spike in enumerate(recorder.of("grad/spike"), 1) if spike] == [5, 30]
     assert recorder.of("grad/spike_count")[-1] == 2
     assert recorder.of("grad/loss_spike")[4] == 0
@@ -163,8 +163,8 @@ def test_it_resumes_and_loads_states_from_before():
     train(first.step, batches[:30], first.monitor)
     second.model.load_state_dict(first.model.state_dict())
     second.monitor.load_state_dict(copy.deepcopy(first.monitor.state_dict()))
-    said = train(second.step, batches[30:], second.monitor)
-    assert said.metrics == truth.metrics[30:]
+    resumed = train(second.step, batches[30:], second.monitor)
+    assert resumed.metrics == truth.metrics[30:]
     plain = GradMonitor(whole.model, whole.optimizer, threshold=StaticThreshold(1.0))
     Training("module").monitor.load_state_dict(plain.state_dict())
 

@@ -11,7 +11,7 @@ import torch
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold
 from ignite_monitor.gradient.loss import LossDetector
-from tests._judge import spikes_in_losses
+from tests._oracle import spikes_in_losses
 
 
 def losses_of(n, seed=0):
@@ -19,7 +19,7 @@ def losses_of(n, seed=0):
     return np.geomspace(4.0, 0.5, n) * random.lognormal(sigma=0.1, size=n)
 
 
-def judge_all(signal, losses, dtype=torch.float64, limits=None):
+def spikes_of(signal, losses, dtype=torch.float64, limits=None):
     spikes = []
     for loss in losses:
         detection = signal.detect(torch.tensor(loss, dtype=dtype))
@@ -35,7 +35,7 @@ def test_equals_the_formula():
     losses[[60, 61, 62, 150]] *= 12
     losses[[30, 90, 200, 210, 220]] = [0.0, -1.0, math.nan, math.inf, -math.inf]
     limits = []
-    found = judge_all(LossDetector(), [*losses, 1.0], limits=limits)[:-1]
+    found = spikes_of(LossDetector(), [*losses, 1.0], limits=limits)[:-1]
     # -inf is as non-finite as inf, but it is no large loss: it has no logarithm, like every number below zero.
     reference, limit = spikes_in_losses(np.where(losses == -math.inf, 0.0, losses))
     assert found == reference
@@ -49,32 +49,32 @@ def test_a_steep_fall_hides_no_leap():
     falling = np.geomspace(5.0, 0.5, 800) * random.lognormal(sigma=0.02, size=800)
     leaps = list(range(500, 800, 50))
     falling[leaps] *= 1.3
-    assert [i for i, spike in enumerate(judge_all(LossDetector(), falling)) if spike] == leaps
+    assert [i for i, spike in enumerate(spikes_of(LossDetector(), falling)) if spike] == leaps
     detector = SpikeDetector(MeanStdThreshold(k=4.0, decay=0.98))
-    assert not any(judge_all(detector, np.log(falling)))
+    assert not any(spikes_of(detector, np.log(falling)))
 
 
-def test_losses_that_are_not_judged_leave_no_trace():
+def test_losses_that_are_not_compared_leave_no_trace():
     one, other, losses = LossDetector(), LossDetector(), losses_of(60)
-    judge_all(one, [*losses[:30], 0.0, -3.0, math.nan, *losses[30:], 0.0])
-    judge_all(other, losses)
+    spikes_of(one, [*losses[:30], 0.0, -3.0, math.nan, *losses[30:], 0.0])
+    spikes_of(other, losses)
     assert one.state_dict()["rule"] == other.state_dict()["rule"]
 
 
-def test_without_a_scaler_to_look_after_it_an_overflow_is_a_spike():
-    assert judge_all(LossDetector(), [math.inf, math.nan]) == [True, True]
-    assert judge_all(LossDetector(overflow_is_spike=False), [math.inf, math.nan]) == [False, False]
+def test_without_a_scaler_an_overflow_is_a_spike():
+    assert spikes_of(LossDetector(), [math.inf, math.nan]) == [True, True]
+    assert spikes_of(LossDetector(overflow_is_spike=False), [math.inf, math.nan]) == [False, False]
 
 
 def test_losses_near_zero_and_of_narrow_dtypes():
     tiny = np.random.default_rng(0).lognormal(sigma=3, size=200) * 1e-300
-    assert not any(judge_all(LossDetector(k=6.0), tiny))
-    assert not any(judge_all(LossDetector(), [0.0] * 100))
-    assert judge_all(LossDetector(), [*losses_of(100), 40.0], torch.bfloat16) == [False] * 100 + [True]
+    assert not any(spikes_of(LossDetector(k=6.0), tiny))
+    assert not any(spikes_of(LossDetector(), [0.0] * 100))
+    assert spikes_of(LossDetector(), [*losses_of(100), 40.0], torch.bfloat16) == [False] * 100 + [True]
 
 
-def test_a_new_level_costs_ten_steps():
-    spikes = judge_all(LossDetector(), [*losses_of(100), *(50.0 * losses_of(100, seed=1))])
+def test_a_regime_change_costs_ten_steps():
+    spikes = spikes_of(LossDetector(), [*losses_of(100), *(50.0 * losses_of(100, seed=1))])
     assert sum(spikes) == 10
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ignite_monitor.gradient.detector import culprits, named
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
-from tests._judge import Judge, mean_of, robust, shared_growth
+from tests._oracle import Oracle, mean_of, robust, shared_growth
 
 NAMES = ("embed", "qkv", "bias", "head")
 
@@ -22,28 +22,28 @@ def norms_of(n, seed=0):
 
 def each_alone(rows):
     """The contract's detections for every tensor; NaN in rows is a tensor without a gradient, 0 a zero one."""
-    oracles, said = [Judge(robust(8.0, 20, 0.99, 2.0)) for _ in NAMES], []
+    oracles, results = [Oracle(robust(8.0, 20, 0.99, 2.0)) for _ in NAMES], []
     for row in rows:
         row = row / shared_growth(row, [mean_of(oracle.history) for oracle in oracles])
-        detections = [oracle.judge(value, said=False) for oracle, value in zip(oracles, row, strict=True)]
-        said.append([(item.spike and not np.isnan(item.norm), item.threshold) for item in detections])
+        detections = [oracle.detect(value, reported=False) for oracle, value in zip(oracles, row, strict=True)]
+        results.append([(item.spike and not np.isnan(item.norm), item.threshold) for item in detections])
         for oracle, detection in zip(oracles, detections, strict=True):
             if detection.norm > 0:
                 oracle.observe(detection)
-    return said
+    return results
 
 
 def limits(detection):
     return detection.threshold.nan_to_num(math.inf).tolist()
 
 
-def judged(rows, judge=None):
-    judge, said = judge or PerParameterDetector(), []
+def detected(rows, detector=None):
+    detector, results = detector or PerParameterDetector(), []
     for row in rows:
-        detection = judge.detect(NAMES, torch.tensor(np.nan_to_num(row)))
-        judge.observe(detection)
-        said.append([*zip(detection.spike.tolist(), limits(detection), strict=True)])
-    return said
+        detection = detector.detect(NAMES, torch.tensor(np.nan_to_num(row)))
+        detector.observe(detection)
+        results.append([*zip(detection.spike.tolist(), limits(detection), strict=True)])
+    return results
 
 
 def shares_of(detection):
@@ -56,12 +56,12 @@ def same(one, other):
         np.testing.assert_allclose([t for _, t in a], [t for _, t in b], rtol=1e-12)
 
 
-def test_every_tensor_is_judged_by_its_own_norms():
+def test_every_tensor_is_compared_with_its_own_norms():
     rows = norms_of(200)
     rows[60, 1] *= 20
     rows[100, 2] *= 20
     rows[120:, 3] *= 25  # a new level
-    found, expected = judged(rows), each_alone(rows)
+    found, expected = detected(rows), each_alone(rows)
     same(found, expected)
     assert [i for i, row in enumerate(found) if row[1][0]] == [60]
     assert [i for i, row in enumerate(found) if row[2][0]] == [100]
@@ -75,33 +75,33 @@ def test_tensors_without_a_gradient_and_zero_ones():
     rows[:40, 2] = math.nan  # comes later
     rows[90:, 3] = math.nan  # frozen
     rows[[70, 100, 141], [1, 0, 2]] = [50.0, 500.0, 1.0]
-    same(judged(rows), each_alone(rows))
+    same(detected(rows), each_alone(rows))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_non_finite_norms_are_spikes_of_their_tensors_and_leave_no_trace(bad):
-    rows, judge = norms_of(60), PerParameterDetector()
-    judged(rows, judge)
-    limits = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
-    detection = judge.detect(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
-    judge.observe(detection)
+    rows, detector = norms_of(60), PerParameterDetector()
+    detected(rows, detector)
+    limits = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    detection = detector.detect(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
+    detector.observe(detection)
     assert detection.spike.tolist() == [False, True, False, True]
     assert shares_of(detection) == {"qkv": 0.5, "head": 0.5}
-    after = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    after = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
     assert [one == other for one, other in zip(limits, after, strict=True)] == [False, True, False, True]
 
 
 def test_the_shares_of_the_excess():
-    judge = PerParameterDetector()
-    judged(norms_of(100), judge)
-    threshold = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
-    mean = judge.detect(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
+    detector = PerParameterDetector()
+    detected(norms_of(100), detector)
+    threshold = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
+    mean = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
     over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, mean[2] * 0.9, mean[3] * 0.5])
-    detection = judge.detect(NAMES, over.double())  # most are below their means, so nothing is shared
+    detection = detector.detect(NAMES, over.double())  # most are below their means, so nothing is shared
     assert shares_of(detection) == pytest.approx({"embed": 0.75, "qkv": 0.25})
     # All within their thresholds: what is above the means.
     mean = detection.mean
-    detection = judge.detect(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
+    detection = detector.detect(NAMES, mean * torch.tensor([1.2, 1.0, 1.0, 0.9]) + torch.tensor([0.0, 0.25, 0.0, 0.0]))
     excess = {"embed": 0.2 * mean[0].item(), "qkv": 0.25}
     assert shares_of(detection) == pytest.approx({name: part / sum(excess.values()) for name, part in excess.items()})
 
@@ -109,16 +109,16 @@ def test_the_shares_of_the_excess():
 def test_a_planted_tensor_is_named_first():
     rows = norms_of(400, seed=3)
     random, right = np.random.default_rng(4), 0
-    judge = PerParameterDetector()
-    judged(rows[:100], judge)
+    detector = PerParameterDetector()
+    detected(rows[:100], detector)
     for row in rows[100:]:
         place = random.integers(4)
         spoilt = row.copy()
         spoilt[place] *= 10
-        detection = judge.detect(NAMES, torch.tensor(spoilt))
+        detection = detector.detect(NAMES, torch.tensor(spoilt))
         assert bool(detection.spike[place])
         right += next(iter(shares_of(detection))) == NAMES[place]
-        judge.observe(judge.detect(NAMES, torch.tensor(row)))
+        detector.observe(detector.detect(NAMES, torch.tensor(row)))
     assert right == 300
 
 
@@ -126,10 +126,10 @@ def test_state_continues_in_whatever_order_the_names_come():
     rows = norms_of(120)
     rows[70, 0] *= 30
     whole, first, second = (PerParameterDetector() for _ in range(3))
-    expected = judged(rows, whole)
-    judged(rows[:60], first)
+    expected = detected(rows, whole)
+    detected(rows[:60], first)
     second.load_state_dict(first.state_dict())
-    assert judged(rows[60:], second) == expected[60:]
+    assert detected(rows[60:], second) == expected[60:]
     order = [2, 0, 3, 1]
     third = PerParameterDetector()
     third.load_state_dict(first.state_dict())
@@ -144,7 +144,7 @@ def test_the_state_of_something_else_is_refused():
 
 def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors():
     def operations(n):
-        judge, counted = PerParameterDetector(), []
+        detector, counted = PerParameterDetector(), []
 
         class Count(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -155,18 +155,18 @@ def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors
         for _ in range(3):
             counted.clear()
             with Count():
-                detection = judge.detect(names, torch.zeros(n, dtype=torch.float64, device="meta"))
+                detection = detector.detect(names, torch.zeros(n, dtype=torch.float64, device="meta"))
                 culprits(detection)
-                judge.observe(detection)
+                detector.observe(detection)
         return len(counted)
 
     assert operations(3) == operations(300)
 
 
 def test_norms_on_another_device_than_those_before():
-    judge = PerParameterDetector()
-    judged(norms_of(30), judge)
-    detection = judge.detect(NAMES, torch.ones(4, dtype=torch.float64, device="meta"))
-    judge.observe(detection)
+    detector = PerParameterDetector()
+    detected(norms_of(30), detector)
+    detection = detector.detect(NAMES, torch.ones(4, dtype=torch.float64, device="meta"))
+    detector.observe(detection)
     assert detection.spike.is_meta
-    assert judge.rule.state["mean"].is_meta
+    assert detector.rule.state["mean"].is_meta

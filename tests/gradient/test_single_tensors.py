@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from ignite_monitor.gradient.detector import SpikeNumbers
-from tests._judge import Judge, mean_of, robust, shared_growth
+from tests._oracle import Oracle, mean_of, robust, shared_growth
 from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
 
 COUNT, BAD, NAME = 45, 40, "0.bias"
@@ -48,38 +48,38 @@ class Training:
             self.used.append({n: norm_of([p.grad]) for n, p in self.named.items() if p.grad is not None})
 
 
-def judged_by(judges, norms):
+def detections_by(oracles, norms):
     """The detections on one step's tensors, each divided by what all of them share."""
-    means = {n: mean_of(judges.setdefault(n, Judge(EACH)).history, 0.99) for n in norms}
+    means = {n: mean_of(oracles.setdefault(n, Oracle(EACH)).history, 0.99) for n in norms}
     factor = shared_growth([*norms.values()], [*means.values()])
-    return {n: judges[n].judge(x / factor, False) for n, x in norms.items() if x > 0}
+    return {n: oracles[n].detect(x / factor, False) for n, x in norms.items() if x > 0}
 
 
 def expected(norms):
     """For every step whether it is a spike, and each tensor's share of the excess, from what the contract says."""
-    judges, whole, told = {}, Judge(), []
+    oracles, whole, reported = {}, Oracle(), []
     for of_step in norms:
-        seen = judged_by(judges, of_step)
+        seen = detections_by(oracles, of_step)
         spikes = {n for n, v in seen.items() if v.spike}
         total = math.sqrt(math.fsum(x * x for x in of_step.values()))
         is_spike = whole.expect(total)["spike"] or bool(spikes)
         above = {n: max(of_step[n] - v.threshold, 0.0) for n, v in seen.items()}
         excess = above if any(above.values()) else {n: max(of_step[n] - v.mean, 0.0) for n, v in seen.items()}
         shares = {n: x / (math.fsum(excess.values()) or 1.0) for n, x in excess.items()}
-        told.append((float(is_spike), dict(sorted(shares.items(), key=lambda s: -s[1])) if is_spike else {}))
+        reported.append((float(is_spike), dict(sorted(shares.items(), key=lambda s: -s[1])) if is_spike else {}))
         for n, v in seen.items():
-            judges[n].observe(v)
-    return told
+            oracles[n].observe(v)
+    return reported
 
 
 def culprits(metrics):
     return {n.removeprefix("grad/culprit/"): x for n, x in metrics.items() if n.startswith("grad/culprit/")}
 
 
-def check(recorder, training, told):
+def check(recorder, training, reported):
     steps = [m for m in recorder.metrics if m.get("grad/stepped")]
-    assert [m["grad/spike"] for m in steps] == [spike for spike, _ in told]
-    for metrics, (_, shares) in zip(steps, told, strict=True):
+    assert [m["grad/spike"] for m in steps] == [spike for spike, _ in reported]
+    for metrics, (_, shares) in zip(steps, reported, strict=True):
         few = dict([(n, x) for n, x in shares.items() if x >= 0.05][:3])
         assert culprits(metrics) == pytest.approx(few, rel=1e-4)
 
@@ -91,24 +91,24 @@ def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
     scaler = GradScaler("cpu", init_scale=2.0**12) if how == "scaler" else None
     training = Training(every=every, bad=bad, scaler=scaler)
     recorder = train(training.step, make_batches(COUNT * every), training.monitor)
-    told = expected(training.norms)
-    assert [i for i, (spike, _) in enumerate(told, 1) if spike] == [BAD]
-    check(recorder, training, told)
-    assert next(iter(told[BAD - 1][1])) == NAME
+    reported = expected(training.norms)
+    assert [i for i, (spike, _) in enumerate(reported, 1) if spike] == [BAD]
+    check(recorder, training, reported)
+    assert next(iter(reported[BAD - 1][1])) == NAME
     published = recorder.metrics[BAD * every - 1]
     assert recorder.flags[BAD * every - 1]
     assert published["grad/spike_count"] == 1
-    # With so small a tensor the norm of all alone would not have told.
+    # With so small a tensor the norm of all alone would not be a spike.
     assert published["grad/norm"] < published["grad/threshold"]
 
 
 def test_at_a_spike_of_the_whole_gradient_tensors_are_named_too():
     training = Training(bad=())
     recorder = train(training.step, make_batches(COUNT, spikes=(BAD,), factor=20.0), training.monitor)
-    told = expected(training.norms)
-    assert [i for i, (spike, _) in enumerate(told, 1) if spike] == [BAD]
-    check(recorder, training, told)
-    # In the second iteration no tensor is judged yet, and what is above the means is what there is to tell of.
+    reported = expected(training.norms)
+    assert [i for i, (spike, _) in enumerate(reported, 1) if spike] == [BAD]
+    check(recorder, training, reported)
+    # In the second iteration no tensor is compared yet, and the excess over the means is reported.
     training = Training(bad=(), threshold=StaticThreshold(1e-3))
     recorder = train(training.step, make_batches(3), training.monitor)
     first, second = training.norms[:2]
@@ -120,13 +120,13 @@ def test_at_a_spike_of_the_whole_gradient_tensors_are_named_too():
 
 
 def test_the_event_and_the_log_tell_of_it(caplog):
-    training, told = Training(), []
+    training, reported = Training(), []
     engine = Engine(training.step)
     training.monitor.attach(engine)
-    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: told.append(e.state.spike))
+    engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: reported.append(e.state.spike))
     with caplog.at_level(logging.WARNING):
         engine.run(make_batches(COUNT), max_epochs=1)
-    [spike] = told
+    [spike] = reported
     shares = expected(training.norms)[BAD - 1][1]
     name, share = next(iter(shares.items()))
     assert next(iter(spike.culprits.items())) == (name, pytest.approx(share))
@@ -164,14 +164,14 @@ def test_on_spike(how):
     if how == "skip":
         assert_same(*({name: state[name] for name in state if name != "grads"} for state in before))
         return
-    judges, whole = {}, Judge()
+    oracles, whole = {}, Oracle()
     for of_step in training.norms[: BAD - 1]:
         whole.expect(math.sqrt(math.fsum(x * x for x in of_step.values())))
-        for n, v in judged_by(judges, of_step).items():
-            judges[n].observe(v)
+        for n, v in detections_by(oracles, of_step).items():
+            oracles[n].observe(v)
     bad = training.norms[BAD - 1]
     total = math.sqrt(math.fsum(x * x for x in bad.values()))
-    ratios = [v.threshold / v.norm for v in judged_by(judges, bad).values()]
+    ratios = [v.threshold / v.norm for v in detections_by(oracles, bad).values()]
     factor = min(1.0, whole.expect(total)["threshold"] / total, *ratios)
     assert factor < 0.5
     assert training.used[BAD - 1] == pytest.approx({n: x * factor for n, x in bad.items()}, rel=1e-5)
@@ -204,13 +204,13 @@ def test_resumed_it_goes_on_as_if_never_stopped():
     assert seen == expected_metrics
     state = first.monitor.state_dict()["per_parameter"]
     assert state["names"] == [*first.named]
-    # One that judges no tensors takes such a state as well, and one that does takes a state without.
+    # One that compares no tensors takes such a state as well, and one that does takes a state without.
     GradMonitor(whole.model).load_state_dict(first.monitor.state_dict())
     plain = GradMonitor(whole.model)
     Training().monitor.load_state_dict(plain.state_dict())
 
 
-def test_tentative_entries_of_tensors_are_taken_back():
+def test_provisional_updates_of_tensors_are_reverted():
     """Four micro-batches to a step; the first of the tenth is far off in one tensor."""
     training = Training(every=4, bad=(37 * 4 - 3,), factor=400.0)
     recorder = train(training.step, make_batches(COUNT * 4), training.monitor)

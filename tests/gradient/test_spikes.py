@@ -12,7 +12,7 @@ from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, StaticThreshold
 from tests._helpers import assert_same
-from tests._judge import Judge, mean_std
+from tests._oracle import Oracle, mean_std
 
 
 def detect_all(detector, norms):
@@ -37,12 +37,12 @@ def test_of_spikes_in_a_row_only_the_first_enters(decay, patience):
     norms[[60, 61, 62, 150]] = [9.0, math.nan, 9.0, math.inf]
     norms[200:207] *= 20  # a row shorter than the longest patience
     norms[300:] *= 30  # a new level
-    oracle, resets = Judge(mean_std(3.0, 20, decay), patience), 0
+    oracle, resets = Oracle(mean_std(3.0, 20, decay), patience), 0
     detector = SpikeDetector(
         MeanStdThreshold(decay=None if decay == 1.0 else decay, k=3.0), max_consecutive_spikes=patience
     )
     for norm in norms.tolist():
-        before, expected = len(oracle.history), oracle.judge(norm, said=False)
+        before, expected = len(oracle.history), oracle.detect(norm, reported=False)
         oracle.observe(expected)
         is_reset = len(oracle.history) == 1 < before
         detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
@@ -55,7 +55,7 @@ def test_of_spikes_in_a_row_only_the_first_enters(decay, patience):
     assert resets > 0
 
 
-def test_values_side_by_side_are_judged_like_each_alone():
+def test_values_side_by_side_are_compared_as_if_alone():
     random = np.random.default_rng(0)
     columns = random.lognormal(sigma=0.3, size=(300, 5)) * [1e-6, 1.0, 3.0, 1e4, 1.0]
     columns[random.random((300, 5)) < 0.03] *= 10
@@ -92,7 +92,7 @@ def test_non_finite_norms_are_counted_and_stay_out(bad, overflow_is_spike):
     assert one.rule.state_dict() == other.rule.state_dict()
 
 
-def test_non_finite_norms_are_no_new_level_and_break_no_row():
+def test_non_finite_norms_are_no_regime_change_and_break_no_row():
     detector = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3)
     assert detect_all(detector, [5.0, math.nan, 5.0, math.nan, math.nan, math.nan, 5.0, 5.0]) == [True] * 7 + [False]
 
@@ -108,7 +108,7 @@ def test_constant_and_zero_norms_are_no_spikes():
         assert not any(detect_all(SpikeDetector(MeanStdThreshold()), [level] * 200))
 
 
-def test_judging_changes_nothing():
+def test_detection_changes_nothing():
     detector = SpikeDetector(MeanStdThreshold())
     detect_all(detector, calm(30))
     before = detector.state_dict()

@@ -71,8 +71,8 @@ def set_to_none(parameter, _):
 
 @pytest.mark.parametrize("how", [*PUT, "none"])
 @pytest.mark.parametrize("zero_at", ["start", "end"])
-def test_a_spike_that_is_left_out_counts_however_gradients_are_set_to_zero(how, zero_at):
-    model, told = make_model(), []
+def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
+    model, reported = make_model(), []
     optimizer = sgd(model)
 
     def zero():
@@ -93,12 +93,12 @@ def test_a_spike_that_is_left_out_counts_however_gradients_are_set_to_zero(how, 
         model,
         optimizer,
         threshold=StaticThreshold(50.0),
-        on_spike=lambda engine, norm: told.append(engine.state.iteration),
+        on_spike=lambda engine, norm: reported.append(engine.state.iteration),
     )
     recorder = train(step, make_batches(8, spikes=[3, 4, 6]), monitor)
     assert recorder.of("grad/spike_count") == [0, 0, 1, 2, 2, 3, 3, 3]
     assert recorder.of("grad/stepped") == [1, 1, 0, 0, 1, 0, 1, 1]
-    assert told == [3, 4, 6]
+    assert reported == [3, 4, 6]
     assert observations(monitor) == 7  # of spikes in a row the first enters alone
 
 

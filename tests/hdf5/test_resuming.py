@@ -83,7 +83,7 @@ def test_other_events_of_a_resumed_run_are_those_of_an_uninterrupted_one(path, e
     assert as_lists(path)["train/loss"][0] == list(expected)
 
 
-def test_a_later_evaluation_takes_nothing_from_the_training(path):
+def test_a_later_evaluation_supersedes_no_training_values(path):
     for mode, value in (("x", 0.25), ("a", 0.75)):
         trainer, evaluator = engine_of(), engine_of(lambda _, value=value: {"accuracy": value})
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=20), lambda _, own=evaluator: own.run(range(3)))
@@ -150,7 +150,7 @@ def test_sessions_and_iterations(path, is_attached):
         assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
 
 
-def test_an_evaluator_of_a_trainer_that_is_not_attached_and_goes_back(path):
+def test_an_evaluator_of_a_trainer_that_is_not_attached_and_is_rewound(path):
     trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
     with HDF5Logger(path) as logger:
@@ -161,12 +161,12 @@ def test_an_evaluator_of_a_trainer_that_is_not_attached_and_goes_back(path):
     assert read_hdf5(path)["train/accuracy"].steps.tolist() == [1, 2, 3, 4]
 
 
-# Runs that go back to a checkpoint while their logger stays
+# Runs that restore a checkpoint while their logger stays
 
 
 @pytest.mark.parametrize(("flush_every", "same_logger"), [(1, True), (50, True), (50, False)])
 @pytest.mark.parametrize("every", [1, 7, 40])
-def test_what_lies_after_the_checkpoint_is_taken_back(path, every, flush_every, same_logger):
+def test_values_after_the_checkpoint_are_superseded(path, every, flush_every, same_logger):
     value, logger, engine = [1.0], None, None
     for start, value[0] in ((0, 1.0), (40, 2.0), (30, 3.0), (45, 4.0)):
         if logger is None or not same_logger:
@@ -186,7 +186,7 @@ def test_what_lies_after_the_checkpoint_is_taken_back(path, every, flush_every, 
     }
 
 
-def test_a_run_from_the_beginning_takes_nothing_back(path):
+def test_a_run_from_the_beginning_supersedes_nothing(path):
     """Another loader, another epoch length: what has been recorded stays."""
     engine = engine_of()
     with HDF5Logger(path) as logger:
@@ -198,7 +198,7 @@ def test_a_run_from_the_beginning_takes_nothing_back(path):
 
 
 @pytest.mark.parametrize("same_logger", [True, False])
-def test_only_the_run_that_is_continued_loses_what_lies_after_its_checkpoint(path, same_logger):
+def test_only_the_run_that_is_continued_loses_values_after_its_checkpoint(path, same_logger):
     value = [1.0]
 
     def output(iteration):
@@ -227,7 +227,7 @@ def test_only_the_run_that_is_continued_loses_what_lies_after_its_checkpoint(pat
 
 
 @pytest.mark.parametrize("how", ["within a run", "interrupted"])
-def test_the_engine_goes_back_without_a_new_run(path, how):
+def test_the_engine_is_rewound_without_a_new_run(path, how):
     value = [1.0]
     engine = engine_of(lambda iteration: {"loss": value[0]} | ({"rare": value[0]} if iteration % 7 == 0 else {}))
 
@@ -236,7 +236,7 @@ def test_the_engine_goes_back_without_a_new_run(path, how):
         value[0] = 2.0
 
     @engine.on(Events.ITERATION_COMPLETED)
-    def look():
+    def rewind_or_end():
         if engine.state.iteration == 30 and value[0] == 1.0:
             engine.interrupt() if how == "interrupted" else back()
         if engine.state.iteration == 40:
@@ -246,7 +246,7 @@ def test_the_engine_goes_back_without_a_new_run(path, how):
         log_output(logger, engine, Events.ITERATION_COMPLETED(every=3))
         log_output(logger, engine, Events.ITERATION_COMPLETED, tag="all")
         handlers = engine._event_handlers[Events.ITERATION_COMPLETED]
-        handlers.append(handlers.pop(0))  # goes back when everything of the iteration has been written
+        handlers.append(handlers.pop(0))  # rewinds when everything of the iteration has been written
         engine.run(range(100))
         if how == "interrupted":
             back()

@@ -95,11 +95,11 @@ def test_names_and_values_are_ignites(keys):
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_number_is_skipped(value):
-    told = []
-    names, values = flatten({"a": 1.0, "x": {"y": value}, "b": torch.tensor(2.0)}, lambda name, _: told.append(name))
+    skipped = []
+    names, values = flatten({"a": 1.0, "x": {"y": value}, "b": torch.tensor(2.0)}, lambda name, _: skipped.append(name))
     assert names == ("a", "b")
     assert values.tolist() == [1.0, 2.0]
-    assert told == ["x/y"]
+    assert skipped == ["x/y"]
 
 
 def test_arrays_and_keys_of_other_types():

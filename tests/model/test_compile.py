@@ -110,7 +110,7 @@ def test_backward_in_a_compiled_function(backend, whole, compiled):
 
 
 def test_backward_in_the_graph_itself():
-    """No hook on a parameter is called by it, and the step that follows judges what there is."""
+    """No hook on a parameter is called by it, and the gradient is compared at the step that follows."""
     if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
         pytest.skip("this torch can't")
     with torch._dynamo.config.patch(trace_autograd_ops=True):

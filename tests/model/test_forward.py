@@ -95,7 +95,7 @@ def test_two_at_once_and_an_error_in_the_forward():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_is_told_from_a_pass(use_reentrant):
+def test_recomputation_is_distinguished_from_a_pass(use_reentrant):
     layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
     seen = []
     x = torch.ones(2, 3, requires_grad=True)

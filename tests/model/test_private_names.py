@@ -65,7 +65,7 @@ def defined(path: Path) -> set[str]:
     return found
 
 
-def test_they_stand_in_one_file():
+def test_all_are_in_one_file():
     others = [path for path in PACKAGE.rglob("*.py") if path != FILE]
     found = {str(path.relative_to(PACKAGE)): uses(path) & PRIVATE - defined(path) for path in others}
     assert {path: names for path, names in found.items() if names} == {}
@@ -104,7 +104,7 @@ def test_attach_refuses_an_engine_without_a_train_step():
         GradMonitor(model, optimizer).attach(trainer)
 
 
-def test_a_missing_name_says_so_where_it_is_called():
+def test_a_missing_name_raises_an_error_where_it_is_called():
     with pytest.raises(RuntimeError, match=re.escape(f"needs torch._missing, which torch {torch.__version__}")):
         _torch._find("torch._missing")()
 

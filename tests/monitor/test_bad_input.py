@@ -1,4 +1,4 @@
-"""What GradMonitor and its rules refuse: when it is said, with the argument's name, and without a trace."""
+"""Arguments that GradMonitor and its rules refuse: when, with the argument's name, and without side effects."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_all_but_model_and_optimizer_are_keyword_only():
 
 
 @pytest.mark.parametrize(("on_spike", "optimizer"), [("skip", None), ("clip", None), ("skip", "LBFGS")])
-def test_reactions_need_an_optimizer_and_skipping_one_whose_step_can_be_left_out(on_spike, optimizer):
+def test_on_spike_needs_an_optimizer_and_skip_refuses_lbfgs(on_spike, optimizer):
     model = make_model()
     with pytest.raises(ValueError, match=f"on_spike='{on_spike}'.*{optimizer or 'needs the argument optimizer'}"):
         GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), on_spike=on_spike)

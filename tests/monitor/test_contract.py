@@ -178,7 +178,7 @@ def test_leaves_everything_as_it_was(setup, how, tmp_path):
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_log_to_is_undone_by_detach(setup, attached):
+def test_log_to_is_removed_by_detach(setup, attached):
     model, optimizer, trainer, monitor = setup
     before = footprint(trainer, model, optimizer)
     if attached:
@@ -820,7 +820,7 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
         model, optimizer, trainer = quiet_trainer(factory.parts)
         if watched:
             monitor = factory(model, optimizer)
-            # A function that wants to be told of spikes has to be asked on the host whether there is one.
+            # A function for spikes needs the detection on the host.
             if skips(monitor):
                 pytest.skip("looks on the host, as its user asked")
             monitor.attach(trainer)

@@ -287,7 +287,7 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_skipped(what):
     assert not any(result[1::2])
 
 
-def test_parts_of_unequal_sizes_are_counted_or_left_out(caplog):
+def test_parts_of_unequal_sizes_are_counted_or_not_reported(caplog):
     """The exact value is that of the parts of equal size: 62 items make parts of 16, 16, 16 and 14."""
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)

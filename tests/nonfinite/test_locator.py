@@ -144,7 +144,7 @@ def trained(model, batches, loss_of=loss_of, *, monitored=True, planting=None, a
 
 
 class Careless(nn.Module):
-    """Keeps state that its output depends on, and draws all kinds of random numbers."""
+    """Keeps state that its output depends on, and draws from all kinds of RNG."""
 
     def __init__(self, draws="all"):
         super().__init__()
@@ -183,7 +183,7 @@ def make(kind, *args, **kwargs):
 
 @pytest.mark.parametrize("draws", ["", "own", "all"])
 @pytest.mark.parametrize("planting", [fill("last.bias"), planted_in("norm", IN_BACKWARD["sqrt_at_zero"])])
-def test_training_is_the_same_after_the_second_look(planting, draws):
+def test_training_is_the_same_after_the_second_measurement(planting, draws):
     outcomes = []
     for monitored in (False, True):
         model = make(Careless, draws)
@@ -305,7 +305,7 @@ def test_a_mask_of_minus_infinity_is_nothing_bad(name):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_the_call_that_makes_it_is_inspected(which):
-    """Several calls before one backward, each with random numbers of its own."""
+    """Several calls before one backward, each with an RNG state of its own."""
 
     def planting(model):
         count = iter(range(99))

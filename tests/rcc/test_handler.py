@@ -279,7 +279,7 @@ def tokens_of(count, size=3):
 
 
 class Random(nn.Module):
-    """Dropout, batch statistics, and layers left out at random."""
+    """Dropout, batch statistics, and layers skipped at random."""
 
     def __init__(self):
         super().__init__()
@@ -376,7 +376,7 @@ def test_reference_that_is_given():
         RCCHandler(model, reference=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)))
 
 
-# What is left out
+# Not reported
 
 
 def test_include_and_exclude():

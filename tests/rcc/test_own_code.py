@@ -151,7 +151,7 @@ def test_with_hooks_that_change_something_all_is_absent(make, hook, when, caplog
 
 
 @pytest.mark.parametrize("hook", LOOKING)
-def test_hooks_that_only_look_take_nothing_away(hook, caplog):
+def test_hooks_that_only_read_remove_nothing(hook, caplog):
     model, x = net(), torch.randn(7, 6)
     plain = copy.deepcopy(model)
     start = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Small trainings on the digits, what goes wrong in them, and how well they end."""
+"""Small training runs on the digits, faults in them, and their results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def train(
     rank: int | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Train with a fault and say how it ends: accuracy, rollbacks, undone iterations.
+    """Train with a fault; return accuracy, rollbacks and discarded iterations.
 
     Args:
         length: how long the fault lasts, in place of what it usually does.
@@ -98,11 +98,11 @@ def train(
     base = optimizer.param_groups[0]["lr"]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if mode == "amp" else None
     every = 2 if mode == "accumulation" else 1
-    trouble = range(START, START + lasts) if fault else range(0)
+    disturbed = range(START, START + lasts) if fault else range(0)
 
     def train_step(engine: Engine, batch: Any) -> float:
         iteration = engine.state.iteration
-        if iteration in trouble:
+        if iteration in disturbed:
             batch = damaged(batch, fault)
         x, y = batch if rank is None else (part[rank::2] for part in batch)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "amp"):
@@ -124,10 +124,10 @@ def train(
     @trainer.on(Events.ITERATION_STARTED)
     def disturb(engine: Engine) -> None:
         iteration = engine.state.iteration
-        if fault == "lr grows" and iteration in trouble:
+        if fault == "lr grows" and iteration in disturbed:
             optimizer.param_groups[0]["lr"] *= 1.06
         elif fault == "lr x100":
-            optimizer.param_groups[0]["lr"] = base * (100.0 if iteration in trouble else 1.0)
+            optimizer.param_groups[0]["lr"] = base * (100.0 if iteration in disturbed else 1.0)
         if iteration == START:
             wreck(model, fault)
 
@@ -144,6 +144,6 @@ def train(
     return {
         "accuracy": accuracy(model, shift=int(not after)),
         "rollbacks": rollback._count if rollback else 0,
-        "undone": rollback._discarded_count if rollback else 0,
+        "discarded": rollback._discarded_count if rollback else 0,
         "iteration": trainer.state.iteration,
     }

@@ -1,4 +1,4 @@
-"""A training whose loss stays where it is, so that a test says when there is trouble."""
+"""A training run whose loss is constant, so that a test decides when it diverges."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Training:
         self.trainer._process_function = train_step
 
     def run(self, batches: Iterable[Batch], request: Iterable[int] = ()) -> None:
-        """Train; during the iterations named it is asked to go back."""
+        """Train; a rollback is requested in the named iterations."""
         batches = list(batches)
 
         def ask(engine: Engine) -> None:

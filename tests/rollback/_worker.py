@@ -1,4 +1,4 @@
-"""What two ranks do: trainings on the digits with a fault, and going back where one rank alone has a reason to."""
+"""Scenarios of two ranks: training runs on the digits with a fault, and rollbacks that one rank alone triggers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def plain(state: Any) -> Any:
         return getattr(state, "_local_tensor", state).detach().clone()
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}
-    return [plain(each) for each in state] if isinstance(state, (list, tuple)) else state
+    return [plain(item) for item in state] if isinstance(state, (list, tuple)) else state
 
 
 def one_rank_asks(kind: str, how: str) -> Any:
-    """Rank 1 alone has trouble; both go back to the same state, each to its own part of it."""
+    """Rank 1 alone diverges; both ranks restore the same state, each its own part of it."""
 
     def scenario(rank: int) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ def one_rank_asks(kind: str, how: str) -> Any:
         )
 
         @trainer.on(Events.ITERATION_STARTED(once=25))
-        def trouble(_: Engine) -> None:
+        def disturb(_: Engine) -> None:
             if rank == 1 and how == "request":
                 rollback.request("only here")
             if rank == 1 and how == "nan":

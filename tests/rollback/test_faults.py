@@ -1,7 +1,7 @@
 """What goes wrong for longer than a batch, and how well the training ends: thirty iterations later as if undisturbed.
 
 By default every fault and every way of training is met once. With ``FULL_MATRIX=1`` in the environment each fault meets
-each way, with skipped steps and without, from three seeds; healthy trainings are longer and many then.
+each way, with skipped steps and without, from three seeds; healthy runs are longer and many then.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def test_training_comes_back(fault, mode, skip_step, seed):
 
 @pytest.mark.parametrize("mode", ["sgd", "adamw"] if FULL else ["sgd"])
 @pytest.mark.parametrize("seed", range(3) if FULL else [0])
-def test_a_new_level_for_good_ends_as_well_as_without(mode, seed):
+def test_a_regime_change_ends_as_well_as_without(mode, seed):
     """Other labels from one iteration on are accepted once, and learnt as well by the end."""
     without = train(mode, seed, "labels", length=200, after=0, handler=False)
     result = train(mode, seed, "labels", length=200, after=0)
     assert result["rollbacks"] == 1
-    assert result["undone"] <= 50
+    assert result["discarded"] <= 50
     assert without["accuracy"] > 0.9
     assert result["accuracy"] >= without["accuracy"] - 0.02
 
@@ -68,12 +68,12 @@ def test_ranks_come_back(fault, mode, skip_step, seed, ranks):
     for result in results:
         assert result["rollbacks"] == 1
         assert result["accuracy"] >= result["clean"] - 0.02
-    assert results[0]["undone"] == results[1]["undone"]
+    assert results[0]["discarded"] == results[1]["discarded"]
 
 
 @pytest.mark.parametrize("how", ["request", "nan", "loss"])
 @pytest.mark.parametrize("kind", RANKS)
-def test_all_ranks_go_back_where_one_has_trouble(kind, how, ranks):
+def test_all_ranks_roll_back_if_one_diverges(kind, how, ranks):
     from tests._trainers import assert_same
 
     results = ranks(f"{kind} {how}")
@@ -84,7 +84,7 @@ def test_all_ranks_go_back_where_one_has_trouble(kind, how, ranks):
 
 
 @pytest.mark.parametrize("kind", _healthy.KINDS if FULL else ["batches_of_two", "cnn_one_cycle"])
-def test_healthy_trainings_never_go_back(kind):
+def test_healthy_runs_are_never_rolled_back(kind):
     for seed in range(10 if FULL else 1):
         _, rollback = _healthy.run(kind, seed, 1500 if FULL else 300)
         assert rollback.metrics["rollback/count"] == 0

@@ -65,7 +65,7 @@ def test_everything_is_bitwise_that_of_the_snapshot(optimizer, arguments, restor
     assert training.of("count")[70] == len(restored)
 
 
-def test_a_buffer_of_another_shape_and_a_replaced_one_go_back():
+def test_a_buffer_of_another_shape_and_a_replaced_one_are_restored():
     training = Training(names=["model", "optimizer"])
     model = training.model
     model.register_buffer("queue", torch.zeros(1), persistent=False)
@@ -129,7 +129,7 @@ def test_one_bad_batch_is_left_alone():
 @pytest.mark.parametrize("monitored", [True, False])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_nonfinite_batch_is_its_own_business_if_the_state_is_finite(monitored, value):
-    """With the steps left out the weights stay finite, but not the buffers that a forward pass has changed."""
+    """With skipped steps the weights stay finite, but not the buffers that a forward pass has changed."""
     training = Training(monitor={"on_spike": "skip"} if monitored else None)
     training.after_step(lambda engine: value if 31 <= engine.state.iteration <= 33 else None)
     training.run(make_batches(60))
@@ -194,7 +194,7 @@ def test_a_state_that_is_not_finite_again_and_again_ends_the_run(caplog):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_masks_of_minus_infinity_are_no_trouble(late):
+def test_masks_of_minus_infinity_are_no_instability(late):
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
     if late:
         mask = torch.full((2,), -math.inf)
@@ -358,7 +358,7 @@ def test_a_rate_that_was_set_too_high_and_left_is_restored():
     assert all(torch.isfinite(parameter).all() for parameter in training.model.parameters())
 
 
-def test_no_handler_of_iteration_completed_sees_what_is_left_out(tmp_path):
+def test_no_handler_of_iteration_completed_sees_discarded_iterations(tmp_path):
     training = Training(handler=False, names=["model", "optimizer"], every=10)
     seen = {}
     training.trainer.add_event_handler(
@@ -390,7 +390,7 @@ def test_one_warning_and_one_event_per_rollback(caplog):
 
 
 @pytest.mark.parametrize("kind", [*_healthy.KINDS] if FULL else ["mlp", "cnn_one_cycle"])
-def test_without_trouble_training_is_bitwise_the_same(kind):
+def test_without_instability_training_is_bitwise_the_same(kind):
     expected, _ = _healthy.run(kind, seed=0, count=70, handler=False)
     got, rollback = _healthy.run(kind, seed=0, count=70)
     assert_same(got, expected)
@@ -421,12 +421,12 @@ def start_to_resume():
     return training, training.things | own
 
 
-CUTS = (33, 46, 52, 57, 66)  # before the trouble, in it, while it gets well, and after
+CUTS = (33, 46, 52, 57, 66)  # before the instability, during it, during the recovery, and after
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """A training with trouble, its batches, and checkpoints from on the way."""
+    """A training run with an instability, its batches, and checkpoints of it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     batches = make_batches(80, bad=range(45, 64))
     whole, to_save = start_to_resume()
@@ -490,7 +490,7 @@ def test_state_of_another_to_save():
         RollbackHandler({"other": nn.Linear(2, 2)}).load_state_dict(states[0])
 
 
-def test_it_says_so_where_nothing_tells_of_trouble(caplog):
+def test_a_warning_without_any_trigger(caplog):
     model = nn.Linear(2, 2)
     trainer = Engine(lambda *_: None)
     RollbackHandler({"model": model}).attach(trainer)

@@ -41,12 +41,12 @@ SCHEDULES = {
     "groups": lambda o: ParamGroupScheduler([LinearCyclicalScheduler(o, "lr", 0.1, 0.5, 20)], names=["all"]),
 }
 # A rollback is requested in two iterations; the first restores the state after iteration 10, the second, before that
-# has proved healthy, the state after iteration 5.
+# is confirmed, the state after iteration 5.
 ASKED, AGAIN, FIRST, SECOND = 14, 24, 10, 5
 
 
 def of_schedule(make, **kwargs):
-    """What a schedule sets in each iteration; with arguments, of a training that goes back."""
+    """Values that a schedule sets in each iteration; with arguments, of a run that is rolled back."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     schedule = make(optimizer)

@@ -292,7 +292,7 @@ def test_factors_of_no_layer_or_of_one_use_among_several_name_the_line(match, ru
         (lambda d: d**-0.5, True, "fused"),
     ],
 )
-def test_heads_that_grow_are_told_of_wherever_they_are_scaled(scale, warns, way, caplog):
+def test_heads_that_grow_are_reported_wherever_they_are_scaled(scale, warns, way, caplog):
     class Model(nn.Module):
         def __init__(self, n):
             super().__init__()

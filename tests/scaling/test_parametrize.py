@@ -90,7 +90,7 @@ def test_seed_of_torch_decides_wherever_the_weights_are(device):
 
 
 def test_the_model_is_only_initialized():
-    """Export leaves training flags, buffers, attributes and random numbers of modules as they are."""
+    """Export leaves training flags, buffers, attributes and RNG states of modules as they are."""
 
     class Counting(nn.Module):
         def __init__(self, n):

@@ -268,7 +268,7 @@ def test_weights_that_are_computed_are_measured_as_they_act():
     assert_same([*before.values()], [*model.state_dict().values()])
 
 
-def test_looking_at_parametrized_weights_changes_nothing():
+def test_measuring_parametrized_weights_changes_nothing():
     """Spectral normalisation changes its buffers whenever anyone looks at the weight in training."""
 
     class Noisy(nn.Module):

@@ -1,4 +1,4 @@
-"""SpikeMonitor: any scalar of the iteration, judged by its own earlier values."""
+"""SpikeMonitor: any scalar of the iteration, compared with its own earlier values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, RobustThreshold, SpikeMonitor, StaticThreshold
-from tests._judge import Judge
+from tests._oracle import Oracle
 from tests._trainers import loss_of, make_batches, make_model
 
 
@@ -43,9 +43,9 @@ def values_of(count, spikes=(), seed=0):
 def test_value_threshold_spike_count_and_score_are_those_of_the_contract():
     values = values_of(60, spikes=(30, 31, 50))
     seen = run(values, SpikeMonitor(output, prefix="loss"))
-    judge, count = Judge(), 0
+    oracle, count = Oracle(), 0
     for value, (metrics, flag) in zip(values, seen, strict=True):
-        expected = judge.expect(value)
+        expected = oracle.expect(value)
         count += int(expected["spike"])
         truth = {
             "value": value,
@@ -112,20 +112,20 @@ def test_it_sees_what_other_monitors_publish_whatever_their_order():
     assert [each["spike/value"] for each in seen] == [each["grad/norm"] for each in seen]
 
 
-def test_a_spike_and_a_new_level_tell_of_themselves(caplog):
-    told, levels = [], []
+def test_a_spike_and_a_regime_change_are_reported(caplog):
+    reported, resets = [], []
     monitor = SpikeMonitor(output, threshold=MeanStdThreshold(warmup=5), max_consecutive_spikes=3, prefix="loss")
     handlers = [
-        (MonitorEvents.SPIKE_DETECTED, lambda engine: told.append((engine.state.iteration, engine.state.spike))),
-        (MonitorEvents.THRESHOLD_RESET, lambda engine: levels.append((engine.state.iteration, engine.state.spike))),
+        (MonitorEvents.SPIKE_DETECTED, lambda engine: reported.append((engine.state.iteration, engine.state.spike))),
+        (MonitorEvents.THRESHOLD_RESET, lambda engine: resets.append((engine.state.iteration, engine.state.spike))),
     ]
     with caplog.at_level(logging.WARNING):
         run([*values_of(20), *[100.0] * 10], monitor, handlers)
-    assert [iteration for iteration, _ in told] == [21, 22, 23]
-    assert [(iteration, spike.monitor, spike.name, spike.value) for iteration, spike in levels] == [
+    assert [iteration for iteration, _ in reported] == [21, 22, 23]
+    assert [(iteration, spike.monitor, spike.name, spike.value) for iteration, spike in resets] == [
         (23, monitor, "loss/value", 100.0)
     ]
-    assert all(5.0 < spike.threshold < 100.0 for _, spike in told)
+    assert all(5.0 < spike.threshold < 100.0 for _, spike in reported)
     assert len(caplog.records) == 1
 
 

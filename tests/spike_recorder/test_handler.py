@@ -59,7 +59,7 @@ def losses_of(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def train(directory, data, *, spikes=(3,), epochs=1, judged=None, trainer=None, **options):
+def train(directory, data, *, spikes=(3,), epochs=1, compared=None, trainer=None, **options):
     """A run that has spikes in some iterations; weights before, and the loss of, each of them, and the recorder."""
     torch.manual_seed(0)
     random.seed(0)
@@ -253,7 +253,7 @@ def test_a_full_disk_is_one_warning(tmp_path, limit, caplog):
     assert recorder.count == 1
 
 
-def test_a_large_batch_is_left_out(tmp_path, caplog):
+def test_a_large_batch_is_omitted(tmp_path, caplog):
     class Small(SpikeRecorder):
         largest_batch = 100
 
@@ -341,7 +341,7 @@ OTHER_TYPES = "only tensors, numbers and strings"
         ({"x": X.clone()}, lambda given: given["x"].mul_(2), "the train step changes it in place"),
     ],
 )
-def test_a_batch_that_cannot_be_saved_is_left_out(tmp_path, batch, change, text, caplog):
+def test_a_batch_that_cannot_be_saved_is_omitted(tmp_path, batch, change, text, caplog):
     assert one_record(tmp_path, batch, change).batch is None
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert text in warning

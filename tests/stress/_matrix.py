@@ -27,7 +27,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from tests._helpers import assert_same
-from tests._judge import Judge, mean_std
+from tests._oracle import Oracle, mean_std
 from tests._trainers import norm_of
 from tests.distributed import _models
 from tests.stress._truth import Event, UpdateTruth, Values, WindowTruth, spectral, statistics_of_step
@@ -187,7 +187,7 @@ class Run:
         self.scaler = None
         if case.precision == "scaler":
             self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-        self.judges = {prefix: Judge(mean_std(**RULE, decay=0.99)) for prefix in self.optimizers}
+        self.oracles = {prefix: Oracle(mean_std(**RULE, decay=0.99)) for prefix in self.optimizers}
         self.facts: list[dict[str, Any]] = []
         self.published: list[dict[str, float]] = []
         self.engine = Engine(self._train_step)
@@ -204,7 +204,7 @@ class Run:
         case, model, scaler = self.case, self.model, self.scaler
         every = Events.ITERATION_STARTED
         some = Events.ITERATION_STARTED(every=EVERY) if case.mode == "compiled" else every
-        judging = {
+        detecting = {
             prefix: (
                 GradMonitor(
                     model, optimizer, scaler=scaler, threshold=MeanStdThreshold(**RULE),
@@ -229,7 +229,7 @@ class Run:
             "spectral": (SpectralNormHandler(model, updates=True, per_parameter=True), every),
             "step": (StepStatsHandler(model, self.optimizers["grad"][0]), every),
         }  # fmt: skip
-        return judging | others if case.order == "first" else others | judging
+        return detecting | others if case.order == "first" else others | detecting
 
     def _train_step(self, engine: Engine, batch: Any) -> None:
         case, scaler = self.case, self.scaler
@@ -282,7 +282,7 @@ class Run:
         for place, (prefix, (optimizer, names)) in enumerate(self.optimizers.items()):
             norm = norm_of(self._gradients[name] for name in names)
             overflow = scaler is not None and not math.isfinite(norm)
-            skipped = self.case.skip and self.judges[prefix].expect(norm)["spike"] == 1 and not overflow
+            skipped = self.case.skip and self.oracles[prefix].expect(norm)["spike"] == 1 and not overflow
             if self.case.clip:
                 if scaler is not None:
                     scaler.unscale_(optimizer)

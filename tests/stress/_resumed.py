@@ -1,4 +1,4 @@
-"""Trainings that are broken off, and go on: from where they were, or from a checkpoint in another process."""
+"""Training runs that are interrupted and continued, in memory or from a checkpoint in another process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loader:
 
 
 class ResumedTraining(Training):
-    """A training with all monitors and loggers, whose random numbers depend on the iteration alone.
+    """A training with all monitors and loggers, whose RNG state depends on the iteration alone.
 
     Args:
         folder: where its files are, those of an earlier process perhaps.
@@ -131,7 +131,7 @@ class ResumedTraining(Training):
             self.run()
 
     def load(self) -> int:
-        """Go back to the last checkpoint in the folder; the iteration that it was made after."""
+        """Restore the last checkpoint in the folder; return its iteration."""
         paths = (self.folder / "checkpoints").glob("*.pt")
         last = max(paths, key=lambda path: int(path.stem.rpartition("_")[2]))
         Checkpoint.load_objects(self.saved, torch.load(last, weights_only=True))

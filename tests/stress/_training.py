@@ -1,4 +1,4 @@
-"""Trainings with all that Ignite offers around them, and with all monitors, some, or none."""
+"""Training runs with all that Ignite offers around them, and with all monitors, some, or none."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Training:
     """A model and all that trains it; nothing is attached to it yet but its evaluation.
 
     Args:
-        skips: iterations whose optimizer step the train step leaves out itself.
+        skips: iterations whose optimizer step the train step skips itself.
     """
 
     def __init__(self, skips: Iterable[int] = ()) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.names import tags
-from tests._judge import Detection, Judge, Rule
+from tests._oracle import Detection, Oracle, Rule
 
 Values = dict[str, float]
 Moment = tuple[bool, float | None]
@@ -127,15 +127,15 @@ class WindowTruth:
         scaled: bool = False,
     ) -> None:
         self.own, self.others, self.makes_step = set(own), set(others), makes_step
-        self.judge, self.reported = Judge(rule, overflow_is_spike=not scaled), list(reported)
+        self.oracle, self.reported = Oracle(rule, overflow_is_spike=not scaled), list(reported)
         self.moments: list[Moment] = []
         self.published: list[Values] = []
         self.announced: list[int] = []
         self.window: Window | None = None
         self.was_announced = False  # the gradient of the window
-        self.without_entry: Judge | None = None  # what was known before an entry that is tentative
+        self.without_update: Oracle | None = None  # what was known before a provisional update
         self.iteration = 0
-        self.has_judged = False  # in this iteration
+        self.has_detected = False  # in this iteration
         self.skipped_count = 0
 
     def follow(self, events: Iterable[Event], monitored: Callable[[int], bool] = lambda _: True) -> WindowTruth:
@@ -146,7 +146,7 @@ class WindowTruth:
                 self.reported_now: Detection | None = None
                 self.taken: Taken | None = None
                 self.made: Taken | None = None
-                self.has_judged = False
+                self.has_detected = False
                 if not self.is_monitored:  # 6
                     self._close()
                     self.published.append({})
@@ -157,12 +157,12 @@ class WindowTruth:
                 getattr(self, f"_{event.kind}")(event)
         return self
 
-    def _judged(self, event: Event) -> Detection:
-        self.has_judged = True
+    def _detected(self, event: Event) -> Detection:
+        self.has_detected = True
         place = len(self.moments)
         reported = self.reported[place][0] if place < len(self.reported) else False
         norm = math.sqrt(math.fsum(event.norms[name] ** 2 for name in self.own if name in event.norms))
-        return self.judge.judge(norm, reported)
+        return self.oracle.detect(norm, reported)
 
     def _close(self) -> None:
         self.window = None
@@ -176,13 +176,13 @@ class WindowTruth:
     def _backward(self, event: Event) -> None:
         if not self.own.intersection(event.reached):
             return
-        if self.without_entry is not None:  # 7
+        if self.without_update is not None:  # 7
             if self.own.intersection(event.before):
-                self.judge = self.without_entry
+                self.oracle = self.without_update
             else:
                 self.was_announced = False
-            self.without_entry = None
-        detection = self.reported_now = self._judged(event)  # 1
+            self.without_update = None
+        detection = self.reported_now = self._detected(event)  # 1
         if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
             return
         shared = bool(self.others.intersection(event.reached))
@@ -208,9 +208,9 @@ class WindowTruth:
         elif self.made is not None and self.made.of_backward:  # 4
             self.taken = Taken(self.made.detection, of_backward=True, again=True)
         else:
-            if self.without_entry is not None:  # 2: in place of the tentative entry
-                self.judge, self.without_entry = self.without_entry, None
-            self.taken = Taken(self._judged(event), of_backward=False)
+            if self.without_update is not None:  # 2: in place of the provisional update
+                self.oracle, self.without_update = self.without_update, None
+            self.taken = Taken(self._detected(event), of_backward=False)
         self.reported_now = self.taken.detection
         if not self.taken.again:
             self._announce(self.taken.detection)
@@ -219,7 +219,7 @@ class WindowTruth:
         if not self.makes_step(event.optimizer) or self.taken is None:
             return
         if not self.taken.again:
-            self.judge.observe(self.taken.detection)
+            self.oracle.observe(self.taken.detection)
         self.made, self.taken = self.taken, None
         self._close()
 
@@ -239,20 +239,20 @@ class WindowTruth:
         if now is not None and (final is None or not now.shared):  # 5
             detection = now.detection
             if detection.spike or not math.isfinite(detection.norm):
-                self.without_entry = self.judge.copy()
-                self.judge.observe(detection)
+                self.without_update = self.oracle.copy()
+                self.oracle.observe(detection)
                 self._announce(detection)
                 final = final or detection
         if is_used:
             self._close()
         if final is None:
-            # That an iteration with a gradient had no step is told.
-            self.published.append({"stepped": 0.0} if self.has_judged else {})
+            # That an iteration with a gradient had no step is published.
+            self.published.append({"stepped": 0.0} if self.has_detected else {})
             return
         values = final.statistics() | {
-            "spike_count": float(self.judge.spike_count),
+            "spike_count": float(self.oracle.spike_count),
             "skipped_count": float(self.skipped_count),
-            "nonfinite_count": float(self.judge.nonfinite_count),
+            "nonfinite_count": float(self.oracle.nonfinite_count),
             "stepped": float(self.made is not None and not self.made.skipped),
         }
         self.published.append(values)
@@ -464,7 +464,7 @@ class Recorder:
 
 
 def run_reference(initial: nn.Module, iteration: Iteration) -> dict[str, list[Call]]:
-    """The calls of the model as it was at the start, on an iteration's input and with its random numbers."""
+    """The calls of the model as it was at the start, on an iteration's input and with its RNG state."""
     model = copy.deepcopy(initial)
     recorder = Recorder(model)
     before = torch.get_rng_state()

@@ -29,7 +29,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import assert_same, footprint, hooks_only
-from tests._judge import mean_std
+from tests._oracle import mean_std
 from tests.stress._models import BLOCKS, ROWS, WIDTH, Model, Plan, plans
 from tests.stress._profile import examples
 from tests.stress._truth import (

@@ -19,7 +19,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents
-from tests._judge import LARGEST, SMALLEST, Judge, Rule, function, mean_std, robust, static
+from tests._oracle import LARGEST, SMALLEST, Oracle, Rule, function, mean_std, robust, static
 from tests.stress._profile import examples
 
 SPECIAL = [0.0, 5e-324, 1e-310, 1e-45, 1e-38, 1.0, 1e38, math.inf, math.nan]
@@ -64,7 +64,7 @@ class Run:
     dtype: torch.dtype
     norms: list[float]
     rule: Rule
-    reaction: str  # to a spike: "step", "skip", or the train step itself "leaves out" the optimizer's
+    reaction: str  # to a spike: "step", "skip", or the train step returns before the optimizer's
     max_consecutive: int
     with_optimizer: bool
     scaled: bool
@@ -75,7 +75,7 @@ class Run:
 def runs(draw: Any) -> Run:
     dtype = draw(st.sampled_from([*DTYPES]))
     norms = draw(sequences(dtype))
-    reaction = draw(st.sampled_from(["step", "skip", "leaves out"]))
+    reaction = draw(st.sampled_from(["step", "skip", "return"]))
     return Run(
         dtype,
         norms,
@@ -109,7 +109,7 @@ class Observed:
         self.scaler = GradScaler("cpu", init_scale=1.0) if run.scaled else None
         self.scales: list[float] = []
         self.truth: list[float] = []
-        self.said: list[dict[str, float]] = []
+        self.values: list[dict[str, float]] = []
         self.flags: list[bool] = []
         self.moved: list[bool] = []
         self.spikes: list[float] = []
@@ -151,7 +151,7 @@ class Observed:
             self.truth[-1] = math.nan
         flag = bool(engine.state.unhealthy_spike)
         self.flags.append(flag)
-        if not (flag and self.run.reaction == "leaves out"):
+        if not (flag and self.run.reaction == "return"):
             if self.scaler is None:
                 self.optimizer.step()
             else:
@@ -160,7 +160,7 @@ class Observed:
         self.moved.append(bool(self.model.weight.any()))
 
     def _note(self, engine: Engine) -> None:
-        self.said.append({name: float(value) for name, value in engine.state.metrics.items()})
+        self.values.append({name: float(value) for name, value in engine.state.metrics.items()})
         assert bool(engine.state.unhealthy_spike) is self.flags[-1]
 
 
@@ -177,24 +177,26 @@ def test_values_of_any_sequence_of_norms(run):
     resumed.load_state_dict(torch.load(file, weights_only=True))
     observed.train(resumed, run.norms[run.resume_at :])
 
-    judge = Judge(run.rule, run.max_consecutive, overflow_is_spike=not run.scaled)
+    oracle = Oracle(run.rule, run.max_consecutive, overflow_is_spike=not run.scaled)
     skipped = 0
     tolerance = 1e-12 if run.dtype == torch.float64 else 1e-6
-    for place, (truth, reported, flag) in enumerate(zip(observed.truth, observed.said, observed.flags, strict=True)):
+    for place, (truth, reported, flag) in enumerate(
+        zip(observed.truth, observed.values, observed.flags, strict=True)
+    ):
         norm = reported["grad/norm"]
         # Subnormal numbers have few digits, and scaled ones fewer.
         least = 1e-305 if run.scaled else 1e-321 if truth > 1e-315 else 0.0
         assert norm == pytest.approx(truth, rel=tolerance, abs=least, nan_ok=True), place
-        detection = judge.judge(norm, flag)
+        detection = oracle.detect(norm, flag)
         overflow = run.scaled and not math.isfinite(norm)
-        stepped = not overflow and not (detection.spike and run.reaction == "leaves out")
+        stepped = not overflow and not (detection.spike and run.reaction == "return")
         if stepped or not run.with_optimizer or detection.spike or overflow:
-            judge.observe(detection)
+            oracle.observe(detection)
         skipped += detection.spike and stepped and run.reaction == "skip"
         counts = {
-            "spike_count": judge.spike_count,
+            "spike_count": oracle.spike_count,
             "skipped_count": skipped,
-            "nonfinite_count": judge.nonfinite_count,
+            "nonfinite_count": oracle.nonfinite_count,
             "stepped": float(stepped and not (detection.spike and run.reaction == "skip")),
         } | ({"scale": observed.scales[place]} if run.scaled else {})
         expected = {f"grad/{name}": value for name, value in (detection.statistics() | counts).items()}
@@ -204,7 +206,7 @@ def test_values_of_any_sequence_of_norms(run):
         assert flag == bool(reported["grad/spike"])
         if math.isfinite(norm) and norm > 0:
             assert observed.moved[place] is not (flag and run.reaction != "step"), place
-        if judge.unsure:
+        if oracle.unsure:
             return
-    spiked = [norm["grad/norm"] for norm, flag in zip(observed.said, observed.flags, strict=True) if flag]
+    spiked = [norm["grad/norm"] for norm, flag in zip(observed.values, observed.flags, strict=True) if flag]
     assert observed.spikes == pytest.approx(spiked, rel=0, abs=0, nan_ok=True)

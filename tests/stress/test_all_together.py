@@ -143,7 +143,7 @@ def test_what_was_watched():
     }  # fmt: skip
     for name, keys in families.items():
         assert keys <= alone(name)[LENGTH].keys()
-    # An iteration whose step is left out moves no weight.
+    # An iteration whose step is skipped changes no weight.
     assert "monitor/update_ratio_median" not in alone("update")[SPIKE]
     assert "spectral/update_norm_max" not in alone("spectral")[SPIKE]
 

@@ -1,4 +1,4 @@
-"""Trainings that break off: what is published and written after all is what the unbroken training says.
+"""Interrupted training runs: published and written values are those of the uninterrupted run.
 
 Attached is everything there is: all monitors, both kinds of files, and Ignite's own handlers.
 """

@@ -11,7 +11,7 @@ from ignite_monitor import WeightUpdateHandler
 
 
 class Net(nn.Module):
-    """Blocks, the last of which may be left out, and a layer that is not used."""
+    """Blocks, the last of which may be skipped, and a layer that is not used."""
 
     def __init__(self, blocks=2, spare=True):
         super().__init__()

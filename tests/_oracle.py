@@ -19,13 +19,13 @@ SMALLEST, LARGEST = 1e-100, 5e101
 
 @dataclasses.dataclass
 class Rule:
-    """A threshold rule of the package, and what it is defined as, over the norms that have entered."""
+    """A threshold rule of the package, and what it is defined as, over the norms that update it."""
 
     make: Callable[[], Any]
     limit: Callable[[list[float], float, float], float]
     warmup: int
     decay: float = 1.0
-    halves: bool = False  # whether a spike enters halfway between mean and threshold
+    halves: bool = False  # whether a spike updates it by the value halfway between mean and threshold
 
 
 def mean_std(k: float, warmup: int, decay: float | None) -> Rule:
@@ -85,7 +85,7 @@ def std_of(history: list[float], decay: float) -> float:
 
 @dataclasses.dataclass
 class Detection:
-    """What is to be published of one norm."""
+    """Values to publish with one norm."""
 
     norm: float
     mean: float
@@ -102,11 +102,11 @@ class Detection:
         }
 
 
-class Judge:
-    """Judges norms one after the other, and lets them enter.
+class Oracle:
+    """Compares norms one after the other, and updates the statistics with them.
 
     Attributes:
-        unsure: whether rounding decides what has entered, so that nothing is known from here on.
+        unsure: whether rounding decides which norms update them, so that later ones are not known.
     """
 
     def __init__(self, rule: Rule | None = None, max_consecutive: int = 10, overflow_is_spike: bool = True) -> None:
@@ -117,19 +117,19 @@ class Judge:
         self.recent, self.spike_count, self.nonfinite_count = 0.0, 0, 0
         self.previous = self.suspended = self.unsure = False
 
-    def copy(self) -> Judge:
+    def copy(self) -> Oracle:
         twin = copy.copy(self)
         twin.history = list(self.history)
         return twin
 
     def expect(self, norm: float) -> dict[str, float]:
-        """Judge a norm, and let it enter; what is to be published with it."""
-        detection = self.judge(norm, said=False)
+        """Detect and observe a norm; return the values to publish with it."""
+        detection = self.detect(norm, reported=False)
         self.observe(detection)
         return detection.statistics()
 
-    def judge(self, norm: float, said: bool) -> Detection:
-        """Where norm and threshold are equal but for rounding either detection is right, and what is said is taken."""
+    def detect(self, norm: float, reported: bool) -> Detection:
+        """Compare a norm; if it equals the threshold but for rounding, the reported result is right."""
         mean, std = mean_of(self.history, self.rule.decay), std_of(self.history, self.rule.decay)
         limit = self.rule.limit(self.history, mean, std) if len(self.history) >= self.rule.warmup else math.inf
         limit = math.inf if math.isnan(limit) else limit
@@ -138,7 +138,7 @@ class Judge:
         if not math.isfinite(norm):
             spike = self.overflow_is_spike
         elif math.isclose(norm, threshold, rel_tol=1e-9, abs_tol=SMALLEST):
-            spike = said
+            spike = reported
         return Detection(norm, mean, std, limit, threshold, spike)
 
     def observe(self, detection: Detection) -> None:
