@@ -57,13 +57,13 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> float:
     return norm_of((parameter.grad for parameter in model.parameters()), norm_type)
 
 
-def true_norm(model: nn.Module, batches: Iterable[Batch], norm_type: float = 2.0) -> float:
+def true_norm(model: nn.Module, batches: Iterable[Batch]) -> float:
     """The norm of the gradient of the sum of the batches' losses, by a float64 copy of the model."""
     model = copy.deepcopy(model).double()
     model.zero_grad()
     for inputs, targets in batches:
         loss_of(model, (inputs.double(), targets.double())).backward()
-    return grad_norm(model, norm_type)
+    return grad_norm(model)
 
 
 class Recorder:

@@ -71,7 +71,7 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor] = ()) -> Iterator[None]:
+def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
     """Restore gradients and, of ``whole``, the data on exit; inside, gradients are None. No version counter changes."""
     whole = [item for item in whole if not item.is_meta]
     gradients = [(item, item.grad) for item in (*whole, *others)]

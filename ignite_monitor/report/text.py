@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -25,7 +25,7 @@ ROWS = 30  # of a table, unless all are requested
 STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "cyan")}
 
 
-def summary_text(summary: Summary, every: bool = False) -> list[RenderableType]:
+def summary_text(summary: Summary, every: bool) -> list[RenderableType]:
     """Describe a run: findings, measurements, and a table of its metrics."""
     head = f": iterations {summary.first} to {summary.last}, {plural(len(summary.metrics), 'metric')}"
     rows = [_statistics(name, numbers) for name, numbers in summary.metrics.items()]
@@ -44,7 +44,7 @@ def findings_text(summary: Summary) -> list[RenderableType]:
     return parts
 
 
-def comparison_text(comparison: Comparison, every: bool = False) -> list[RenderableType]:
+def comparison_text(comparison: Comparison, every: bool) -> list[RenderableType]:
     """Describe two runs: their findings, and a table of what differs."""
     parts: list[RenderableType] = []
     for letter, run in zip("AB", comparison.runs, strict=True):
@@ -74,14 +74,13 @@ def comparison_text(comparison: Comparison, every: bool = False) -> list[Rendera
     return parts
 
 
-def show(parts: Iterable[RenderableType], stream: TextIO | None = None, width: int = 100_000) -> None:
-    """Print to a stream or the standard output: on a terminal in colour and its width, else plain and wide.
+def show(parts: Iterable[RenderableType], width: int = 100_000) -> None:
+    """Print to the standard output: on a terminal in colour and its width, else plain and wide.
 
     Args:
-        width: columns of what is no terminal.
+        width: columns, except on a terminal.
     """
-    stream = stream or sys.stdout
-    target = io.StringIO()
+    stream, target = sys.stdout, io.StringIO()
     plain: Any = {"width": width, "color_system": None, "force_terminal": False, "legacy_windows": False}
     console = Console(file=target, **({"force_terminal": True} if stream.isatty() else plain))
     for part in parts:

@@ -43,16 +43,13 @@ def plain_step(model, optimizer, *, seen=None, leaves_out=False, **options):
     return make_step(model, optimizer, leave_out=lambda e: leaves_out and e.state.unhealthy_spike, **options)
 
 
-def check_against_own_truth(
-    forward, model, backward=lambda loss: loss.backward(), batches=None, loss=loss_of, norm_type=2.0
-):
+def check_against_own_truth(forward, model, norm_type=2.0):
     """Train with a monitor, and compare with the norms of the gradients in float64; return what was recorded."""
-    optimizer, truth = sgd(model), []
-    batches = make_batches(3) if batches is None else batches
+    optimizer, truth, batches = sgd(model), [], make_batches(3)
 
     def step(engine, batch):
         optimizer.zero_grad()
-        backward(loss(forward, batch))
+        loss_of(forward, batch).backward()
         truth.append(grad_norm(model, norm_type))
         assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
         optimizer.step()

@@ -46,10 +46,10 @@ def noisy(n, seed=0, sigma=0.3, start=1.0, end=1.0):
     return np.geomspace(start, end, n) * np.random.default_rng(seed).lognormal(0.0, sigma, n)
 
 
-def with_faults(norms, every=100, factor=5.0):
+def with_faults(norms, every=100):
     faults = np.zeros(len(norms), bool)
     faults[every::every] = True
-    return np.where(faults, factor * norms, norms), faults
+    return np.where(faults, 5.0 * norms, norms), faults
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def detect_all(detector, norms):
     return spikes
 
 
-def calm(n, level=1.0, seed=0):
-    return list(level * (1 + 0.1 * np.random.default_rng(seed).uniform(-1, 1, size=n)))
+def calm(n, seed=0):
+    return list(1 + 0.1 * np.random.default_rng(seed).uniform(-1, 1, size=n))
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.99, 0.9])

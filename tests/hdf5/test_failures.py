@@ -92,27 +92,26 @@ def test_a_directory_that_can_not_be_written_to():
 # While a run is going on
 
 
-def train_with(path, happens=lambda: None, at=101, count=300, **output):
+def train_with(path, happens=lambda: None, at=101, **output):
     """Run all iterations, whatever happens at one or several of them."""
     engine, completed = engine_of(**output), []
     with HDF5Logger(path, flush_every=10) as logger:
         log_output(logger, engine)
         engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: completed.append(1))
         engine.add_event_handler(Events.ITERATION_STARTED(once=at), happens)
-        engine.run(range(count), max_epochs=1)
-    assert len(completed) == count
+        engine.run(range(300), max_epochs=1)
+    assert len(completed) == 300
 
 
 FAILED = r"HDF5Logger \(.*run\.h5\): writing failed: .*; keeping the values in memory and retrying at every flush\."
 
 
-def failed_to_the_end(caplog, path, first=100):
+def failed_to_the_end(caplog, path):
     """The first warning, after which there is only that of the close, which says what is lost."""
     begin, end = caplog.records
     assert {begin.levelno, end.levelno} == {logging.WARNING}
     assert re.fullmatch(FAILED, begin.message)
-    lost = f"{301 - first} values are lost"
-    assert end.message == f"HDF5Logger ({path}): writing failed to the end: {lost}."
+    assert end.message == f"HDF5Logger ({path}): writing failed to the end: 201 values are lost."
     return begin.message
 
 

@@ -79,8 +79,8 @@ def grad(norms, spikes=(), thresholds=6.0, skipped=True, root="grad", every=1, m
     return run
 
 
-def calm_norms(count=200, seed=0):
-    return 1 + 3 * np.exp(-np.arange(count) / 20) + 0.1 * np.abs(noise(count, seed))
+def calm_norms(count=200):
+    return 1 + 3 * np.exp(-np.arange(count) / 20) + 0.1 * np.abs(noise(count, 0))
 
 
 def with_spike(at, size=60.0, count=200):

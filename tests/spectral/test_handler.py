@@ -17,9 +17,6 @@ from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
 from tests._helpers import assert_same, make_step, run_monitored
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
-UPDATE_KEYS = {"update_norm_max", "update_error_max"} | {
-    f"{of}_condition_{kind}" for of in ("update", "weight") for kind in ("max", "median")
-}
 
 
 def sigma(tensor):

@@ -14,7 +14,7 @@ from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, StepStat
 from ignite_monitor.model.tensors import count_items
 
 
-def run(model, batches, handler_of=None, loss=F.mse_loss, **arguments):
+def run(model, batches, loss=F.mse_loss, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, loss)
     handler = StepStatsHandler(model, optimizer, **arguments)
@@ -27,8 +27,8 @@ def run(model, batches, handler_of=None, loss=F.mse_loss, **arguments):
     return handler, seen
 
 
-def linear_batches(count=3):
-    return [(torch.randn(16, 5), torch.randn(16, 7)) for _ in range(count)]
+def linear_batches():
+    return [(torch.randn(16, 5), torch.randn(16, 7)) for _ in range(3)]
 
 
 @pytest.mark.parametrize(

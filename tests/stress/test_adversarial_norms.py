@@ -180,9 +180,7 @@ def test_values_of_any_sequence_of_norms(run):
     oracle = Oracle(run.rule, run.max_consecutive, overflow_is_spike=not run.scaled)
     skipped = 0
     tolerance = 1e-12 if run.dtype == torch.float64 else 1e-6
-    for place, (truth, reported, flag) in enumerate(
-        zip(observed.truth, observed.values, observed.flags, strict=True)
-    ):
+    for place, (truth, reported, flag) in enumerate(zip(observed.truth, observed.values, observed.flags, strict=True)):
         norm = reported["grad/norm"]
         # Subnormal numbers have few digits, and scaled ones fewer.
         least = 1e-305 if run.scaled else 1e-321 if truth > 1e-315 else 0.0

@@ -55,13 +55,13 @@ def summary(values) -> dict[str, float]:
 class Watched:
     """An engine with a handler, and for each iteration what is true (from whole copies) and what was published."""
 
-    def __init__(self, model, train_step, handler, event=Events.ITERATION_STARTED):
+    def __init__(self, model, train_step, handler):
         self.model, self.handler, self.engine = model, handler, Engine(train_step)
         self.ratios: list[dict[str, float]] = []
         self.norms: list[dict[str, float]] = []
         self.published: list[dict[str, float]] = []
         self.engine.add_event_handler(Events.ITERATION_STARTED, self._start)
-        handler.attach(self.engine, event)
+        handler.attach(self.engine)
         self.engine.add_event_handler(MonitorEvents.GRADIENTS_READY, self._gradients)
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, self._complete)
 
@@ -183,12 +183,12 @@ def frozen_counts(run):
     return [values.get("frozen_count") for values in run.published]
 
 
-def still_step(model, optimizer, still, name="3.weight"):
+def still_step(model, optimizer, still):
     """A train step in whose iterations ``still`` one parameter gets a gradient of 0."""
 
     def zero_one(engine):
         if engine.state.iteration in still:
-            model.get_parameter(name).grad.zero_()
+            model.get_parameter("3.weight").grad.zero_()
 
     return make_step(model, optimizer, before_step=zero_one)
 
@@ -421,10 +421,6 @@ def test_missing_gradient_is_neither_vanishing_nor_exploding_and_zero_is_vanishi
     assert not (diagnostics["unused"].is_exploding)
     assert (diagnostics["zero"].is_vanishing, diagnostics["large"].is_exploding) == (True, True)
     assert diagnostics["large"].grad_norm == pytest.approx(1e3 * math.sqrt(3))
-
-
-def gradient_norms(handler):
-    return {name: item.grad_norm for name, item in handler.diagnostics.items()}
 
 
 # Low precision
