@@ -59,14 +59,12 @@ class HealthyCheckpoint(Checkpoint):
         if trainer is not None and not trainer.has_event_handler(self._on_iteration_completed):
             trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
-        problem = self._problem(engine)
-        if not problem:
+        if not (problem := self._problem(engine)):
             self._due = None
             super().__call__(engine, *args, **kwargs)
         elif self._due is None:
-            iteration = (trainer or engine).state.iteration
-            text = f"HealthyCheckpoint: iteration {iteration}: no checkpoint is saved, since {problem}"
-            logging.getLogger(__name__).warning(text)
+            text = "HealthyCheckpoint: iteration %d: no checkpoint is saved, since %s"
+            logging.getLogger(__name__).warning(text, (trainer or engine).state.iteration, problem)
             self._due = engine.last_event_name if engine is trainer else None
 
     def _on_iteration_completed(self, engine: Engine) -> None:

@@ -1,1 +1,0 @@
-"""Drift detection of any number of the iteration."""

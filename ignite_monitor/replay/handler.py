@@ -177,10 +177,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             self._left = None
         rows = [*self._rows.values()] or [torch.tensor([1.0, 0.0, 0.0], device="cpu")]
         wide = wide_dtype(device)
-        table, counts = (
-            torch.stack([move(row.to(wide_dtype(row.device)), device) for row in rows]),
-            move(self._counts.to(wide), device),
-        )
+        table = torch.stack([move(row.to(wide_dtype(row.device)), device) for row in rows])
+        counts = move(self._counts.to(wide), device)
         reasons = {
             **before.changes,
             failure: not self._rows,
@@ -212,8 +210,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             stack.callback(reshard, self.model)
             stack.enter_context(after_each_backward(source.trackers[id(self.model)].parameters, ended))
             if step is None:  # else the hook of the train step exists, and hooks are being called
-                handle = register_optimizer_step_pre_hook(torch.compiler.disable(weakly(self._on_any_step)))
-                stack.callback(handle.remove)
+                stack.enter_context(register_optimizer_step_pre_hook(weakly(self._on_any_step)))
             with suppress(SecondPassEnded):
                 source.train_step()
 

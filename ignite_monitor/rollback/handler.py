@@ -175,10 +175,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         # The last batch of an epoch is small in any run.
         is_last = engine.state.epoch_length and engine.state.iteration % engine.state.epoch_length == 0
         # Ranks may have batches of different lengths, and have to reset their thresholds together.
-        items = count_items(engine.state.batch) if world_size() == 1 and not is_last else None
-        if items:
+        if items := count_items(engine.state.batch) if world_size() == 1 and not is_last else None:
             if 2 * items < self._smallest_batch:
-                text = "%s: iteration %d: smaller batches of %d items; all thresholds are reset"
+                text = "%s: iteration %d: batches of %d items; all thresholds are reset"
                 self.logger.info(text, self._title, engine.state.iteration, items)
                 self.accept()
             self._smallest_batch = min(items, self._smallest_batch or items)

@@ -40,15 +40,13 @@ class RouterDecisions(ModuleHook):
     """
 
     def __init__(self, root: nn.Module, routers: dict[nn.Module, tuple[str, int | None]]) -> None:
-        self._root = root
-        self._routers = {id(module): router for module, router in routers.items()}
+        self._root, self._routers = root, {id(module): router for module, router in routers.items()}
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.skipped: dict[str, set[str]] = {NOT_LOGITS: set(), NO_CHOICE: set()}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         router = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
-        # Activation checkpointing repeats forward passes in a backward.
-        if router is None or in_backward() or is_reference_run() or not self._root.training:
+        if router is None or in_backward() or is_reference_run() or not self._root.training:  # repeated or evaluated
             return
         name, k = router
         logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
