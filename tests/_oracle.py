@@ -118,9 +118,9 @@ class Oracle:
         self.previous = self.suspended = self.unsure = False
 
     def copy(self) -> Oracle:
-        twin = copy.copy(self)
-        twin.history = list(self.history)
-        return twin
+        duplicate = copy.copy(self)
+        duplicate.history = list(self.history)
+        return duplicate
 
     def expect(self, norm: float) -> dict[str, float]:
         """Detect and observe a norm; return the values to publish with it."""

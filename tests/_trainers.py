@@ -83,7 +83,7 @@ class Recorder:
         self.norms.append(None if norm is None else float(norm))
 
     def of(self, name: str) -> list[float | None]:
-        """One metric over the iterations, None where it was absent."""
+        """One metric over the iterations, None where it was not reported."""
         return [values.get(name) for values in self.metrics]
 
 

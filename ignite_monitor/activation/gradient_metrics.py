@@ -62,15 +62,15 @@ class GradientMetrics:
         for parameter in self._parameters:
             if parameter in self._measured and is_sharded(parameter):
                 gradient, scale = self._sharded.get(parameter, (parameter, None))
-                found = self._measure("gradient_after_clip", {parameter: gradient}, scale)
-                self._after += found if parameter in self._sharded else []
+                values = self._measure("gradient_after_clip", {parameter: gradient}, scale)
+                self._after += values if parameter in self._sharded else []
         before = joined(self._before)
         return [before, *([_differing(before, joined(self._after))] if self._after else [])]
 
     def _measure_before(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        found = {item: item.grad for item in parameters if item.grad is not None and item not in self._stepped}
-        self._before += self._measure("gradient", found, scale)
-        self._measured.update(found)
+        unclipped = {item: item.grad for item in parameters if item.grad is not None and item not in self._stepped}
+        self._before += self._measure("gradient", unclipped, scale)
+        self._measured.update(unclipped)
 
     def _measure(
         self, family: str, gradients: Mapping[nn.Parameter, Tensor], scale: Tensor | None

@@ -234,15 +234,15 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._forward = self._gradients = None
         if not self._is_running or forward is None:
             return
-        found = self._forward_values(forward) + self._of_parameters
+        results = self._forward_values(forward) + self._of_parameters
         if gradients is not None:
-            found += gradients.values()
+            results += gradients.values()
         self._of_parameters = []
         for reason, names in sorted(forward.skipped.items()):
             self._report_skipped(reason, sorted(names))
         self._saw_attention = bool(self._saw_attention) or forward.saw_attention
-        if any(values.names for values in found):
-            self.publish_table(*joined(found))
+        if any(values.names for values in results):
+            self.publish_table(*joined(results))
         elif self.families == [self._named("recorded")] and not forward.skipped:
             self._warn_once(
                 "nothing is measured, because no metrics are chosen and the model calls no record(): give "
@@ -269,11 +269,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             if not self._may_add():
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))
-        found = values_of(measurements, rows)
+        results = values_of(measurements, rows)
         if self._differences is not None and self._passes is not None and self._passes.incomplete:
-            found = [self._differences.without(values, self._passes.incomplete) for values in found]
+            results = [self._differences.without(values, self._passes.incomplete) for values in results]
         self._forget()
-        return found
+        return results
 
     def _measure_parameters(self) -> list[NamedValues]:
         current = Measurement("parameter", self._metrics["parameter"])

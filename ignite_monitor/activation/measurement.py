@@ -112,16 +112,16 @@ class Measurement:
             of_sums, of_maxima = over_ranks(rows)
             sums[self.family, "moments", units] = NamedValues(keys, of_sums)
             maxima[self.family, "units", units] = NamedValues(keys, of_maxima)
-        for how, found in self._aggregates.items():
-            first = next(iter(found.values()))[0]
-            values = torch.stack([move_like(value, first) for value, _ in found.values()])
+        for how, pairs in self._aggregates.items():
+            first = next(iter(pairs.values()))[0]
+            values = torch.stack([move_like(value, first) for value, _ in pairs.values()])
             if how in ("max", "min"):
-                maxima[self.family, how] = NamedValues([*found], values.unsqueeze(1))
+                maxima[self.family, how] = NamedValues([*pairs], values.unsqueeze(1))
             elif how == KURTOSIS:
-                sums[self.family, how] = NamedValues([*found], values)
+                sums[self.family, how] = NamedValues([*pairs], values)
             else:
-                weights = torch.tensor([weight for _, weight in found.values()], dtype=values.dtype, device="cpu")
-                sums[self.family, how] = NamedValues([*found], torch.stack([values, upload(weights, first.device)], 1))
+                weights = torch.tensor([weight for _, weight in pairs.values()], dtype=values.dtype, device="cpu")
+                sums[self.family, how] = NamedValues([*pairs], torch.stack([values, upload(weights, first.device)], 1))
 
     def statistics(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
         """Names and values of the built-in metrics, NaN where there are none, from rows of this rank or of all."""
@@ -174,12 +174,12 @@ def rows_of(measurements: Iterable[Measurement], sums: Rows, maxima: Rows) -> tu
 def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
     """Names and values, not finite where there are none, from rows of this rank (None) or of all."""
     sums, maxima = rows_of(measurements, {}, {}) if rows is None else rows
-    found = [
+    results = [
         NamedValues([f"{kind[0]}/{key}" for key in keys], _VALUES[kind[1]](values))
         for kind, (keys, values) in (sums | maxima).items()
         if kind[1] in _VALUES
     ]
-    return found + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]
+    return results + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]
 
 
 class OutputComparison(Comparison):
