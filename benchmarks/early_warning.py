@@ -100,15 +100,15 @@ def train(training: Training, seed: int, growth: float) -> Run:
     def note(engine: Engine) -> None:
         nonlocal doubled
         iteration, metrics = engine.state.iteration, engine.state.metrics
-        found = {name: metrics.get(f"{monitor.prefix}/drift", 0.0) for name, monitor in monitors.items()}
-        found[SPIKE] = metrics["grad/spike"]
+        warns = {name: metrics.get(f"{monitor.prefix}/drift", 0.0) for name, monitor in monitors.items()}
+        warns[SPIKE] = metrics["grad/spike"]
         if "curvature/stability_threshold" in metrics:
             plain = metrics.get("curvature/along_gradient", math.nan)
             value = metrics.get("curvature/along_gradient_preconditioned", plain)
             high.append(value > 0.5 * metrics["curvature/stability_threshold"])
-            found[CURVATURE] = high[-1] and sum(high[-3:]) >= 2
-        for name in found:
-            warnings[name] += [iteration] if found[name] and iteration > WARMUP else []
+            warns[CURVATURE] = high[-1] and sum(high[-3:]) >= 2
+        for name in warns:
+            warnings[name] += [iteration] if warns[name] and iteration > WARMUP else []
         losses.append(engine.state.output)
         means.append(sum(losses[-10:]) / 10 if len(losses) >= 10 else math.inf)
         if iteration > FIRST and not means[-1] <= 2 * min(means):

@@ -61,12 +61,12 @@ class Run(NamedTuple):
 @functools.cache
 def text() -> Tensor:
     """Docstrings of the standard library, as bytes."""
-    found = []
+    docstrings = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(path.read_bytes())
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        found += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-    return torch.tensor(list("\n".join(filter(None, found)).encode("ascii", "ignore")))
+        docstrings += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return torch.tensor(list("\n".join(filter(None, docstrings)).encode("ascii", "ignore")))
 
 
 def passages(starts: Tensor) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ def draw(results: dict[Run, float], path: Path) -> None:
 
 def main() -> None:
     parser = options(__doc__, seeds=3)
-    parser.add_argument("runs", type=Path, help="the file of trainings")
+    parser.add_argument("runs", type=Path, help="the file of runs")
     parser.add_argument("--draw", type=Path, help="draw what there is, and print a table, instead of training")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to stop (default: 60)")
     args = parser.parse_args()

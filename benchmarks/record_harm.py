@@ -1,4 +1,4 @@
-"""Record small training runs with planted faults whose harm is measured, and healthy runs that are hard to judge.
+"""Record small training runs with planted faults whose harm is measured, and healthy runs that cause false alarms.
 
 Every ``EVERY`` iterations one batch or gradient is faulty. The recorded run skips that step; a copy of its state takes
 it, and both continue with the same batches. The mean rise of the copy's loss over the next ``AFTER`` batches is the
@@ -106,7 +106,7 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
     model, draw = make_model(training), batches(training, generator)
     optimizer, tensors = make_optimizer(training, model), len(list(model.parameters()))
     recording = Recording(training.name, seed, model)
-    twin: tuple[nn.Module, torch.optim.Optimizer] | None = None
+    counterpart: tuple[nn.Module, torch.optim.Optimizer] | None = None
     rise: list[float] = []
     for iteration in range(iterations):
         inputs, labels = draw()
@@ -121,25 +121,25 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
         tensor = int(torch.randint(tensors, (), generator=generator)) if kind.startswith("one_tensor") else -1
         loss = gradients(model, inputs, labels, factor, tensor, 30.0 if kind.endswith("x30") else 10.0)
         recording.add(loss, model)
-        if twin is not None:
-            set_lr(twin[1], training, iteration, iterations)
+        if counterpart is not None:
+            set_lr(counterpart[1], training, iteration, iterations)
             if since <= AFTER:
-                rise.append(gradients(twin[0], inputs, labels).item() - loss.item())
-                twin[1].step()
+                rise.append(gradients(counterpart[0], inputs, labels).item() - loss.item())
+                counterpart[1].step()
             if since == AFTER:
                 recording["ev_area50"].append(float(np.mean(rise)))
-                twin = None
+                counterpart = None
         if not kind:
             optimizer.step()
             continue
-        # The twin has the state before the step; one of the two takes it.
+        # The counterpart has the state before the step; one of the two takes it.
         other = copy.deepcopy(model)
         for parameter, own in zip(other.parameters(), model.parameters(), strict=True):
             parameter.grad = None if own.grad is None else own.grad.clone()
         others = make_optimizer(training, other)
         others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         (optimizer if kind == "control" else others).step()
-        twin, rise = (other, others), []
+        counterpart, rise = (other, others), []
         recording["ev_it"].append(iteration)
         recording["ev_kind"].append(kind)
         recording["ev_tensor"].append(tensor)

@@ -51,7 +51,7 @@ class Score(NamedTuple):
 
     alarms: int
     healthy: int
-    found: list[bool]
+    detected: list[bool]
     single: list[bool]
     harm: float
 
@@ -224,16 +224,16 @@ def score(flags: Flags, recording: Recording) -> Score:
 def row(scores: list[Score]) -> list[str]:
     rates = [1000 * s.alarms / s.healthy for s in scores]
     pooled = 1000 * sum(s.alarms for s in scores) / sum(s.healthy for s in scores)
-    found = [hit for s in scores for hit in s.found]
+    detected = [hit for s in scores for hit in s.detected]
     single = [hit for s in scores for hit in s.single]
     harms = [s.harm for s in scores if not math.isnan(s.harm)]
-    cells = [f"{fmean(found):.2f}" if found else "", f"{fmean(harms):.3f}" if harms else ""]
+    cells = [f"{fmean(detected):.2f}" if detected else "", f"{fmean(harms):.3f}" if harms else ""]
     return [f"{pooled:.2f}", f"{max(rates):.1f}", *cells, f"{fmean(single):.2f}" if single else ""]
 
 
 def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> tuple[str, str]:
     """The fraction of multiplied tensors that are found in healthy iterations, and of those named first."""
-    found: list[bool] = []
+    detected: list[bool] = []
     first: list[bool] = []
     detector = PerParameterDetector()
     names = tuple(str(i) for i in range(recording.tensors.shape[1]))
@@ -243,11 +243,11 @@ def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> tupl
                 spoilt = norms.clone()
                 spoilt[tensor] *= factor
                 detection = detector.detect(names, spoilt)
-                found.append(bool(detection.spike[tensor]))
+                detected.append(bool(detection.spike[tensor]))
                 shares = named(culprits(detection).tolist(), detector.names)
-                first += [next(iter(shares), "") == names[tensor]] * found[-1]
+                first += [next(iter(shares), "") == names[tensor]] * detected[-1]
         detector.observe(detector.detect(names, norms))
-    return f"{fmean(found):.2f}", f"{fmean(first) if first else math.nan:.2f}"
+    return f"{fmean(detected):.2f}", f"{fmean(first) if first else math.nan:.2f}"
 
 
 def main() -> None:

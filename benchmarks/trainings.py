@@ -1,4 +1,4 @@
-"""What benchmarks share: models, data, schedules and faulty batches of small runs, options, and tables."""
+"""Shared parts of benchmarks: models, data, schedules and faulty batches of small runs, options, and tables."""
 
 from __future__ import annotations
 

@@ -307,9 +307,9 @@ def tensorboard(directory, runs):
         try:
             for _ in range(300):
                 log.seek(0)
-                if found := re.search(r"http://[\w.]+:\d+", log.read()):
+                if match := re.search(r"http://[\w.]+:\d+", log.read()):
                     time.sleep(8)  # until the run has been read
-                    yield found[0]
+                    yield match[0]
                     return
                 time.sleep(0.2)
             raise TimeoutError("TensorBoard did not start")

@@ -71,7 +71,7 @@ def main() -> None:
     torch.manual_seed(0)
     text = read_sources()
     model = GPT()
-    # With such a bias many units never fire: activation/blocks.1.mlp.1/dead_fraction says how many.
+    # With this bias many units are dead: see activation/blocks.1.mlp.1/dead_fraction.
     nn.init.constant_(model.blocks[1].mlp[0].bias, -1.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 

@@ -1,8 +1,8 @@
-"""A training that comes back, beside the same training without help.
+"""Compare the recovery of a training run with the same run without handlers.
 
 A small GPT learns English from Python's own reference, the text behind ``help("for")``, which comes with every Python.
 Forty batches in a row are from a shard with another vocabulary; later the learning rate is a hundred times too large
-for three steps. The training runs three times on the same batches: with handlers, without, and undisturbed.
+for three steps. The same batches are used in three runs: with handlers, without, and undisturbed.
 
     python examples/comes_back.py                          about a minute, and a table
     python examples/comes_back.py --plot comes_back.png    and a picture (needs matplotlib)
@@ -132,7 +132,7 @@ HEAD = f"{'loss on unseen text':20}{'before':>8}{'worst':>8}{'at the end':>12}{'
 
 def row(iterations, name, run):
     start = faults(iterations)[0].start
-    before = run.losses[max(each for each in run.losses if each < start)]
+    before = run.losses[max(iteration for iteration in run.losses if iteration < start)]
     worst = max(loss for iteration, loss in run.losses.items() if iteration >= start)
     losses = f"{before:8.2f}{worst:8.2f}{run.losses[max(run.losses)]:12.2f}"
     return f"{name:20}{losses}{len(run.spikes):8}{len(run.rollbacks):11}"
@@ -145,7 +145,7 @@ def plot(iterations, runs, path):
     ink, grey = "#24292f", "#6e7781"
     colours = {"undisturbed": grey, "without handlers": "#c0362c", "with handlers": "#0b5fa5"}
     curves = {name: {at: loss for at, loss in run.losses.items() if at >= 50} for name, run in runs.items()}
-    low, high = (end(end(each.values()) for each in curves.values()) for end in (min, max))
+    low, high = (end(end(curve.values()) for curve in curves.values()) for end in (min, max))
     height = high - low
     with rc_context({"font.size": 11, "text.color": ink, "axes.edgecolor": "#afb8c1"}):
         figure = Figure(figsize=(10, 4.9), dpi=140, layout="constrained", facecolor="white")

@@ -1,24 +1,24 @@
-"""Which layers learn, and which diverge, as an MLP in standard parametrisation gets wider.
+"""Measure which layers learn and which diverge as an MLP in standard parametrization gets wider.
 
 MLPs of three hidden layers learn handwritten digits (scikit-learn's, nothing is downloaded) with SGD and
-cross-entropy, at widths 64 to 2048. RCCHandler tells what each layer's weights do to its output, apart from what the
-layers before have done. The exponents of the width are printed, and drawn into ``runs/rcc_width_sweep.png``.
+cross-entropy, at widths 64 to 2048. RCCHandler measures how much the update of each layer's weights changes its output,
+without the change of its input. The exponents of the width are printed and plotted in ``runs/rcc_width_sweep.png``.
 
     python examples/rcc_width_sweep.py
 
-What theory says of the first steps (https://arxiv.org/abs/2505.22491): at one learning rate for all widths, the update
+Theory of the first steps (https://arxiv.org/abs/2505.22491): at one learning rate for all widths, the update
 of a hidden layer grows as width^(1/2) and that of the output layer as width^1. With the learning rate times
 width^(-1/2) hidden layers keep updating by O(1), whatever the width, while the output layer still diverges, as
 width^(1/2). That is harmless under cross-entropy, whose gradients stay bounded: controlled divergence.
 
-What this run shows (15 seconds on a CPU): after one step the measured exponents are these, 0.53 and 0.51 for the
+This run (15 seconds on a CPU) confirms it: after one step the measured exponents are 0.53 and 0.51 for the
 hidden layers and 1.17 for the output layer at one learning rate, 0.03, 0.01 and 0.65 with the learning rate times
 width^(-1/2), and the input layer's update vanishes in either. The loss gets lower with the width all the same but for
 the last width at one learning rate, where it rises again.
 
-What it does not show: after 30 steps the digits are nearly learned, errors and with them gradients are small, wider
-networks sooner, and the output layer's exponent has gone to about 0: the divergence is that of the first steps. Six
-widths, one seed and thirty steps say nothing of the limit of infinite width, nor that a learning rate transfers.
+Its limits: after 30 steps the digits are nearly learned and gradients are small, in wider networks sooner, and the
+output layer's exponent is about 0: the divergence is that of the first steps. Six widths, one seed and thirty steps
+are no evidence for the limit of infinite width, nor for the transfer of a learning rate.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def make_model(width: int) -> nn.Sequential:
 
 
 def train(width: int, lr: float, steps: int) -> dict[str, list[float]]:
-    """What each layer's weights do to its output, root mean square over its features, by step; and the loss."""
+    """Train at one width; return the RMS change of each layer's output by its weights in each step, and the loss."""
     model = make_model(width)
     trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=lr), nn.CrossEntropyLoss())
     handler = RCCHandler(model, include="^[0246]$")

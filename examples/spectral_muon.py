@@ -1,8 +1,8 @@
-"""Muon on the hidden matrices, AdamW on the rest, and the spectral norms of both watched while they learn digits.
+"""Train with Muon on hidden matrices and AdamW on the rest, and monitor the spectral norms of both.
 
 Muon makes all singular values of an update nearly equal, so each of its steps moves a weight by about the learning rate
-in the spectral norm, whatever the gradient. A learning rate that is ten times too large is seen in the hidden weights'
-norms long before the accuracy says so. The data are scikit-learn's handwritten digits; nothing is downloaded.
+in the spectral norm, whatever the gradient. A learning rate that is ten times too large shows in the norms of the
+hidden weights long before it shows in the accuracy. The data are scikit-learn's handwritten digits, without a download.
 
     python examples/spectral_muon.py                 muon and adamw, at learning rates that suit them
     python examples/spectral_muon.py --muon-lr 0.2   ten times as much

@@ -28,7 +28,7 @@ examples:
   ignite-monitor compare first.h5 second.h5         two runs side by side
   ignite-monitor spike spikes/                      what was in the batch at a spike
 
-A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help says more."""
+A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help lists its options."""
 
 DEMO = "demo -o runs/mine --iterations 1000\n\nNeeds no network, and takes less than half a minute."
 SUMMARY = "summary runs/demo/run.h5 --json | jq '.findings[].text'"
@@ -117,7 +117,7 @@ def _parser() -> Parser:
     option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
     option = add(_plot, "draw a run, with spikes marked", PLOT, "run")
-    to = "where to write: .png, .pdf or .svg (default: RUN.png beside RUN.h5)"
+    to = "where to write: .png, .pdf or .svg (default: RUN.png next to RUN.h5)"
     option("-o", "--output", metavar="FILE", help=to)
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     option("--dark", action="store_true", help="a dark background")

@@ -33,7 +33,7 @@ from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 # Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
 SMALL = 2**15
 
-# Elements of tensors that wait to be measured together.
+# Elements of pending tensors, which are measured together.
 _MOST_WAITING = 2**22
 
 
@@ -99,7 +99,7 @@ class Measurement:
         values[key] = value, weight
 
     def flush(self) -> None:
-        """Measure the tensors that wait, and merge the moments of all passes."""
+        """Measure pending tensors, and merge the moments of all passes."""
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)

@@ -219,7 +219,7 @@ class RankMean:
         return sum_over_ranks(vector) / world_size()
 
     def complete(self, count: int) -> None:
-        """Take part in the rest of ``count`` collectives with NaN, so that no rank waits after an error."""
+        """Take part in the rest of ``count`` collectives with NaN, so that no rank blocks after an error."""
         while self._is_active and self._count < count:
             self(self._missing)
 

@@ -116,7 +116,7 @@ class Waiting:
 class Writer:
     """Writes rows to a file. Rows that can't be written are kept in memory, and written with the next ones.
 
-    A log line says when writing begins to fail, when it succeeds again, and how many values are lost.
+    A log line reports when writing begins to fail, when it succeeds again, and how many values are lost.
     """
 
     def __init__(self, path: Path, mode: str, logger: logging.Logger) -> None:
@@ -144,7 +144,7 @@ class Writer:
 
     @property
     def has_rows(self) -> bool:
-        """True if rows wait to be written."""
+        """True if there are rows to be written."""
         return bool(self._waiting.rows)
 
     def add(
@@ -180,7 +180,7 @@ class Writer:
         waiting.bytes += ROW_BYTES + values.nbytes
 
     def flush(self) -> None:
-        """Write the rows that wait."""
+        """Write the pending rows."""
         if self._file is None or not self.has_rows or not self.is_own:
             return
         try:
@@ -198,7 +198,7 @@ class Writer:
             self._lost = None
 
     def close(self) -> None:
-        """Write the rows that wait, and release the file."""
+        """Write the pending rows, and release the file."""
         try:
             self.flush()
             if self.is_own and self._lost is not None:

@@ -50,7 +50,7 @@ class HealthyCheckpoint(Checkpoint):
         self._training = TrainingState(to_save)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
-        self._due: Any = None  # event of a checkpoint that waits for a healthy iteration
+        self._due: Any = None  # event of a checkpoint that is postponed to the next healthy iteration
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint now, or after the first healthy iteration."""

@@ -165,7 +165,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         return torch.cat([named, ((unnamed + key) * (2 * key + 1)).sum().reshape(1)])
 
     def _compare(self, row: Tensor, holders: Tensor) -> None:
-        """Compare the hashes of all ranks, of which the last element says whether the rank has none."""
+        """Compare the hashes of all ranks, of which the last element is 1 if the rank has none."""
         table = torch.zeros((len(holders), len(row)), dtype=torch.int64, device=row.device)
         table[own_rank()] = row
         table = sum_over_ranks(table)

@@ -96,7 +96,7 @@ class Finding:
     metrics: tuple[str, ...] = ()  # names of the metrics that show it
     iterations: Iterable[int] | Array = ()  # where it happened; converted to a tuple
     values: Mapping[str, float] = field(default_factory=dict)  # the numbers in the words
-    advice: str = ""  # what to do about it, if not what KINDS says
+    advice: str = ""  # fix, if it differs from that of KINDS
     onset: int = -1  # its place in the order; by default the first iteration, or 0 if there is none
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ LOSS = re.compile(
 
 
 def is_loss(name: str) -> bool:
-    """Check whether the end of a metric's name says that smaller values are better."""
+    """Check whether a metric is a loss, by the end of its name."""
     return LOSS.search(name.rpartition("/")[2]) is not None
 
 

@@ -134,13 +134,13 @@ def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
 
 
 def _hooked(module: nn.Module, name: str) -> Tensor:
-    """The weight that hooks compute before a forward pass, in eval mode and of a copy of the module."""
-    shadow = copy.copy(module)
-    shadow.training = False
+    """Compute the weight as hooks before a forward pass do, in eval mode and for a copy of the module."""
+    module_copy = copy.copy(module)
+    module_copy.training = False
     for hook in hooks_before_forward(module):
         if isinstance(hook, _COMPUTING):
-            hook(shadow, ())
-    weight: Tensor = getattr(shadow, name)
+            hook(module_copy, ())
+    weight: Tensor = getattr(module_copy, name)
     return weight
 
 
