@@ -35,16 +35,13 @@ class Case(NamedTuple):
 
 def squares(output: Any) -> Tensor:
     """A loss of any output: its own, or how far its numbers are from some that are all different."""
-    if isinstance(output, dict) and output.get("loss") is not None:
-        return output["loss"]
-    if (
-        isinstance(output, dict)
-        and output
-        and all(isinstance(item, Tensor) and not item.ndim for item in output.values())
-    ):
-        return sum(output.values())  # those of detectors
     if isinstance(output, dict):
-        output = next(item for item in output.values() if isinstance(item, Tensor))
+        if output.get("loss") is not None:
+            return output["loss"]
+        tensors = [item for item in output.values() if isinstance(item, Tensor)]
+        if not any(item.ndim for item in tensors):
+            return sum(tensors)  # those of detectors
+        output = tensors[0]
     if isinstance(output, (tuple, list)):
         output = output[0]
     return (output - torch.linspace(-1, 1, output.shape[-1])).square().mean()
@@ -52,14 +49,6 @@ def squares(output: Any) -> Tensor:
 
 def pictures(size: int = 32, name: str = "", count: int = 4) -> Callable[[], dict[str, Any]]:
     return lambda: {name or "0": torch.randn(count, 3, size, size)}
-
-
-def tokens(**more: Callable[[], Tensor]) -> Callable[[], dict[str, Any]]:
-    def batch() -> dict[str, Any]:
-        ids = torch.randint(3, VOCABULARY, (3, LENGTH))
-        return {"input_ids": ids, **{name: make() if callable(make) else ids for name, make in more.items()}}
-
-    return batch
 
 
 CASES: dict[str, Case] = {}
@@ -206,6 +195,9 @@ def padded() -> dict[str, Any]:
     return words() | {"attention_mask": mask}
 
 
+_MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 3}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+_GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _QUIET_GPT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 for kind, config in {
     "Llama": _GROUPED,
@@ -222,42 +214,16 @@ for kind, config in {
     "GPT2": {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4, **_QUIET_GPT},
     "OPT": _TEXT | {"ffn_dim": 24, "dropout": 0.0, "word_embed_proj_dim": 16},
     "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1},
-    "Mamba": {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 3},
-    "Mamba2": {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "state_size": 4,
-        "conv_kernel": 3,
-        "num_heads": 4,
-        "head_dim": 8,
-        "n_groups": 2,
-        "chunk_size": 4,
-        "pad_token_id": 0,
-    },
+    "Mamba": _MAMBA,
+    "Mamba2": _MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4, "pad_token_id": 0},
     "Qwen3Moe": _GROUPED | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     "Olmoe": _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2},
     "GptOss": _GROUPED | {"head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": _TEXT
-    | {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 4,
-    },
+    "DeepseekV3": _TEXT | _LATENT | _GROUPS | {"num_key_value_heads": 4, "moe_intermediate_size": 8},
 }.items():
     hugging(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM", {**config, "use_cache": False}, words)
-hugging(
-    "Gemma3", "ForCausalLM", _GROUPED | {"head_dim": 4, "sliding_window": 4, "use_cache": False}, words, "Gemma3Text"
-)
+_GEMMA = _GROUPED | {"head_dim": 4, "use_cache": False}
+hugging("Gemma3", "ForCausalLM", _GEMMA | {"sliding_window": 4}, words, "Gemma3Text")
 for kind in ("Bert", "Roberta", "Electra", "Albert"):
     hugging(kind, "ForMaskedLM", _TEXT | _STILL | {"embedding_size": 16, "type_vocab_size": 2}, padded)
 hugging("DistilBert", "ForMaskedLM", {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4,
@@ -283,16 +249,8 @@ def detr() -> nn.Module:
     )
     layers = {f"{part}_{name}": size for part in ("encoder", "decoder")
               for name, size in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 24))}  # fmt: skip
-    config = of.DetrConfig(
-        use_timm_backbone=False,
-        backbone_config=backbone,
-        d_model=16,
-        num_queries=4,
-        num_labels=3,
-        dropout=0.0,
-        **layers,
-    )
-    return of.DetrForObjectDetection(config)
+    layers |= {"d_model": 16, "num_queries": 4, "num_labels": 3, "dropout": 0.0}
+    return of.DetrForObjectDetection(of.DetrConfig(use_timm_backbone=False, backbone_config=backbone, **layers))
 
 
 def segment_anything() -> nn.Module:
@@ -345,10 +303,7 @@ diffusing(
 )  # fmt: skip
 diffusing(
     "AutoencoderKL",
-    {
-        "latent_channels": 2,
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-    },
+    {"latent_channels": 2, "down_block_types": ("DownEncoderBlock2D",) * 2,
+     "up_block_types": ("UpDecoderBlock2D",) * 2},
     pictures(8, "sample", 2),
-)
+)  # fmt: skip

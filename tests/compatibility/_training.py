@@ -1,14 +1,15 @@
-"""A training of a model of other packages, with all monitors or recorded without them."""
+"""A training run of a model of other packages, with all monitors or recorded without them."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import nn
+from torch import Tensor, nn
 
 from ignite_monitor import (
     ActivationHandler,
@@ -16,6 +17,7 @@ from ignite_monitor import (
     DriftMonitor,
     GradientNoiseScaleHandler,
     GradMonitor,
+    HealthyCheckpoint,
     HistogramHandler,
     MeanStdThreshold,
     OptimizerStateHandler,
@@ -37,7 +39,7 @@ from tests.stress._truth import Iteration, copies
 
 ITERATIONS = 4
 CURVED = 3
-"""In which iteration the curvature is looked at: Adam knows second moments then."""
+"""Iteration in which the curvature is measured: Adam has second moments by then."""
 RATE = 3e-3
 MICRO_BATCHES = 2
 
@@ -49,6 +51,9 @@ class Training:
         torch.manual_seed(0)
         self.case = case
         self.model = case.make().train()
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("correction_bias"):  # 0 until trained: a router adds it to its logits to choose experts
+                torch.nn.init.normal_(buffer, std=0.3)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=RATE)
         self.engine = Engine(self._step)
         torch.manual_seed(1)
@@ -65,7 +70,7 @@ class Training:
         return total
 
     def run(self) -> dict[str, Any]:
-        """All that monitors must not touch."""
+        """Train; return all that monitors must not change."""
         torch.manual_seed(2)
         losses: list[float] = []
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
@@ -86,10 +91,26 @@ class Recorded(Training):
         super().__init__(case)
         self.held = {name for name, item in self.model.named_parameters() if item.requires_grad}
         self.iterations: list[Iteration] = []
+        self.tokens: list[dict[str, Tensor]] = []  # of an iteration: path of the router -> number of tokens per expert
+        modules = dict(self.model.named_modules())
+        for name, module in modules.items() if self.case.has_routers else ():
+            if name.endswith(".experts"):
+                place = name.removesuffix("experts")
+                router = f"{place}gate" if f"{place}gate" in modules else f"{place}router"
+                module.register_forward_pre_hook(functools.partial(self._count, router), with_kwargs=True)
+
+    def _count(self, router: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
+        if chosen.shape[-1] == module.num_experts:  # SwitchTransformers: one-hot
+            counts = chosen.flatten(0, -2).sum(0)
+        else:
+            counts = torch.bincount(chosen.flatten(), minlength=module.num_experts)
+        self.tokens[-1][router] = self.tokens[-1].get(router, 0) + counts
 
     def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:
         iteration = Iteration(torch.get_rng_state(), batch, copies(self.model))
         self.iterations.append(iteration)
+        self.tokens.append({})
         loss = super()._step(engine, batch)
         named = self.model.named_parameters()
         iteration.gradients = {name: item.grad.clone() for name, item in named if item.grad is not None}
@@ -103,6 +124,7 @@ class Monitored(Training):
     def __init__(self, case: Case, directory: Path) -> None:
         super().__init__(case)
         of, optimizer = self.model, self.optimizer
+        state = {"model": of, "optimizer": optimizer}
         everything = dict.fromkeys(
             ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
         )
@@ -110,14 +132,15 @@ class Monitored(Training):
             lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
         )
         curvature = CurvatureHandler(of, optimizer, loss=lambda model, batch: case.loss(call(model, batch[0])))
-        self.setup_check = SetupCheck(of, optimizer)
+        self.setup_check, gradient = SetupCheck(of, optimizer), GradMonitor(of, optimizer)
+        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints", monitors=[gradient])
         for monitor in (
             self.setup_check,
-            GradMonitor(of, optimizer),
+            gradient,
             losses,
             DriftMonitor(lambda engine: engine.state.output),
             SpikeRecorder(losses, directory),
-            RollbackHandler({"model": of, "optimizer": optimizer}, every=1),
+            RollbackHandler(state, every=1),
             GradientNoiseScaleHandler(of, optimizer, micro_batches=MICRO_BATCHES, items=count_items),
             WeightUpdateHandler(of, optimizer, sample_size=None),
             OptimizerStateHandler(of, optimizer, sample_size=None),
@@ -134,6 +157,7 @@ class Monitored(Training):
         if case.has_routers:
             RoutingHandler(of).attach(self.engine)
         curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), self.checkpoint)
         self.published: list[dict[str, float]] = []
         self.engine.add_event_handler(
             Events.ITERATION_COMPLETED,

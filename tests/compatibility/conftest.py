@@ -1,4 +1,4 @@
-"""The table of what was checked, printed at the end; docs/compatibility.md is written where everything has passed."""
+"""Print a table of the models; write docs/compatibility.md if everything has passed."""
 
 from __future__ import annotations
 
@@ -8,41 +8,56 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compatibility._cases import CASES
+from tests.compatibility._cases import CASES, MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 COLUMNS = ("parameters", "published", "compared", "heads")
 ABOUT = """# Real models and train steps
 
-`make compatibility` trains {models} models of torchvision, timm and transformers with tiny configurations for four
-iterations of two micro-batches each, with every monitor of the package on one engine, and once more without. It
-asserts that
+`make compatibility` trains {models} models of torchvision, timm, transformers and diffusers with tiny configurations
+for four iterations of two micro-batches each, with the monitors of this table on one engine, and once more without.
+Weights, buffers, gradients, optimizer state, losses and RNG state are bitwise the same on all models.
 
-- weights, buffers, gradients, optimizer state, losses and random state are the same to the last bit;
-- every monitor publishes values;
-- norms of gradients, updates and weights, the loss and the learning rate are what float64 arithmetic says of recorded
-  tensors.
+| monitor | also asserted on all models |
+|---|---|
+| GradMonitor | gradient norm equals float64 arithmetic; no spike; an optimizer step in every iteration |
+| SpikeMonitor, SpikeRecorder | the loss is reported |
+| DriftMonitor | no drift |
+| SetupCheck | no findings |
+| HealthyCheckpoint | the last checkpoint has the final weights and optimizer state |
+| RollbackHandler | takes snapshots and does not roll back |
+| ReplayCheckHandler | `replay/reproducible` is 1 in every iteration |
+| ReplicaCheckHandler | `replicas/in_sync` is 1, on one process |
+| WeightUpdateHandler | norms and ratios of all updates equal float64 arithmetic |
+| GradientNoiseScaleHandler | batch size |
+| StepStatsHandler | weight norm equals float64 arithmetic; learning rate |
+| RoutingHandler | load equals the number of tokens that each expert is called with, on {mixtures} mixtures of experts |
+| OptimizerStateHandler, ActivationHandler, RCCHandler, SpectralNormHandler, HistogramHandler | values are published |
+| CurvatureHandler, AlignmentHandler | training is unchanged |
 
-Every other number is compared with float64 arithmetic in the unit tests. On one process ReplicaCheckHandler can only
-say that all agree; ranks have tests of their own. RollbackHandler takes snapshots and has no reason to roll back.
-MaxPScheduler is not attached, since it changes the training. The table counts values over all four iterations, and
-attention heads; a model with attention and no heads in the table computes it by hand, or in a way that can't be seen.
+All other numbers are compared with float64 arithmetic in the unit tests, on one and several processes. MaxPScheduler is
+not attached, since it changes the training.
 
-Train steps as others write them are checked likewise, with the norm and the largest update ratio of each iteration:
+Train steps of other packages and of Ignite's examples are tested in the same way, with attach_monitors. Gradient norm
+and largest update ratio equal float64 arithmetic in every iteration, and SetupCheck has no findings:
 
 {steps}
 
 With {versions}.
 
+The columns are the numbers of parameters, of published values in all four iterations, of values compared with float64
+arithmetic, and of reported attention heads. A model with attention and without heads in the table does not call
+`scaled_dot_product_attention`.
+
 """
 
 
-LIBRARIES: list[torch.library.Library] = []  # whose operators are there as long as they are
+LIBRARIES: list[torch.library.Library] = []  # keeps the operators defined
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _importable():
-    """torchvision, without its operators where it is built for another torch (timm, transformers need it to import)."""
+    """Import torchvision, without its operators if it is built for another torch: timm and transformers import it."""
     try:
         importlib.import_module("torchvision")
     except ModuleNotFoundError:
@@ -69,10 +84,9 @@ def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
     terminalreporter.write_line(text)
     skipped = len(terminalreporter.getreports("skipped"))
     if exitstatus == 0 and len(rows) + skipped == len(CASES) and steps:
-        names = ("torch", "torchvision", "timm", "transformers", "monai", "accelerate", "pytorch-ignite")
+        names = ("torch", "torchvision", "timm", "transformers", "diffusers", "monai", "accelerate")
         versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
-        about = ABOUT.format(
-            models=len(rows), steps="\n".join(f"- {item}" for item in sorted(steps)), versions=versions
-        )
+        steps = "\n".join(f"- {item}" for item in sorted(steps))
+        about = ABOUT.format(models=len(rows), mixtures=len(MIXTURES), steps=steps, versions=versions)
         PAGE.write_text(about + text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"{PAGE.name} is written.")

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests._helpers import assert_same
 from tests.compatibility._cases import CASES
@@ -21,14 +24,26 @@ FAMILIES = {"grad", "loss", "loss_record", "rollback", "noise_scale", "monitor",
 FAMILIES |= {"activation", "gradient", "parameter", "parameter_difference", "rcc", "spectral", "step"}
 
 
+def loads(tokens: dict[str, Tensor]) -> Values:
+    """Of RoutingHandler, from the number of tokens that each expert is called with."""
+    values: Values = {}
+    for router, counts in tokens.items():
+        shares = [count / float(counts.sum()) for count in counts.tolist()]
+        entropy = -sum(share * math.log(share) for share in shares if share)
+        values[f"routing/load_entropy/{router}"] = math.exp(entropy) / len(shares)
+        values[f"routing/max_share/{router}"] = max(shares)
+        values[f"routing/dead_share/{router}"] = shares.count(0) / len(shares)
+    return values
+
+
 def expected(recorded: Recorded, losses: list[float]) -> list[Values]:
     every = []
     moved = updates(recorded.iterations, recorded.held)
-    for iteration, loss, of_updates in zip(recorded.iterations, losses, moved, strict=True):
+    for iteration, loss, of_updates, tokens in zip(recorded.iterations, losses, moved, recorded.tokens, strict=True):
         values = {"grad/norm": norm(iteration.gradients.values()), "grad/stepped": 1.0, "grad/spike_count": 0.0}
         values |= {"loss/value": loss, "noise_scale/batch": float(count_items(iteration.x)), "replicas/in_sync": 1.0}
-        values["replay/reproducible"] = 1.0
-        every.append(values | of_updates | statistics_of_step(iteration.after.values(), RATE))
+        values |= {"replay/reproducible": 1.0, "drift/drift": 0.0}
+        every.append(values | of_updates | statistics_of_step(iteration.after.values(), RATE) | loads(tokens))
     return every
 
 
@@ -42,6 +57,8 @@ def test_every_monitor(name, record_property, tmp_path):
     actual, references = monitored.run(), recorded.run()
     assert_same(actual, references)
     assert monitored.setup_check.findings == []
+    saved = torch.load(monitored.checkpoint.last_checkpoint, weights_only=True)
+    assert_same(saved, {name: references[name] for name in ("model", "optimizer")})
     row = {"name": name, "parameters": sum(p.numel() for p in recorded.model.parameters())}
     row |= {"published": sum(map(len, monitored.published)), "compared": 0, "heads": 0}
     for values, truth in zip(monitored.published, expected(recorded, references["losses"]), strict=True):
@@ -49,5 +66,5 @@ def test_every_monitor(name, record_property, tmp_path):
         row["compared"] += len(truth)
         row["heads"] += sum(key.startswith("attention_entropy/") for key in values)
     assert {key.partition("/")[0] for values in monitored.published for key in values} >= FAMILIES
-    assert any(key.startswith("routing/") for key in monitored.published[0]) is case.has_routers
+    assert all(recorded.tokens) is case.has_routers
     record_property("model", row)
