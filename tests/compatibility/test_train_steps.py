@@ -278,7 +278,7 @@ def actor_critic(problem: Problem) -> None:
     problem.watched = {"": (policy, optimizer)}
 
 
-def test_actor_critic(caplog, record_property):
+def test_actor_critic(caplog):
     """An optimizer step in an event handler is not monitored, which a warning says."""
     monitored, plain = made(actor_critic), made(actor_critic)
     attach_monitors(monitored.trainer, *monitored.watched[""], every=1)
@@ -286,4 +286,3 @@ def test_actor_critic(caplog, record_property):
         assert_same(monitored.outcome(), plain.outcome())
     assert caplog.text.count("backward() is called in an event handler") == 1
     assert "grad/norm" not in monitored.trainer.state.metrics
-    record_property("step", "an actor-critic whose optimizer step is in an event handler, where a warning says so")
