@@ -8,6 +8,9 @@ import torch
 from ignite_monitor.monitor import transfer
 
 torch.set_num_threads(1)
+if not torch.accelerator.is_available():
+    # torch's formats three stack traces in each call, for accelerators that may be initialized later.
+    torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_collection_finish():

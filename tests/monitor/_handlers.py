@@ -96,7 +96,7 @@ HANDLERS = {
     ),
     "GradientNoiseScaleHandler": lambda model, optimizer: GradientNoiseScaleHandler(model, optimizer, micro_batches=2),
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),
-    "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=4),
+    "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=2),
     "SetupCheck": lambda model, optimizer: SetupCheck(model, optimizer),
     "RoutingHandler": routing,
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(
