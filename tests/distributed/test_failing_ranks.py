@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import logging
@@ -72,13 +73,16 @@ def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def fail(current: str) -> None:
-        if current == where and rank == 1 and engine.state.iteration == FAILS:
-            if where == "terminate":
-                engine.terminate()
-            elif where == "lag":
-                time.sleep(1.0)
-            else:
-                raise RuntimeError(f"rank {rank} failed: {current}")
+        if current != where or engine.state.iteration != FAILS:
+            return
+        if where == "lag":
+            time.sleep(0.3 * rank)
+        elif rank == 0:  # what it waits for never comes
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5))
+        elif where == "terminate":
+            engine.terminate()
+        else:
+            raise RuntimeError(f"rank {rank} failed: {current}")
 
     def train_step(engine: Engine, batch: Any) -> None:
         optimizer.zero_grad()
@@ -250,7 +254,6 @@ ALONE = {"uneven inputs": uneven_inputs, "plain": without_wrapper}
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
-TIMEOUTS = dict.fromkeys(SCENARIOS, 10.0) | dict.fromkeys([*STAYS, "fsdp handler"], 2.5)  # of collectives, in seconds
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -296,4 +299,4 @@ def test_every_backward_of_a_model_without_a_wrapper_takes_one_collective(result
 
 if __name__ == "__main__":
     logging.disable(logging.ERROR)  # of Ignite, that a run has failed
-    run_scenarios(SCENARIOS, timeouts=TIMEOUTS, stays=STAYS)
+    run_scenarios(SCENARIOS, own_groups=True, stays=STAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -426,14 +427,20 @@ def test_a_layer_that_one_rank_alone_reaches_is_published_by_both(results):
 # Alignment, and the learning rates that follow it
 
 
-def alignment(rank: int | None, seed: int = 0, wrap: Any = ddp, joined: bool = False) -> dict[str, Any]:
-    """Under join() rank 1 has two batches more, and the parametrization does not know of the wrapper."""
-
+@functools.cache
+def parametrized() -> Any:
     def make_net(width):
         return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
 
-    torch.manual_seed(seed)
-    parametrization = parametrize(make_net, (8, 16), sample_input=torch.zeros(1, 6), lr_prefactor=0.1)
+    torch.manual_seed(0)
+    return parametrize(make_net, (8, 16), sample_input=torch.zeros(1, 6), lr_prefactor=0.1)
+
+
+def alignment(rank: int | None, own_weights: bool = False, wrap: Any = ddp, joined: bool = False) -> dict[str, Any]:
+    """Under join() rank 1 has two batches more, and the parametrization does not know of the wrapper."""
+    parametrization = copy.deepcopy(parametrized())
+    if own_weights and rank:
+        nn.init.zeros_(parametrization.model[0].weight)
     initial: Any = "init" if wrap is ddp else copy.deepcopy(parametrization.model)
     model = parametrization.model if rank is None else wrap(parametrization.model)
     optimizer = torch.optim.Adam(parametrization.param_groups)
@@ -448,9 +455,9 @@ def alignment(rank: int | None, seed: int = 0, wrap: Any = ddp, joined: bool = F
         return {"published": run(step_of(model, optimizer), make_batches(4)[: 2 + 2 * rank], *handlers)}
 
 
-@pytest.mark.parametrize("name", ["ddp", "own seeds", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "own weights", "fsdp"])
 def test_alignment_and_rates_are_those_of_one_process(results, name):
-    """Ranks with seeds of their own start from the weights of rank 0, and compare with these."""
+    """Ranks with weights of their own start from those of rank 0, and compare with these."""
     first, second = results(f"alignment {name}")
     assert first == second
     alone = alignment(None)["published"]
@@ -535,7 +542,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     ),
     "both sharded": lambda rank: train(CASES["rcc fsdp"]._replace(monitors=rcc(lambda: fsdp(net(Attention)))), rank),
     "alignment ddp": alignment,
-    "alignment own seeds": lambda rank: alignment(rank, seed=rank),
+    "alignment own weights": lambda rank: alignment(rank, own_weights=True),
     "alignment fsdp": lambda rank: alignment(rank, wrap=sharded("2")),
     "alignment join": lambda rank: alignment(rank, joined=True),
     "setup": setup_check,

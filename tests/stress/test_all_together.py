@@ -148,18 +148,11 @@ def test_what_was_watched():
     assert "spectral/update_norm_max" not in alone("spectral")[SPIKE]
 
 
-EVENTS = {
-    "before an iteration": Events.ITERATION_STARTED(once=7),
-    "in a train step": MonitorEvents.GRADIENTS_READY(once=7),
-}
-
-
 @pytest.mark.parametrize(
-    ("detached", "at"),
-    [(name, "in a train step") for name in ("grad", "update", "rcc")] + [("activation", "before an iteration")],
+    ("detached", "at"), [("grad", MonitorEvents.GRADIENTS_READY), ("activation", Events.ITERATION_STARTED)]
 )
 def test_one_is_detached_in_the_middle(detached, at):
-    run = monitored(detached=detached, at=EVENTS[at], on_board=False)
+    run = monitored(detached=detached, at=at(once=7), on_board=False)
     assert_same(run.training.outcome(), unwatched())
     for iteration, published in run.training.published.items():
         names = [name for name in ALL if name != detached or iteration < 7]
