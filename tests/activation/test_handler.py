@@ -187,31 +187,6 @@ def test_nonfinite_activations_are_counted_and_nothing_else_is_published_of_them
     assert set(part(published, "activation/0")) == {"mean", "std", "nonfinite_count", "m"}
 
 
-def test_bad_arguments():
-    model = mlp()
-    for error, kwargs in [
-        (TypeError, {"activations": torch.mean}),
-        (TypeError, {"activations": {"m": 3}}),
-        (TypeError, {"activations": {3: torch.mean}}),
-        (ValueError, {"activations": {"a b": torch.mean}}),
-        (ValueError, {"parameters": {"dead_fraction": True}}),
-        (ValueError, {"aggregate": "median"}),
-        (TypeError, {"aggregate": 3}),
-        (TypeError, {"aggregate": torch.max}),
-        (ValueError, {"include": "("}),
-        (ValueError, {"activation_differences": True}),
-        (ValueError, {"reference": "init"}),
-        (ValueError, {"activation_differences": True, "reference": mlp()[:1]}),
-        (TypeError, {"attention": "yes"}),
-        (TypeError, {"scaler": 1}),
-        (ValueError, {"prefix": "a b"}),
-    ]:
-        with pytest.raises(error, match="Argument"):
-            ActivationHandler(model, **kwargs)
-    with pytest.raises(TypeError, match="fn"):
-        Metric("mean")
-
-
 # Gradients and parameters
 
 
@@ -689,8 +664,7 @@ def test_tensors_in_transforms_are_skipped_with_one_warning(caplog):
     assert [("skipped 0, 1, 2, _root_" in message) for message in caplog.messages] == [True]
 
 
-@pytest.mark.skipif(not __import__("shutil").which("g++"), reason="no C++ compiler")
-def test_compiled_with_inductor():
+def test_a_compiled_model_is_compiled_once_and_measured_eagerly():
     from torch._dynamo.utils import counters
 
     class Recording(nn.Module):
@@ -704,7 +678,7 @@ def test_compiled_with_inductor():
             return y
 
     model = nn.Sequential(Recording(), nn.Linear(5, 3))
-    fast = torch.compile(model)
+    fast = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen, states = {}, []
 
@@ -877,9 +851,6 @@ def test_lost_fractions_of_activations_and_what_is_refused():
     handler.attach(trainer)
     trainer.run([torch.full((2, 4), 1e9)])
     assert handler.metrics["activation/_root_/overflow_fraction"] == 1.0
-    for wrong in ({"overflow_fraction": torch.int8}, {"underflow": True}):
-        with pytest.raises(ValueError, match="activations"):
-            ActivationHandler(model, activations=wrong)
     with pytest.raises(ValueError, match="parameter_differences"):
         ActivationHandler(model, parameter_differences={"underflow_fraction": True}, reference="init")
 

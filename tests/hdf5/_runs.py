@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from ignite.engine import Engine, Events
 
 from ignite_monitor import HDF5Logger, read_hdf5
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
 
 
 def engine_of(output=lambda iteration: {"loss": iteration / 8}):

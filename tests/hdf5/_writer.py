@@ -1,7 +1,8 @@
-"""A run that goes on until its process is killed."""
+"""Runs in processes of their own."""
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,18 @@ def write_forever(path: Path, mode: str, start: int, completed: Any) -> None:
 
     engine.load_state_dict({"iteration": start, "epoch_length": 10**9, "max_epochs": 1})
     engine.run(itertools.count(start))
+
+
+def fail(path: Path) -> None:
+    """Raise an error in iteration 30, and end as an interpreter does, with the traceback still there."""
+    engine, logger = Engine(lambda engine, batch: 0.5), HDF5Logger(path)
+    logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, output_transform=lambda output: output)
+    engine.logger.disabled = True
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=30), lambda: 1 / 0)
+    try:
+        engine.run(range(100))
+    except ZeroDivisionError:
+        atexit._run_exitfuncs()
 
 
 def log_on_rank(path: Path, rank: int, wrong: Any) -> None:

@@ -55,13 +55,13 @@ def test_a_flipped_bit_is_an_error_and_never_another_number(path):
     run(path, 200, output=lambda i: {"a": i / 7, "b": 2**30 + i, **({"late": 1.0} if i > 90 else {})})
     data, whole = path.read_bytes(), as_lists(path)
     errors = []
-    for place in np.random.default_rng(0).permutation(len(data))[:300].tolist():
+    for place in np.random.default_rng(0).permutation(len(data))[:150].tolist():
         path.write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
         try:
             assert as_lists(path) == whole  # where nothing stands
         except ValueError as error:
             errors.append(str(error))
-    assert len(errors) > 50
+    assert len(errors) > 25
     assert {str(path) in error and "\n" not in error for error in errors} == {True}
 
 

@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import runpy
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -21,7 +20,7 @@ from ignite.metrics import Average
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, read_hdf5
 from ignite_monitor.hdf5 import layout, writer
 from tests._helpers import footprint, make_batches, make_trainer
-from tests.hdf5._runs import ENVIRONMENT, as_lists, engine_of, log_output, run
+from tests.hdf5._runs import as_lists, engine_of, log_output, run
 
 # What Ignite's loggers can do
 
@@ -139,26 +138,24 @@ def test_small_and_rare_writes_stay_small(path):
     assert path.stat().st_size < 6 * 10_000
 
 
-@pytest.mark.parametrize("mode", ["x", "a"])
-def test_memory_does_not_depend_on_the_number_of_iterations(path, mode):
+def test_memory_does_not_depend_on_the_number_of_iterations(path):
     engine = engine_of(lambda iteration: {"a": 0.5, **{f"top/{(iteration * 7 + k) % 50}": 1.0 for k in range(5)}})
     measured = []
-    if mode == "a":
-        run(path, 10, output=lambda iteration: {"a": 0.5})
-    with HDF5Logger(path, mode) as logger:
+    run(path, 10, output=lambda iteration: {"a": 0.5})
+    with HDF5Logger(path, "a") as logger:
         log_output(logger, engine)
 
-        @engine.on(Events.ITERATION_STARTED(event_filter=lambda _, iteration: iteration in {501, 1001, 2501}))
+        @engine.on(Events.ITERATION_STARTED(event_filter=lambda _, iteration: iteration in {401, 801, 1601}))
         def measure():
             if not measured:
                 tracemalloc.start()
             gc.collect()
             measured.append(tracemalloc.get_traced_memory()[0])
 
-        engine.run(range(2600), max_epochs=1)
+        engine.run(range(1700), max_epochs=1)
     tracemalloc.stop()
     assert measured[2] - measured[1] < 25_000
-    assert len(read_hdf5(path)["train/a"].steps) == 2600
+    assert len(read_hdf5(path)["train/a"].steps) == 1700
 
 
 def test_closing_leaves_nothing_behind_but_what_was_attached(path, caplog):
@@ -234,31 +231,13 @@ def test_engines_in_threads_of_their_own(path):
         engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
         for number, engine in enumerate(engines):
             log_output(logger, engine, tag=str(number))
-        threads = [threading.Thread(target=engine.run, args=(range(100),)) for engine in engines]
+        threads = [threading.Thread(target=engine.run, args=(range(40),)) for engine in engines]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     read = as_lists(path)
-    assert [read[f"{number}/output"][0] for number in range(3)] == [list(range(1, 101))] * 3
-
-
-def test_a_program_that_ends_with_an_error_and_forgets_to_close(path):
-    script = f"""
-import sys
-import threading
-from ignite.engine import Engine, Events
-from ignite_monitor import HDF5Logger
-engine = Engine(lambda engine, batch: 0.5)
-logger = HDF5Logger({str(path)!r})
-logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, output_transform=lambda output: output)
-@engine.on(Events.ITERATION_COMPLETED(once=30))
-def end():
-    raise KeyError
-engine.run(range(100))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], stderr=subprocess.DEVNULL, env=ENVIRONMENT)
-    assert read_hdf5(path)["output"].steps.tolist() == list(range(1, 31))
+    assert [read[f"{number}/output"][0] for number in range(3)] == [list(range(1, 41))] * 3
 
 
 def test_without_h5py(path, monkeypatch):

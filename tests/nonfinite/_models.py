@@ -46,7 +46,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.drop = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(width, 2)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:

@@ -271,7 +271,7 @@ def test_what_a_hook_on_a_parameter_makes_is_not_located(hook, caplog):
     assert "could not be located: forward and backward of a copy of the model are finite" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["tokens", "blocks.1.attention", "head"])
+@pytest.mark.parametrize("name", ["tokens", "blocks.0.attention", "head"])
 def test_tied_weights(name):
     planting = planted_in(name, IN_BACKWARD["sqrt_at_zero"])
     result, _ = trained(make(GPT, tied=True), MODELS["gpt"][1](3), planting=planting)
@@ -450,27 +450,27 @@ def test_activation_checkpointing(hook, reentrant):
                 x = checkpoint(block, x, use_reentrant=reentrant)
             return self.head(self.norm(x))
 
-    planting = planted_in("blocks.1.mlp.1", hook)
+    planting = planted_in("blocks.0.mlp.1", hook)
     data = MODELS["gpt"][1](3)
     (_, plain), (result, outcome) = [
         trained(make(Checkpointed), data, planting=planting, monitored=monitored) for monitored in (False, True)
     ]
     assert same(outcome, plain)
     if hook is nan_in_output:
-        assert [(item.kind, item.name) for item in result] == [("forward", "blocks.1.mlp.1")]
+        assert [(item.kind, item.name) for item in result] == [("forward", "blocks.0.mlp.1")]
     elif reentrant:  # its graph is made in backward
         assert {(item.kind, item.name) for item in result} == {("backward", "_root_")}
         assert "CheckpointFunctionBackward" in result[0].text
     else:
-        assert {(item.kind, item.name) for item in result} == {("backward", "blocks.1.mlp.1")}
+        assert {(item.kind, item.name) for item in result} == {("backward", "blocks.0.mlp.1")}
 
 
 def test_compiled():
     model = make(GPT)
     used = torch.compile(model, backend="eager")
     batches = MODELS["gpt"][1](3)
-    result, _ = trained(used, batches, planting=lambda _: fill("blocks.1.attention.qkv.weight")(model))
-    assert [(item.kind, item.name) for item in result] == [("forward", "blocks.1.attention.qkv")]
+    result, _ = trained(used, batches, planting=lambda _: fill("blocks.0.attention.qkv.weight")(model))
+    assert [(item.kind, item.name) for item in result] == [("forward", "blocks.0.attention.qkv")]
 
 
 def test_recurrent_layers():

@@ -365,25 +365,6 @@ def test_a_method_that_was_replaced_stays_replaced_after_resuming(batches):
     assert "error_max" in numbers(second)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"method": "svd"}, ValueError, "method"),
-        ({"method": 1}, TypeError, "method"),
-        ({"include": "("}, ValueError, "include"),
-        ({"exclude": 1}, TypeError, "exclude"),
-        ({"include": "nothing"}, ValueError, "two dimensions"),
-        ({"updates": 1}, TypeError, "updates"),
-        ({"per_parameter": "yes"}, TypeError, "per_parameter"),
-        ({"top_k": -1}, ValueError, "top_k"),
-        ({"top_k": 1.5}, TypeError, "top_k"),
-    ],
-)
-def test_bad_arguments(arguments, error, words):
-    with pytest.raises(error, match=words):
-        SpectralNormHandler(nn.Linear(2, 2), **arguments)
-
-
 def test_nothing_is_read_on_the_host(batches, monkeypatch, on_a_device):
     """Where vectors are needed, too: what the CPU looks at costs nothing to know."""
     model = Net()

@@ -82,14 +82,14 @@ def test_power_is_right_and_its_bound_holds(kind, shape):
         torch.testing.assert_close(result.frobenius, frobenius, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("growth", [2e-4, 2e-3, 0.05])
-@pytest.mark.parametrize(("shape", "times"), [((300, 300), 10), ((2000, 256), 4), ((1024, 1024), 1)])
-def test_one_direction_a_little_above_a_dense_spectrum(shape, times, growth):
+@pytest.mark.parametrize(("shape", "times"), [((300, 300), 8), ((2000, 256), 2), ((600, 600), 1)])
+def test_one_direction_a_little_above_a_dense_spectrum(shape, times):
     left, values, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    values[60] = values[0] * (1 + growth)
-    matrix = ((left * values) @ right)[None]
-    for number in range(times):
-        check(measure(matrix, "power", number), matrix)
+    for growth in (2e-4, 2e-3, 0.05):
+        values[60] = values[0] * (1 + growth)
+        matrix = ((left * values) @ right)[None]
+        for number in range(times):
+            check(measure(matrix, "power", number), matrix)
 
 
 @pytest.mark.parametrize("steps", [4, 8, 24])
@@ -121,8 +121,8 @@ def test_zero_is_zero_exactly(method):
         assert result.errors.nan_to_num(0.0).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+@pytest.mark.parametrize("shape", SHAPES[:2])
 @pytest.mark.parametrize("method", METHODS)
 def test_matrix_that_is_not_finite_is_nan_and_the_others_are_right(method, shape, number):
     matrices = torch.randn(3, *shape)

@@ -408,26 +408,6 @@ def test_with_filters(tmp_path):
     assert files(tmp_path) == [f"spike-{iteration:08d}-rank0.spike.pt" for iteration in (3, 6)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "text"),
-    [
-        ((None, "x"), {}, TypeError, "Argument monitor"),
-        ((1, "x"), {}, TypeError, "Argument monitor"),
-        ((None, 3), {}, TypeError, "Argument directory"),
-        ((None, __file__), {}, ValueError, "Argument directory"),
-        ((None, "x"), {"keep": 0}, ValueError, "Argument keep"),
-        ((None, "x"), {"keep": 2.5}, TypeError, "Argument keep"),
-        ((None, "x"), {"batch": 1}, TypeError, "Argument batch"),
-    ],
-)
-def test_bad_arguments(arguments, options, error, text):
-    monitor, directory = arguments
-    if text != "Argument monitor":
-        monitor = SpikeMonitor(lambda engine: 1.0)
-    with pytest.raises(error, match=text):
-        SpikeRecorder(monitor, directory, **options)
-
-
 class RunsCode:
     def __reduce__(self):
         return os.system, ("true",)

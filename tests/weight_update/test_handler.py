@@ -641,38 +641,6 @@ def test_learning_rate_of_0_throughout_is_no_reason_for_a_warning(caplog):
     assert not caplog.records
 
 
-# Arguments
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "name"),
-    [
-        ({"optimizer": 1}, TypeError, "optimizer"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "optimizer"),
-        ({"scaler": 1}, TypeError, "scaler"),
-        ({"sample_size": 0}, ValueError, "sample_size"),
-        ({"sample_size": 1.5}, TypeError, "sample_size"),
-        ({"sample_size": True}, TypeError, "sample_size"),
-        ({"vanishing_grad_threshold": -1.0}, ValueError, "vanishing_grad_threshold"),
-        ({"vanishing_grad_threshold": 1e3}, ValueError, "vanishing_grad_threshold"),
-        ({"exploding_grad_threshold": "1"}, TypeError, "exploding_grad_threshold"),
-        ({"exploding_grad_threshold": math.nan}, ValueError, "exploding_grad_threshold"),
-        ({"frozen_update_ratio_threshold": -1e-9}, ValueError, "frozen_update_ratio_threshold"),
-        ({"frozen_patience_steps": 0}, ValueError, "frozen_patience_steps"),
-        ({"frozen_patience_steps": 2.0}, TypeError, "frozen_patience_steps"),
-        ({"top_k": -1}, ValueError, "top_k"),
-        ({"eps": 0}, ValueError, "eps"),
-        ({"eps": None}, TypeError, "eps"),
-        ({"prefix": 3}, TypeError, "prefix"),
-        ({"prefix": ""}, ValueError, "prefix"),
-        ({"model": 3}, TypeError, "model"),
-    ],
-)
-def test_bad_arguments(arguments, error, name):
-    with pytest.raises(error, match=name):
-        WeightUpdateHandler(**{"model": make_model(), **arguments})
-
-
 @pytest.mark.parametrize(
     ("damaged", "error"),
     [
