@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ignite_monitor import ActivationHandler, Metric, record
-from tests._helpers import assert_same
+from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
+from tests._helpers import assert_same, make_step, run_monitored
 from tests.stress._truth import statistics
 
 
@@ -27,26 +27,15 @@ def expected(parts):
     return statistics([part.detach() for part in parts], True)
 
 
-def run(model, step=None, batches=1, size=8, event=None, **kwargs):
+def run(model, step=None, batches=1, size=8, event=None, kind=ActivationHandler, **kwargs):
     """What is published in each iteration, as floats."""
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(size, 6, generator=generator) for _ in range(batches)]
-    handler = ActivationHandler(model, **kwargs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(engine, x):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    engine = Engine((lambda engine, x: step(handler, optimizer, x)) if step else train_step)
-    handler.attach(engine, event or Events.ITERATION_STARTED)
-    published = []
-    engine.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda e: published.append({name: float(value) for name, value in e.state.metrics.items()}),
-    )
-    engine.run(data)
+    handler, optimizer = kind(model, **kwargs), torch.optim.SGD(model.parameters(), lr=0.1)
+    train_step = make_step(model, optimizer, loss_of=lambda model, x: model(x).square().mean())
+    if step is not None:
+        train_step = lambda engine, x: step(handler, optimizer, x)  # noqa: E731
+    published = run_monitored(train_step, data, handler, event=event)
     handler.detach()
     return published
 
@@ -612,7 +601,8 @@ def test_an_empty_micro_batch_has_weight_0(aggregate):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
-    "chosen", [{"activations": True}, {"attention": True}, {"activations": True, "attention": True}]
+    "chosen",
+    [{"activations": True}, {"attention": True}, {"activations": True, "attention": True}, {"kind": HistogramHandler}],
 )
 @pytest.mark.parametrize("trainable", [False, True])
 def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(trainable, chosen, nested, caplog, monkeypatch):
@@ -651,7 +641,7 @@ def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(trainable, chosen, ne
     assert_same(plain, monitored)
     assert same_count == count > 0
     assert not any(".layers." in name for item in published for name in item)
-    assert sum("fast path" in message for message in caplog.messages) == 1
+    assert sum("fast path" in message for message in caplog.messages) == ("kind" not in chosen)
 
 
 def test_tensors_in_transforms_are_skipped_with_one_warning(caplog):

@@ -151,16 +151,6 @@ def test_a_unit_is_dead_over_all_micro_batches():
     assert "dead_fraction" not in measured({"x": [first]}, unit=False)["x"]
 
 
-@pytest.mark.parametrize("shape", [(4, 5), (300, 400)])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nonfinite_elements_are_counted_and_leave_no_other_value(shape, value):
-    wrong = torch.ones(shape)
-    wrong[1, 2] = wrong[2, 2] = value
-    result = measured({"wrong": [torch.ones(shape), wrong], "right": [torch.ones(shape)]})
-    assert result["wrong"] == {"nonfinite_count": 2}
-    assert result["right"]["mean"] == 1
-
-
 def test_a_copy_is_measured():
     measurement, x = (
         Measurement("x", MetricSet("activations", {"mean": True}, ("mean",), "mean")),

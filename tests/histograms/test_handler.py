@@ -201,29 +201,3 @@ def test_a_gan_has_the_gradients_of_each_own_step():
     )
     trainer.run(make_batches(2))
     assert found == pytest.approx([float(gradient.double().sum()) for gradient in truth])
-
-
-def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(monkeypatch):
-    fast, calls = torch._transformer_encoder_layer_fwd, []
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(6, 1))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-
-    def step(engine, x):
-        optimizer.zero_grad()
-        model[0].eval()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    trainer = Engine(step)
-    found = collect(trainer, HistogramHandler(model))
-    model.train()
-    model[0].eval()
-    trainer.run([torch.randn(2, 4, 6) for _ in range(2)])
-    assert len(calls) == 4  # two layers in two iterations
-    names = {name for name in found if "activations" in name}
-    assert names
-    assert not [name for name in names if "layers" in name]

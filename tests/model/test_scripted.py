@@ -6,12 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from ignite.engine import Events, create_supervised_trainer
 from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, RCCHandler, SpectralNormHandler, WeightUpdateHandler
 from ignite_monitor.model.names import modules_by_name
+from tests._helpers import make_step, run_monitored
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -35,17 +34,12 @@ def build(how, whole):
 def train(model, make=None, iterations=4):
     """The losses, and each iteration's values."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
-    if make is not None:
-        make(model, optimizer).attach(trainer)
-    found = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda e: found.append((e.state.output, {name: float(value) for name, value in e.state.metrics.items()})),
-    )
-    generator = torch.Generator().manual_seed(1)
-    trainer.run([(torch.randn(4, 6, generator=generator), torch.ones(4, 6)) for _ in range(iterations)])
-    return [loss for loss, _ in found], [values for _, values in found]
+    losses, generator = [], torch.Generator().manual_seed(1)
+    step = make_step(model, optimizer)
+    batches = [(torch.randn(4, 6, generator=generator), torch.ones(4, 6)) for _ in range(iterations)]
+    monitors = [] if make is None else [make(model, optimizer)]
+    values = run_monitored(lambda *given: losses.append(step(*given).item()), batches, *monitors)
+    return losses, values
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from ignite_monitor import GradientNoiseScaleHandler
 from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
-from tests._helpers import mse_loss, run_monitored, split
+from tests._helpers import mse_loss, split
 
 ITEMS = 4096
 
@@ -221,23 +221,6 @@ def test_a_step_that_is_made_otherwise_is_reported_once(caplog):
         "passes in monitored iterations, and micro_batches is 4"
     ]
     assert not any(result)
-
-
-def test_a_resumed_run_publishes_what_the_uninterrupted_one_does():
-    model, x, y = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    data, values = list(batches(x, y, 64, 120)), []
-    for parts in ([data], [data[:50], data[50:]]):
-        state = None
-        for part in parts:
-            monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
-            if state is not None:
-                monitor.load_state_dict(state)
-            run_monitored(step_of(model, optimizer), part, monitor)
-            state = monitor.state_dict()
-        values.append(measured(monitor))
-    assert values[0] == pytest.approx(values[1], rel=1e-12)
-    assert values[0]
 
 
 @pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])

@@ -17,16 +17,12 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
-        self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            item.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for item in self.qkv(x).chunk(3, dim=-1)
-        )
-        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        return self.drop(self.project((weights @ value).transpose(1, 2).reshape(x.shape)))
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        hidden = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1)
+        weights = (query @ key.mT / math.sqrt(query.shape[-1]) + hidden).softmax(-1)
+        return self.project((weights @ value).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -60,31 +56,23 @@ class GPT(nn.Module):
 
 
 class Residual(nn.Module):
-    def __init__(self, inside: int, outside: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv_1, self.norm_1 = nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
-        self.conv_2, self.norm_2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
-        self.shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+        self.conv, self.norm = nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.shortcut = nn.Conv2d(4, 6, 1)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.norm_1(self.conv_1(x)))
-        y = self.norm_2(self.conv_2(y))
+        y = self.norm(self.conv(x))
         y += self.shortcut(x)
         return self.relu(y)
 
 
-class ResNet(nn.Module):
+class ResNet(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-        self.stages = nn.Sequential(Residual(4, 4), Residual(4, 6))
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(self.pool(self.stages(self.stem(x))).flatten(1)))
+        stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        pool = nn.AdaptiveAvgPool2d(1)
+        super().__init__(stem, Residual(), pool, nn.Flatten(), nn.Dropout(0.2), nn.Linear(6, 5))
 
 
 def gpt_batches(count: int) -> list[tuple[Tensor, Tensor]]:
