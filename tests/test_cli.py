@@ -288,17 +288,17 @@ def test_help(capsys, arguments, words):
 # Demo
 
 
-def test_demo(tmp_path):
+def test_demo(tmp_path, capsys):
     (tmp_path / "run.h5").write_text("somebody's own")
-    done = run("demo", "-o", tmp_path, "--iterations", 200)
-    assert done.returncode == 0, done.stderr
+    assert main(["demo", "-o", str(tmp_path), "--iterations", "200"]) == 0
+    output, error = capsys.readouterr()
+    assert error == ""
     assert (tmp_path / "run.h5").read_text() == "somebody's own"
-    assert "iteration  101: SPIKE" in done.stdout
-    assert re.search(r"^iteration  14\d: rolled back to iteration \d+$", done.stdout, re.MULTILINE)
-    assert re.search(r"Rolled back to iteration \d+ at iteration 14\d", done.stdout)
-    reported, commands = done.stdout.split("Everything is in")
+    assert "iteration  101: SPIKE" in output
+    assert re.search(r"^iteration  14\d: rolled back to iteration \d+$", output, re.MULTILINE)
+    assert re.search(r"Rolled back to iteration \d+ at iteration 14\d", output)
+    reported, commands = output.split("Everything is in")
     assert all(len(line) <= 80 for line in reported.splitlines())
-    assert done.stderr == ""
     recording = read_hdf5(tmp_path / "run_2.h5")
     assert recording["grad/skipped_count"].values[-1] >= 20
     assert recording["rollback/count"].values[-1] == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import doctest
+import functools
 import importlib.util
 import inspect
 import io
@@ -124,12 +126,14 @@ EXAMPLES = {
 }
 
 
-def surroundings():
-    """Run the setup of the API's page and return its namespace, for the examples of docstrings."""
+@functools.cache
+def setup():
+    """The namespace of the API page's setup up to the model, which takes longest, and the code of the rest."""
     (source,) = re.findall(r"^```python\n(.*?)^```", PAGES["docs/api.md"], flags=re.DOTALL | re.MULTILINE)
+    beginning, model, rest = source.partition("model = parametrization.model\n")
     namespace = {"__name__": "__main__"}
-    exec(compile(source, "docs/api.md", "exec"), namespace)
-    return namespace
+    exec(compile(beginning, "docs/api.md", "exec"), namespace)
+    return namespace, compile(model + rest, "docs/api.md", "exec")
 
 
 ELSEWHERE = {"load_spike"}  # needs a run with a spike, which the page of SpikeRecorder has
@@ -139,7 +143,9 @@ ELSEWHERE = {"load_spike"}  # needs a run with a spike, which the page of SpikeR
     "source", [pytest.param(source, id=name) for source, name in EXAMPLES.items() if name not in ELSEWHERE]
 )
 def test_examples_of_docstrings(source, folder, capsys):
-    namespace = surroundings()
+    beginning, rest = setup()
+    namespace = beginning | {"parametrization": copy.deepcopy(beginning["parametrization"])}
+    exec(rest, namespace)
     exec(compile(source, "example", "exec"), namespace)
     for value in namespace.values():
         if isinstance(value, BaseLogger):

@@ -48,7 +48,6 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     attributes = {module: dict(vars(module)) for module in model.modules()}
-    einsum: Any = torch.ops.aten.einsum.default
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # the graph of a model that torch refuses
@@ -56,7 +55,7 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
         warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
         try:
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)
-            exported = exported.run_decompositions({einsum: torch.export.default_decompositions()[einsum]})
+            exported = exported.run_decompositions(dict([_einsum_decomposition()]))
         except Exception as error:
             place = _own_line("".join(traceback.format_exception(error)))
             text = next(iter(str(error).strip().splitlines()), "")
@@ -72,6 +71,12 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
             if not node.users:
                 exported.graph.erase_node(node)
     return exported
+
+
+@functools.cache  # torch takes as long to make its table as to export a small model
+def _einsum_decomposition() -> tuple[Any, Any]:
+    einsum: Any = torch.ops.aten.einsum.default
+    return einsum, torch.export.default_decompositions()[einsum]
 
 
 class _TensorOutputs(nn.Module):
