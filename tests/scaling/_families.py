@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch import nn
 
-VOCABULARY, LENGTH, CLASSES = 64, 8, 10
+VOCABULARY, LENGTH, CLASSES = 64, 4, 10
 HEAD = 8  # the dimension of a head, the same at all widths
 
 
@@ -30,23 +30,31 @@ def of_transformers(name, options, inputs=TOKENS):
     return make, inputs
 
 
-def language(name, **more):
-    return of_transformers(
-        f"{name} ForCausalLM",
-        lambda n: (
-            {
-                "vocab_size": VOCABULARY,
-                "hidden_size": n,
-                "intermediate_size": 2 * n,
-                "num_hidden_layers": 1,
-                "num_attention_heads": n // HEAD,
-                "num_key_value_heads": max(n // HEAD // 2, 1),
-                "head_dim": HEAD,
-                "pad_token_id": None,
-            }
-            | more
-        ),
-    )
+def language(name, sharing=2, **more):
+    """A causal language model, in which so many heads share keys and values."""
+    options = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "head_dim": HEAD}
+    options |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+
+    def sized(n):
+        heads = {"num_attention_heads": n // HEAD, "num_key_value_heads": n // HEAD // sharing}
+        sizes = {"hidden_size": n, "intermediate_size": 2 * n, "moe_intermediate_size": n, "lru_width": n}
+        return options | heads | sizes | more
+
+    return of_transformers(f"{name} ForCausalLM", sized)
+
+
+def deepseek():
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    return language("DeepseekV2", 1, **ranks, **experts, head_dim=4, first_k_dense_replace=0, topk_method="greedy")
+
+
+def stages(name, options, size=32):
+    """A model for images in two stages, of which the second one is twice as wide."""
+    options = options | {"image_size": size, "num_labels": CLASSES, "depths": [1, 1]}
+    return of_transformers(f"{name} ForImageClassification", lambda n: options | {
+        "embed_dim": n, "num_heads": [n // HEAD, 2 * n // HEAD], "hidden_sizes": [n, 2 * n], "num_stages": 2,
+    }, picture(size))  # fmt: skip
 
 
 def gpt2():
@@ -143,6 +151,13 @@ CASES = {  # name -> function that returns a function of the width, and an input
     "Gemma (transformers)": lambda: language("Gemma"),
     "BERT (transformers)": bert,
     "Mixtral (transformers)": lambda: language("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "DeepSeek (transformers)": deepseek,
+    "GPT-OSS (transformers)": lambda: language("GptOss", num_local_experts=4, num_experts_per_tok=2),
+    "RecurrentGemma (transformers)": lambda: language(
+        "RecurrentGemma", num_hidden_layers=2, block_types=("recurrent", "attention")
+    ),
+    "Swin (transformers)": lambda: stages("Swinv2", {"window_size": 4, "patch_size": 2}),
+    "ConvNeXt (transformers)": lambda: stages("ConvNextV2", {}),
     "ViT (transformers)": vit,
     "ViT (torchvision)": vit_torchvision,
     "ResNet (timm)": lambda: of_timm(
