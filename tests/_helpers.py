@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -29,16 +32,32 @@ def make_model(seed: int = 0, features: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
+def make_mlp(seed: int = 0, bias: bool = True) -> nn.Sequential:
+    """A model whose output depends on nothing but weights and input."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8, bias=bias), nn.Tanh(), nn.Linear(8, 2, bias=bias))
+
+
 def make_batches(
-    count: int, seed: int = 1, size: int = 8, features: int = 6, spikes: Iterable[int] = ()
+    count: int,
+    spikes: Iterable[int] = (),
+    factor: float = 1e3,
+    *,
+    seed: int = 1,
+    size: int = 8,
+    features: int = 6,
+    outputs: int = 3,
 ) -> list[Batch]:
-    """Batches of inputs and targets; those at the 1-based places ``spikes`` have huge targets."""
+    """Batches of inputs and targets; those at the 1-based places ``spikes`` have targets ``factor`` as large."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for place in range(1, count + 1):
-        x, y = torch.randn(size, features, generator=generator), torch.randn(size, 3, generator=generator)
-        batches.append((x, y * 1000 if place in spikes else y))
+        x, y = torch.randn(size, features, generator=generator), torch.randn(size, outputs, generator=generator)
+        batches.append((x, y * factor if place in spikes else y))
     return batches
+
+
+mlp_batches = functools.partial(make_batches, seed=0, features=4, outputs=2)
 
 
 def split(batch: Batch, parts: int) -> Iterable[Batch]:
@@ -115,20 +134,54 @@ def make_step(
     return train_step
 
 
-def run_monitored(
+class Recorder:
+    """What an engine's state holds at the end of every iteration."""
+
+    def __init__(self, engine: Engine, *monitors: Any) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.flags: list[bool] = []
+        self.norms: list[float | None] = []
+        first = monitors[0] if monitors else None
+        self._names = getattr(first, "flag", "unhealthy_spike"), f"{getattr(first, 'prefix', 'grad')}_norm"
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._record)
+
+    def _record(self, engine: Engine) -> None:
+        self.metrics.append({name: float(value) for name, value in engine.state.metrics.items()})
+        flag, norm = (getattr(engine.state, name, None) for name in self._names)
+        self.flags.append(bool(flag))
+        self.norms.append(None if norm is None else float(norm))
+
+    def of(self, name: str) -> list[float | None]:
+        """One metric over the iterations, None where it was not reported."""
+        return [values.get(name) for values in self.metrics]
+
+
+def train(
     train_step: Callable[[Engine, Any], Any], batches: Iterable[Any], *monitors: Any, event: Any = None
-) -> list[dict[str, float]]:
-    """Run a train step once over batches with monitors attached; return the metrics of every iteration as floats."""
-    engine, rows = Engine(train_step), []
+) -> Recorder:
+    """Run a train step once over batches, with monitors attached."""
+    engine = Engine(train_step)
     for monitor in monitors:
         monitor.attach(engine, event or Events.ITERATION_STARTED)
-
-    @engine.on(Events.ITERATION_COMPLETED)
-    def note(engine: Engine) -> None:
-        rows.append({name: float(value) for name, value in engine.state.metrics.items()})
-
+    recorder = Recorder(engine, *monitors)
     engine.run(batches, max_epochs=1)
-    return rows
+    return recorder
+
+
+def run_monitored(*args: Any, **kwargs: Any) -> list[dict[str, float]]:
+    """The metrics of every iteration, as floats; arguments are those of :func:`train`."""
+    return train(*args, **kwargs).metrics
+
+
+def training_state(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
+    """Parameters, buffers, gradients and optimizer states, copied."""
+    return copy.deepcopy(
+        {
+            "model": dict(model.state_dict()),
+            "grads": [parameter.grad for parameter in model.parameters()],
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        }
+    )
 
 
 def make_trainer(lr: float = 0.05, parts: int = 1) -> tuple[nn.Module, Optimizer, Engine]:
@@ -137,10 +190,22 @@ def make_trainer(lr: float = 0.05, parts: int = 1) -> tuple[nn.Module, Optimizer
     return model, optimizer, Engine(make_step(model, optimizer, parts))
 
 
-def grad_norm(parameters: Iterable[Tensor]) -> float:
-    """The l2 norm of all gradients there are, in float64, one element after the other."""
-    total = sum(float(p.grad.detach().double().pow(2).sum()) for p in parameters if p.grad is not None)
-    return total**0.5
+def norm_of(tensors: Iterable[Tensor | None], norm_type: float = 2.0) -> float:
+    """The norm in float64, in pure arithmetic."""
+    values = [abs(value) for tensor in tensors if tensor is not None for value in _numbers(tensor)]
+    if norm_type == math.inf:
+        return max(values)
+    return math.fsum(value**norm_type for value in values) ** (1 / norm_type)
+
+
+def _numbers(tensor: Tensor) -> list[Any]:
+    tensor = tensor.detach().to_dense()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).flatten().tolist()
+
+
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> float:
+    """The norm of the gradients that a model's parameters have."""
+    return norm_of((parameter.grad for parameter in model.parameters()), norm_type)
 
 
 def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

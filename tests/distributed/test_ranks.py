@@ -377,7 +377,7 @@ def independent_norms(spike: int | None = None, micro: int = 1, every: int = 1) 
             optimizer.zero_grad()
         for part in range(micro):
             F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
-            norms.append(grad_norm(model.parameters()))
+            norms.append(grad_norm(model))
         if (place + 1) % every == 0:
             optimizer.step()
     return norms
@@ -467,7 +467,7 @@ def test_a_clipped_step_is_that_of_one_process_with_its_gradient_scaled_to_the_t
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         if place == SPIKE:
-            norm = grad_norm(model.parameters())
+            norm = grad_norm(model)
             assert norm > 2 * threshold
             for parameter in model.parameters():
                 parameter.grad *= threshold / norm

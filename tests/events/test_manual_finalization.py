@@ -121,7 +121,7 @@ def test_gradient_hooks_that_are_called_outside_of_a_backward():
             parameter.grad = gradient
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 hook(parameter)
-        norms.append(grad_norm(model.parameters()))
+        norms.append(grad_norm(model))
         optimizer.step()
 
     trainer = Engine(train_step)

@@ -9,7 +9,7 @@ import torch
 from ignite.engine import Engine, Events, create_supervised_trainer
 
 from ignite_monitor import GradMonitor, RollbackHandler, SpikeMonitor
-from tests._trainers import make_batches, make_model
+from tests._helpers import make_mlp, mlp_batches
 
 
 def lines(caplog):
@@ -17,7 +17,7 @@ def lines(caplog):
 
 
 def make():
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
@@ -28,7 +28,7 @@ def make():
 def run(trainer, caplog, spikes=(40, 50), count=60):
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        trainer.run(make_batches(count, spikes, factor=100.0))
+        trainer.run(mlp_batches(count, spikes, factor=100.0))
     return lines(caplog)
 
 
@@ -71,7 +71,7 @@ def test_rollback_handler_alone_counts_every_run_anew(caplog):
 
 
 def test_no_line_without_a_step_or_after_an_error(caplog):
-    model = make_model()
+    model = make_mlp()
     trainer = Engine(lambda engine, batch: None)
     GradMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1)).attach(trainer)
     assert run(trainer, caplog) == []

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
 from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_model, make_step, make_trainer
-from tests._trainers import mean_of
+from tests._oracle import mean_of
 
 INSIDE = [
     MonitorEvents.GRADIENTS_READY,
@@ -56,7 +56,7 @@ def test_gradients_ready_fires_once_before_backward_returns():
         log.append("forward done")
         loss.backward()
         log.append("backward returned")
-        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        assert float(engine.state.grad_norm) == approx(grad_norm(model))
         optimizer.step()
         log.append("step returned")
 
@@ -175,7 +175,7 @@ def test_events_and_gradient_norms_of_a_train_step(step):
         for count in step(model, batch):
             expected.append(count or 1)
             assert len(log) == sum(expected)
-            assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+            assert float(engine.state.grad_norm) == approx(grad_norm(model))
 
     trainer = Engine(train_step)
     GradMonitor(model).attach(trainer)
@@ -194,7 +194,7 @@ def test_exception_in_a_handler_of_gradients_ready_can_be_caught_around_backward
             optimizer.zero_grad()
             with outcome:
                 loss_of(model, batch).backward()
-        assert float(engine.state.grad_norm) == approx(grad_norm(model.parameters()))
+        assert float(engine.state.grad_norm) == approx(grad_norm(model))
         optimizer.step()
 
     trainer = Engine(train_step)
@@ -229,7 +229,7 @@ def test_two_monitors_on_one_model_share_one_event():
             max(float(p.grad.abs().max()) for p in model.parameters())
         )
         if "grad/norm" in engine.state.metrics:
-            assert float(engine.state.metrics["grad/norm"]) == approx(grad_norm(model.parameters()))
+            assert float(engine.state.metrics["grad/norm"]) == approx(grad_norm(model))
 
     trainer.run(make_batches(4))
     assert log == [event.value for event in INSIDE] * 4
@@ -244,8 +244,8 @@ def test_monitor_of_a_model_and_one_of_its_part():
     log = record(trainer, MonitorEvents.GRADIENTS_READY)
     trainer.run(make_batches(2))
     assert len(log) == 2
-    assert float(whole.metrics["grad/norm"]) == approx(grad_norm(model.parameters()))
-    assert float(head.metrics["head/norm"]) == approx(grad_norm(model[4].parameters()))
+    assert float(whole.metrics["grad/norm"]) == approx(grad_norm(model))
+    assert float(head.metrics["head/norm"]) == approx(grad_norm(model[4]))
 
 
 # Handlers and loggers of the user's own
@@ -357,7 +357,7 @@ def test_step_that_raises_and_is_retried_by_the_train_step(skip):
     def train_step(engine, batch):
         optimizer.zero_grad()
         F.mse_loss(model(batch[0]), batch[1]).backward()
-        used.append(grad_norm(model.parameters()))
+        used.append(grad_norm(model))
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.fail = engine.state.iteration == 2
         try:
@@ -397,7 +397,7 @@ def test_compiled_model_without_extra_recompiles(given):
             log = record(trainer)
             trainer.add_event_handler(
                 Events.ITERATION_COMPLETED(every=2),
-                lambda e: norms.append((float(e.state.metrics["grad/norm"]), grad_norm(model.parameters()))),
+                lambda e: norms.append((float(e.state.metrics["grad/norm"]), grad_norm(model))),
             )
         for _ in range(2):
             trainer.run(make_batches(4), max_epochs=2)
@@ -551,7 +551,7 @@ def test_handler_that_detaches_in_the_middle_of_an_iteration(event, skip_step):
     handle = trainer.add_event_handler(event(once=2), lambda _: monitor.detach())
     trainer.run(make_batches(4, spikes=[2]))
     assert not hasattr(trainer.state, "unhealthy_spike")
-    assert float(trainer.state.metrics["other/norm"]) == approx(grad_norm(model.parameters()))
+    assert float(trainer.state.metrics["other/norm"]) == approx(grad_norm(model))
     assert sorted(trainer.state.metrics) == sorted(other.metrics)
     assert int(other.metrics["other/spike_count"]) == 1
     handle.remove()
@@ -614,7 +614,7 @@ def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor(caplog):
     def train_step(engine, batch):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        expected.append(grad_norm(model.parameters()))
+        expected.append(grad_norm(model))
         optimizer.step()
 
     def replace():

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from tests._trainers import make_model
+from tests._helpers import make_mlp
 
 O = torch.optim  # noqa: E741
 OPTIMIZERS = {
@@ -123,7 +123,7 @@ EVERY_FOREIGN = [
 
 def build(name):
     torch.manual_seed(0)
-    model = make_model(bias=name in OPTIMIZERS.keys() - {"Muon"})  # which takes matrices alone
+    model = make_mlp(bias=name in OPTIMIZERS.keys() - {"Muon"})  # which takes matrices alone
     optimizer = (OPTIMIZERS | FOREIGN | INSTALLED_FOR_COMPATIBILITY)[name](model.parameters())
     if hasattr(optimizer, "train"):
         optimizer.train()

@@ -11,8 +11,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.action import scale
-from tests._helpers import make_step
-from tests._trainers import assert_same, grad_norm, loss_of, make_batches, make_model, train, training_state
+from tests._helpers import assert_same, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train, training_state
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 50.0
@@ -47,7 +46,7 @@ def run(name, spikes, *, by_hand=False, every=1, scaler=False, count=12, closure
         monitors = [
             GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike=on_spike, scaler=grad_scaler)
         ]
-    recorder = train(step, make_batches(count, spikes), *monitors)
+    recorder = train(step, mlp_batches(count, spikes), *monitors)
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}, recorder, factors
 
 
@@ -101,7 +100,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(name):
         recorder = train(make_step(model, optimizer), batches, *monitor)
         return training_state(model, optimizer), recorder
 
-    batches = make_batches(8, [3, 6], math.nan)
+    batches = mlp_batches(8, [3, 6], math.nan)
     ours, recorder = training(batches, "clip")
     theirs, _ = training([batch for i, batch in enumerate(batches, 1) if i not in (3, 6)], None)
     assert_same(ours, theirs)
@@ -128,12 +127,12 @@ class Halved(torch.optim.Optimizer):
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("factor", [1e3, math.nan])
 def test_any_optimizer(closure, factor):
-    model = make_model()
+    model = make_mlp()
     optimizer, moved, norms = Halved(model.parameters()), [], []
 
     def evaluate(batch):
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        loss = mse_loss(model, batch)
         loss.backward()
         norms.append(grad_norm(model))
         return loss
@@ -149,7 +148,7 @@ def test_any_optimizer(closure, factor):
 
     recorder = train(
         step,
-        make_batches(5, [5], factor),
+        mlp_batches(5, [5], factor),
         GradMonitor(model, optimizer, threshold=StaticThreshold(5.0), on_spike="clip"),
     )
     assert moved[:4] == pytest.approx([min(norm, 5.0) / 2 for norm in norms[:4]], rel=1e-4)
@@ -161,36 +160,36 @@ def test_any_optimizer(closure, factor):
 
 
 def test_lbfgs_has_the_first_gradient_of_its_step_clipped():
-    model, used = make_model(), []
+    model, used = make_mlp(), []
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-6, max_iter=1)
     optimizer.register_step_post_hook(lambda *_: used.append(grad_norm(model)))
 
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
-    train(make_step(model, optimizer, closure=True), make_batches(3, [2]), monitor)
+    train(make_step(model, optimizer, closure=True), mlp_batches(3, [2]), monitor)
     assert used[1] == pytest.approx(LIMIT, rel=1e-5)
     assert max(used[0], used[2]) < LIMIT
 
 
 def test_a_second_step_with_the_same_gradient_does_not_scale_it_again():
-    model, norms = make_model(), []
+    model, norms = make_mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
 
     def step(engine, batch):
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        mse_loss(model, batch).backward()
         for _ in range(2):
             optimizer.step()
             norms.append(grad_norm(model))
 
     recorder = train(
-        step, make_batches(2, [2]), GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
+        step, mlp_batches(2, [2]), GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
     )
     assert norms[2:] == pytest.approx([LIMIT, LIMIT], rel=1e-5)
     assert recorder.of("grad/clipped_count")[-1] == 1
 
 
 def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order():
-    model, truth = make_model(), []
+    model, truth = make_mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def note(engine):
@@ -198,7 +197,7 @@ def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order
 
     recorder = train(
         make_step(model, optimizer, after_backward=note),
-        make_batches(3, [2]),
+        mlp_batches(3, [2]),
         GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip"),
         WeightUpdateHandler(model, optimizer),
     )
@@ -206,7 +205,7 @@ def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order
 
 
 def test_counts_resume_and_states_from_before_clipping_load():
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
 
     step = make_step(model, optimizer)
@@ -215,9 +214,9 @@ def test_counts_resume_and_states_from_before_clipping_load():
         return GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=3), on_spike=on_spike)
 
     first, old, second, third = make("clip"), make(None), make("clip"), make("clip")
-    train(step, make_batches(8, [5]), first)
+    train(step, mlp_batches(8, [5]), first)
     second.load_state_dict(first.state_dict())
-    assert train(step, make_batches(8, [5]), second).of("grad/clipped_count")[-1] == 2
+    assert train(step, mlp_batches(8, [5]), second).of("grad/clipped_count")[-1] == 2
     third.load_state_dict(old.state_dict())
     assert float(third.state_dict()["clipped_count"]) == 0
 

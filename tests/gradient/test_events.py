@@ -9,8 +9,7 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold
-from tests._helpers import make_step
-from tests._trainers import grad_norm, loss_of, make_batches, make_model
+from tests._helpers import grad_norm, make_mlp, make_step, mlp_batches, mse_loss
 
 
 def trainer_of(model, optimizer, norms):
@@ -19,7 +18,7 @@ def trainer_of(model, optimizer, norms):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_spike_is_in_the_state_while_its_handlers_run(own):
-    model, norms, reported, called = make_model(), [], [], []
+    model, norms, reported, called = make_mlp(), [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     trainer = trainer_of(model, optimizer, norms)
     if own:
@@ -33,7 +32,7 @@ def test_a_spike_is_in_the_state_while_its_handlers_run(own):
     def tell(engine):
         reported.append(engine.state.spike)
 
-    trainer.run(make_batches(6, spikes=[4]))
+    trainer.run(mlp_batches(6, spikes=[4]))
     assert called == reported == [(monitor, "grad/norm", pytest.approx(norms[3], rel=1e-5), 50.0, {}, None)]
     assert reported[0].monitor is monitor
     assert (reported[0].name, reported[0].threshold, reported[0].culprits) == ("grad/norm", 50.0, {})
@@ -42,7 +41,7 @@ def test_a_spike_is_in_the_state_while_its_handlers_run(own):
 
 
 def test_a_handler_that_raises_leaves_no_spike_behind():
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     trainer = trainer_of(model, optimizer, [])
     GradMonitor(model, optimizer, threshold=StaticThreshold(50.0)).attach(trainer)
@@ -52,12 +51,12 @@ def test_a_handler_that_raises_leaves_no_spike_behind():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        trainer.run(make_batches(2, spikes=[2]))
+        trainer.run(mlp_batches(2, spikes=[2]))
     assert not hasattr(trainer.state, "spike")
 
 
 def test_a_regime_change_is_reported_once_at_the_reset(caplog):
-    model, norms, reported, resets = make_model(), [], [], []
+    model, norms, reported, resets = make_mlp(), [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     trainer = trainer_of(model, optimizer, norms)
     monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=10.0, warmup=5), max_consecutive_spikes=4)
@@ -69,7 +68,7 @@ def test_a_regime_change_is_reported_once_at_the_reset(caplog):
         resets.append((engine.state.iteration, engine.state.spike, engine.state.metrics["grad/spike_count"]))
 
     with caplog.at_level(logging.WARNING):
-        trainer.run(make_batches(30, spikes=range(11, 31)))
+        trainer.run(mlp_batches(30, spikes=range(11, 31)))
     assert reported == [11, 12, 13, 14]
     [(iteration, spike, count)] = resets
     assert (iteration, spike.monitor, spike.name, count) == (14, monitor, "grad/norm", 4.0)
@@ -80,7 +79,7 @@ def test_a_regime_change_is_reported_once_at_the_reset(caplog):
 
 @pytest.mark.parametrize("how", ["loss", "tensor"])
 def test_a_regime_change_of_the_loss_or_of_one_tensor_is_reported_too(how, caplog):
-    model, now, resets = make_model(), [0], []
+    model, now, resets = make_mlp(), [0], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     if how == "tensor":
         model[0].bias.register_hook(lambda gradient: gradient * (100 if now[0] > 40 else 1))
@@ -95,7 +94,7 @@ def test_a_regime_change_of_the_loss_or_of_one_tensor_is_reported_too(how, caplo
         MonitorEvents.THRESHOLD_RESET, lambda engine: resets.append((engine.state.iteration, engine.state.spike))
     )
     with caplog.at_level(logging.WARNING):
-        trainer.run(make_batches(60))
+        trainer.run(mlp_batches(60))
     assert [iteration for iteration, _ in resets] == [44]
     [(_, spike)] = resets
     assert spike.name == ("grad/loss" if how == "loss" else "grad/norm")
@@ -117,7 +116,7 @@ def hint(caplog):
 
 
 def run_with(make_step, count, caplog, with_optimizer=True):
-    model = make_model()
+    model = make_mlp()
     own = torch.optim.Adam(model.parameters(), lr=1e-6)
     other = torch.optim.SGD(model.parameters(), lr=1e-6)
     trainer = Engine(make_step(model, own, other))
@@ -128,7 +127,7 @@ def run_with(make_step, count, caplog, with_optimizer=True):
         MonitorEvents.TRAIN_STEP_COMPLETED, lambda engine: stepped.append(dict(engine.state.metrics))
     )
     with caplog.at_level(logging.WARNING):
-        trainer.run(make_batches(count))
+        trainer.run(mlp_batches(count))
     return hint(caplog), stepped
 
 
@@ -138,7 +137,7 @@ def steps_of(which, every=1):
             if engine.state.iteration % every == 1 % every:
                 for each in optimizers:
                     each.zero_grad()
-            loss_of(model, batch).backward()
+            mse_loss(model, batch).backward()
             if which is not None and engine.state.iteration % every == 0:
                 optimizers[which].step()
 
@@ -175,7 +174,7 @@ def test_an_iteration_that_only_accumulates_publishes_that_no_step_was_made(capl
 
 @pytest.mark.parametrize(("on_spike", "action"), [("skip", "optimizer step skipped"), ("clip", "gradient scaled")])
 def test_skips_and_clips_are_logged_ten_of_a_run_and_then_every_hundredth(on_spike, action, caplog):
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     trainer = trainer_of(model, optimizer, norms := [])
     monitor = GradMonitor(model, optimizer, threshold=1e-6, on_spike=on_spike, max_consecutive_spikes=1000)
@@ -185,9 +184,9 @@ def test_skips_and_clips_are_logged_ten_of_a_run_and_then_every_hundredth(on_spi
         Events.ITERATION_COMPLETED(once=5), lambda _: monitor.load_state_dict(monitor.state_dict())
     )
     with caplog.at_level(logging.INFO, "ignite_monitor"):
-        trainer.run(make_batches(205))
+        trainer.run(mlp_batches(205))
         lines = [text for record in caplog.records if "end of run" not in (text := record.getMessage())]
-        trainer.run(make_batches(2), max_epochs=1)
+        trainer.run(mlp_batches(2), max_epochs=1)
     assert len(lines) == 12
     for line, iteration in zip(lines, [*range(1, 11), 100, 200], strict=True):
         assert line.startswith(f"GradMonitor (grad): iteration {iteration}: gradient norm {norms[iteration - 1]:.3g}")
@@ -198,11 +197,11 @@ def test_skips_and_clips_are_logged_ten_of_a_run_and_then_every_hundredth(on_spi
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_return_at_a_spike_while_gradients_accumulate_is_warned_of_whenever_it_stops_training(with_optimizer, caplog):
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def step(engine, batch):
-        (loss_of(model, batch) / 4).backward()
+        (mse_loss(model, batch) / 4).backward()
         if engine.state.unhealthy_spike and engine.state.iteration != 160:
             return
         if engine.state.iteration % 4 == 0:
@@ -213,7 +212,7 @@ def test_a_return_at_a_spike_while_gradients_accumulate_is_warned_of_whenever_it
     monitor = GradMonitor(model, optimizer if with_optimizer else None, threshold=50.0)
     monitor.attach(trainer)
     with caplog.at_level(logging.WARNING):
-        trainer.run(make_batches(300, spikes=[50, 200], factor=1e4))
+        trainer.run(mlp_batches(300, spikes=[50, 200], factor=1e4))
     texts = hint(caplog)
     assert [text.split(":")[1].strip() for text in texts] == ["iteration 98", "iteration 246"]
     assert all("zero_grad() before that return" in text for text in texts)

@@ -18,24 +18,21 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
 )
+from tests._helpers import assert_same, make_mlp, make_step, mlp_batches, train, training_state
 from tests._oracle import spikes_in_losses
-from tests._trainers import assert_same, make_model, train, training_state
 
 
 def batches_of(count, spikes=(), seed=0):
-    """Of inputs and targets; in those of ``spikes`` (from 1) the targets lie 20 times as far from each other."""
-    generator = torch.Generator().manual_seed(seed)
-    batches = [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
-    return [(x, y * 20 if i in spikes else y) for i, (x, y) in enumerate(batches, 1)]
+    return mlp_batches(count, spikes, 20, seed=seed)
 
 
 class Training:
     """A training that knows its losses, and can be watched in either way."""
 
     def __init__(self, how, every=1, leaves_out=False, **arguments):
-        self.model, self.criterion = make_model(), nn.MSELoss()
+        self.model, self.criterion = make_mlp(), nn.MSELoss()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
-        self.every, self.leaves_out, self.losses = every, leaves_out, []
+        self.every, self.losses = every, []
         source = {
             "module": self.criterion,
             "function": lambda engine: self.loss,
@@ -45,17 +42,20 @@ class Training:
             self.model, self.optimizer, loss=source[how], **{"threshold": StaticThreshold(1e9)} | arguments
         )
 
-    def step(self, engine, batch):
-        i = engine.state.iteration
-        if i % self.every == 1 % self.every:
-            self.optimizer.zero_grad()
+        self.step = make_step(
+            self.model,
+            self.optimizer,
+            every=every,
+            loss_of=self.part_of_loss,
+            leave_out=lambda engine: leaves_out and engine.state.unhealthy_spike,
+        )
+
+    def part_of_loss(self, model, batch):
         with torch.no_grad():
-            self.criterion(self.model(batch[0]), 100 * batch[1])  # what is evaluated aside belongs to no gradient
-        self.loss = self.criterion(self.model(batch[0]), batch[1])
+            self.criterion(model(batch[0]), 100 * batch[1])  # what is evaluated aside belongs to no gradient
+        self.loss = self.criterion(model(batch[0]), batch[1])
         self.losses.append(float(self.loss.detach().double()))
-        (self.loss / self.every).backward()
-        if i % self.every == 0 and not (self.leaves_out and engine.state.unhealthy_spike):
-            self.optimizer.step()
+        return self.loss / self.every
 
 
 def expected(losses):
@@ -147,36 +147,23 @@ def test_losses_without_a_logarithm_or_without_a_value_are_no_spikes_and_do_not_
         assert float(monitor.state_dict()["loss"]["rule"]["count"]) == 0
 
 
-def test_training_is_untouched_and_the_criterion_is_left_as_it_was():
-    one, other = Training("module"), Training("module")
-    before = {name: len(value) for name, value in vars(one.criterion).items() if name.endswith("hooks")}
-    train(one.step, batches_of(30, spikes=(25,)), one.monitor)
-    train(other.step, batches_of(30, spikes=(25,)))
-    assert_same(training_state(one.model, one.optimizer), training_state(other.model, other.optimizer))
-    assert {name: len(value) for name, value in vars(one.criterion).items() if name.endswith("hooks")} == before
-
-
-def test_it_resumes_and_loads_states_from_before():
-    batches = batches_of(60, spikes=(45,))
-    whole, first, second = Training("module"), Training("module"), Training("module")
-    truth = train(whole.step, batches, whole.monitor)
-    train(first.step, batches[:30], first.monitor)
-    second.model.load_state_dict(first.model.state_dict())
-    second.monitor.load_state_dict(copy.deepcopy(first.monitor.state_dict()))
-    resumed = train(second.step, batches[30:], second.monitor)
-    assert resumed.metrics == truth.metrics[30:]
-    plain = GradMonitor(whole.model, whole.optimizer, threshold=StaticThreshold(1.0))
-    Training("module").monitor.load_state_dict(plain.state_dict())
+def test_the_criterion_is_left_as_it_was_and_states_from_before_load():
+    training = Training("module")
+    before = {name: len(value) for name, value in vars(training.criterion).items() if name.endswith("hooks")}
+    train(training.step, batches_of(3), training.monitor)
+    assert {name: len(value) for name, value in vars(training.criterion).items() if name.endswith("hooks")} == before
+    plain = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(1.0))
+    training.monitor.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize("loss", [1.0, nn.functional.mse_loss, lambda: 1.0, nn.MSELoss])
 def test_a_loss_that_is_no_module_and_no_function_of_the_engine_is_refused(loss):
     with pytest.raises(TypeError, match=r"Argument loss .* module .*nn.MSELoss\(\).* function of the engine, but"):
-        GradMonitor(make_model(), loss=loss)
+        GradMonitor(make_mlp(), loss=loss)
 
 
 def test_functions_of_other_arguments_are_refused_at_once():
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for argument, make in {
         "value": lambda wrong: SpikeMonitor(wrong),

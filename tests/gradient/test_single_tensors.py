@@ -12,8 +12,8 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from ignite_monitor.gradient.detector import SpikeNumbers
+from tests._helpers import assert_same, make_mlp, make_step, mlp_batches, norm_of, train, training_state
 from tests._oracle import Oracle, mean_of, robust, shared_growth
-from tests._trainers import assert_same, loss_of, make_batches, make_model, norm_of, train, training_state
 
 COUNT, BAD, NAME = 45, 40, "0.bias"
 EACH = robust(8.0, 20, 0.99, 2.0)
@@ -23,29 +23,23 @@ class Training:
     """Multiplies the gradient of one tensor in one iteration, inside of backward, and notes all norms in float64."""
 
     def __init__(self, factor=10.0, name=NAME, bad=(BAD,), every=1, scaler=None, seed=0, **arguments):
-        self.model = make_model(seed)
+        self.model = make_mlp(seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.monitor = GradMonitor(self.model, self.optimizer, per_parameter=True, scaler=scaler, **arguments)
-        self.every, self.scaler, self.norms, self.used = every, scaler, [], []
+        self.norms, self.used, self.now = [], [], 0
         self.named = dict(self.model.named_parameters())
-        self.factor, self.bad, self.now = factor, bad, 0
-        self.named[name].register_hook(lambda g: g * self.factor if self.now in self.bad else g)
+        self.named[name].register_hook(lambda g: g * factor if self.now in bad else g)
+
+        def note(engine):
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self.norms.append({n: norm_of([p.grad]) / scale for n, p in self.named.items()})
+
+        self._step = make_step(self.model, self.optimizer, every=every, scaler=scaler, before_step=note)
 
     def step(self, engine, batch):
-        self.now = i = engine.state.iteration
-        if i % self.every == 1 % self.every:
-            self.optimizer.zero_grad()
-        loss = loss_of(self.model, batch)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        if i % self.every == 0:
-            self.norms.append({n: norm_of([p.grad]) / scale for n, p in self.named.items() if p.grad is not None})
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            self.used.append({n: norm_of([p.grad]) for n, p in self.named.items() if p.grad is not None})
+        self.now = engine.state.iteration
+        self._step(engine, batch)
+        self.used.append({n: norm_of([p.grad]) for n, p in self.named.items()})
 
 
 def detections_by(oracles, norms):
@@ -90,7 +84,7 @@ def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
     bad = range((BAD - 1) * every + 1, BAD * every + 1)
     scaler = GradScaler("cpu", init_scale=2.0**12) if how == "scaler" else None
     training = Training(every=every, bad=bad, scaler=scaler)
-    recorder = train(training.step, make_batches(COUNT * every), training.monitor)
+    recorder = train(training.step, mlp_batches(COUNT * every), training.monitor)
     reported = expected(training.norms)
     assert [i for i, (spike, _) in enumerate(reported, 1) if spike] == [BAD]
     check(recorder, training, reported)
@@ -104,13 +98,13 @@ def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
 
 def test_at_a_spike_of_the_whole_gradient_tensors_are_named_too():
     training = Training(bad=())
-    recorder = train(training.step, make_batches(COUNT, spikes=(BAD,), factor=20.0), training.monitor)
+    recorder = train(training.step, mlp_batches(COUNT, spikes=(BAD,), factor=20.0), training.monitor)
     reported = expected(training.norms)
     assert [i for i, (spike, _) in enumerate(reported, 1) if spike] == [BAD]
     check(recorder, training, reported)
     # In the second iteration no tensor is compared yet, and the excess over the means is reported.
     training = Training(bad=(), threshold=StaticThreshold(1e-3))
-    recorder = train(training.step, make_batches(3), training.monitor)
+    recorder = train(training.step, mlp_batches(3), training.monitor)
     first, second = training.norms[:2]
     beyond = {n: max(second[n] - first[n], 0.0) for n in first}
     few = {n: x / sum(beyond.values()) for n, x in beyond.items()}
@@ -125,7 +119,7 @@ def test_the_event_and_the_log_tell_of_it(caplog):
     training.monitor.attach(engine)
     engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: reported.append(e.state.spike))
     with caplog.at_level(logging.WARNING):
-        engine.run(make_batches(COUNT), max_epochs=1)
+        engine.run(mlp_batches(COUNT), max_epochs=1)
     [spike] = reported
     shares = expected(training.norms)[BAD - 1][1]
     name, share = next(iter(shares.items()))
@@ -160,7 +154,7 @@ def test_on_spike(how):
     engine.add_event_handler(
         Events.ITERATION_COMPLETED(once=BAD), lambda: before.append(training_state(training.model, training.optimizer))
     )
-    engine.run(make_batches(COUNT), max_epochs=1)
+    engine.run(mlp_batches(COUNT), max_epochs=1)
     if how == "skip":
         assert_same(*({name: state[name] for name in state if name != "grads"} for state in before))
         return
@@ -179,41 +173,16 @@ def test_on_spike(how):
     assert float(training.monitor.state_dict()["clipped_count"]) == 1
 
 
-def test_training_is_bitwise_the_same_without_it():
-    states = []
-    for watched in (True, False):
-        training = Training()
-        train(training.step, make_batches(COUNT), *([training.monitor] if watched else []))
-        states.append(training_state(training.model, training.optimizer))
-    assert_same(*states)
-
-
-def test_resumed_it_goes_on_as_if_never_stopped():
-    whole, first, second = Training(), Training(), Training()
-    whole.norms.clear()
-    expected_metrics = train(whole.step, make_batches(COUNT), whole.monitor).metrics[25:]
-    train(first.step, make_batches(COUNT)[:25], first.monitor)
-    for part in ("model", "optimizer", "monitor"):
-        getattr(second, part).load_state_dict(getattr(first, part).state_dict())
-    engine = Engine(second.step)
-    second.monitor.attach(engine)
-    seen = []
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: seen.append(dict(e.state.metrics)))
-    engine.load_state_dict({"iteration": 25, "epoch_length": COUNT, "max_epochs": 1})
-    engine.run(make_batches(COUNT)[25:] * 2, max_epochs=1, epoch_length=COUNT)
-    assert seen == expected_metrics
-    state = first.monitor.state_dict()["per_parameter"]
-    assert state["names"] == [*first.named]
-    # One that compares no tensors takes such a state as well, and one that does takes a state without.
-    GradMonitor(whole.model).load_state_dict(first.monitor.state_dict())
-    plain = GradMonitor(whole.model)
-    Training().monitor.load_state_dict(plain.state_dict())
+def test_states_load_with_and_without_it():
+    one, other = Training().monitor, GradMonitor(make_mlp())
+    other.load_state_dict(one.state_dict())
+    one.load_state_dict(GradMonitor(make_mlp()).state_dict())
 
 
 def test_provisional_updates_of_tensors_are_reverted():
     """Four micro-batches to a step; the first of the tenth is far off in one tensor."""
     training = Training(every=4, bad=(37 * 4 - 3,), factor=400.0)
-    recorder = train(training.step, make_batches(COUNT * 4), training.monitor)
+    recorder = train(training.step, mlp_batches(COUNT * 4), training.monitor)
     assert recorder.flags[37 * 4 - 4]
     count = training.monitor.state_dict()["per_parameter"]["rule"]["count"]
     assert count.tolist() == [COUNT] * 4
@@ -221,7 +190,7 @@ def test_provisional_updates_of_tensors_are_reverted():
 
 def test_an_overflow_is_no_spike_and_leaves_no_trace():
     training = Training(factor=math.inf, scaler=GradScaler("cpu", init_scale=2.0**12))
-    recorder = train(training.step, make_batches(COUNT), training.monitor)
+    recorder = train(training.step, mlp_batches(COUNT), training.monitor)
     assert recorder.of("grad/spike") == [0.0] * COUNT
     assert recorder.metrics[BAD - 1]["grad/nonfinite_count"] == 1
     assert training.monitor.state_dict()["per_parameter"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._helpers import make_step
-from tests._trainers import assert_same, loss_of, make_batches, make_model, train, training_state
+from tests._helpers import assert_same, make_mlp, make_step, mlp_batches, mse_loss, train, training_state
 from tests.gradient._optimizers import MuonLike, build
 
 LIMIT = 60.0
@@ -34,7 +33,7 @@ def test_it_leaves_the_optimizer_as_it_came(name):
     engine = Engine(make_step(model, optimizer, before_step=fail))
     GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
     with pytest.raises(KeyError, match="mine"):
-        engine.run(make_batches(5, (3,)))
+        engine.run(mlp_batches(5, (3,)))
     assert vars(optimizer)["step"] is before[0]["step"]
     assert dict(optimizer._optimizer_step_pre_hooks) == before[1]
 
@@ -45,7 +44,7 @@ def test_a_schedule_does_not_warn_of_it():
     engine = Engine(make_step(model, optimizer))
     GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT)).attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())  # a warning would be an error here
-    engine.run(make_batches(5, (1, 3)))
+    engine.run(mlp_batches(5, (1, 3)))
 
 
 def test_update_ratios_know_that_no_step_was_made():
@@ -58,7 +57,7 @@ def test_update_ratios_know_that_no_step_was_made():
     engine.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: seen.append("monitor/update_ratio_median" in updates.metrics)
     )
-    engine.run(make_batches(4, (3,)))
+    engine.run(mlp_batches(4, (3,)))
     assert seen == [True, True, False, True]
 
 
@@ -106,16 +105,16 @@ def test_what_is_known_beforehand_is_refused_in_the_constructor(kind):
 
 @pytest.mark.parametrize("kind", [MuonLike, SAMLike, NeedsClosure])
 def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved(kind):
-    model = make_model()
+    model = make_mlp()
     optimizer = kind(model.parameters())
     before = copy.deepcopy(training_state(model, optimizer))
 
     def step(engine, batch):
-        optimizer.step(lambda: loss_of(model, batch))
+        optimizer.step(lambda: mse_loss(model, batch))
 
     GradMonitor(model, optimizer, on_spike="skip").attach(engine := Engine(step))
     with pytest.raises(ValueError, match=rf"{kind.__name__}.*closure.*unhealthy_spike"):
-        engine.run(make_batches(2))
+        engine.run(mlp_batches(2))
     assert_same(training_state(model, optimizer), before)
 
 
@@ -125,7 +124,7 @@ def test_a_method_that_was_kept_from_before_is_refused():
     engine = Engine(make_step(model, optimizer, before_step=lambda _: kept()))
     GradMonitor(model, optimizer, on_spike="skip").attach(engine)
     with pytest.raises(ValueError, match=r"MuonLike.*optimizer.step\(\)"):
-        engine.run(make_batches(2))
+        engine.run(mlp_batches(2))
 
 
 def test_optimizers_that_pass_steps_on():
@@ -147,9 +146,9 @@ def test_optimizers_that_pass_steps_on():
 
     optimizer = Passing(inner)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
-    recorder = train(make_step(model, optimizer), make_batches(6, (3,)), monitor)
+    recorder = train(make_step(model, optimizer), mlp_batches(6, (3,)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1
-    kept = [batch for i, batch in enumerate(make_batches(6, (3,)), 1) if i != 3]
+    kept = [batch for i, batch in enumerate(mlp_batches(6, (3,)), 1) if i != 3]
     other, other_optimizer = build("MuonLike")
     train(make_step(other, other_optimizer), kept)
     assert_same([*model.parameters()], [*other.parameters()])

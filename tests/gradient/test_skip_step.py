@@ -18,8 +18,7 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
-from tests._helpers import make_step
-from tests._trainers import Recorder, assert_same, loss_of, make_batches, make_model, train, training_state
+from tests._helpers import Recorder, assert_same, make_mlp, make_step, mlp_batches, mse_loss, train, training_state
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 60.0
@@ -36,7 +35,7 @@ def attributes(optimizer):
 
 def compare(name, spikes, step_of, count=12, factor=1e3, limit=LIMIT, scaler=None, threshold=None):
     """Train with the spikes and a monitor, and without either; both end in the same state."""
-    batches = make_batches(count, spikes, factor)
+    batches = mlp_batches(count, spikes, factor)
     model, optimizer = build(name)
     monitor = GradMonitor(
         model, optimizer, threshold=threshold or StaticThreshold(limit), on_spike="skip", scaler=scaler and scaler()
@@ -107,7 +106,7 @@ def test_with_a_threshold_learned_while_training(name):
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("where", [4, 5, 6])
 def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
-    batches = make_batches(12, [where], 1e4)
+    batches = mlp_batches(12, [where], 1e4)
     model, optimizer = build(name)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = train(make_step(model, optimizer, every=3), batches, monitor)
@@ -124,18 +123,18 @@ def test_the_gradients_are_still_there_after_a_skipped_step(name):
         GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(
             engine := Engine(make_step(model, optimizer))
         )
-        engine.run(make_batches(3, [3], factor), max_epochs=1)
-        return model, make_batches(3, [3], factor)[2]
+        engine.run(mlp_batches(3, [3], factor), max_epochs=1)
+        return model, mlp_batches(3, [3], factor)[2]
 
     model, batch = run(1e3)
     found = [parameter.grad for parameter in model.parameters()]
-    assert_same(found, list(torch.autograd.grad(loss_of(model, batch), list(model.parameters()))))
+    assert_same(found, list(torch.autograd.grad(mse_loss(model, batch), list(model.parameters()))))
 
 
 def test_gradients_set_by_hand_are_skipped():
     def step_of(model, optimizer, _):
         def step(engine, batch):
-            gradients = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+            gradients = torch.autograd.grad(mse_loss(model, batch), list(model.parameters()))
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             optimizer.step()
@@ -149,7 +148,7 @@ def test_gradients_set_by_hand_are_skipped():
 @pytest.mark.parametrize("name", FEW)
 def test_parameters_that_the_optimizer_holds_outside_the_model_are_skipped_too(name):
     def run(batches, monitored):
-        model, extra = make_model(), nn.Parameter(torch.ones(2))
+        model, extra = make_mlp(), nn.Parameter(torch.ones(2))
         optimizer = OPTIMIZERS[name]([*model.parameters(), extra])
         step = make_step(
             model, optimizer, loss_of=lambda m, batch: nn.functional.mse_loss(m(batch[0]) * extra, batch[1])
@@ -158,14 +157,14 @@ def test_parameters_that_the_optimizer_holds_outside_the_model_are_skipped_too(n
         train(step, batches, *[monitor] * monitored)
         return training_state(model, optimizer), extra.detach(), extra.grad
 
-    batches = make_batches(10, [1, 6])
+    batches = mlp_batches(10, [1, 6])
     assert_same(run(batches, True), run([batch for i, batch in enumerate(batches, 1) if i not in (1, 6)], False))
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_parameter_whose_first_gradient_comes_with_a_spike(name):
     def run(batches, monitored):
-        model, late = make_model(), nn.Linear(2, 2)
+        model, late = make_mlp(), nn.Linear(2, 2)
         late.load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
         whole = nn.ModuleList([model, late])
         optimizer = OPTIMIZERS[name](whole.parameters())
@@ -179,23 +178,23 @@ def test_a_parameter_whose_first_gradient_comes_with_a_spike(name):
         train(step, batches, *[monitor] * monitored)
         return training_state(whole, optimizer)["model"], optimizer.state_dict()
 
-    batches = make_batches(8, [5])
+    batches = mlp_batches(8, [5])
     assert_same(run(batches, True), run([batch for i, batch in enumerate(batches, 1) if i != 5], False))
 
 
 def test_the_other_optimizer_of_the_train_step_is_not_skipped():
-    model = make_model()
+    model = make_mlp()
     watched, free = (torch.optim.SGD(model[i].parameters(), lr=1e-4) for i in (0, 2))
     before = {}
 
     def step(engine, batch):
         model.zero_grad()
-        loss_of(model, batch).backward()
+        mse_loss(model, batch).backward()
         before[engine.state.iteration] = [p.detach().clone() for p in model.parameters()]
         watched.step()
         free.step()
 
-    train(step, make_batches(3, [3]), GradMonitor(model, watched, threshold=StaticThreshold(50.0), on_spike="skip"))
+    train(step, mlp_batches(3, [3]), GradMonitor(model, watched, threshold=StaticThreshold(50.0), on_spike="skip"))
     changed = [not torch.equal(a, b) for a, b in zip(before[3], model.parameters(), strict=True)]
     assert changed == [False, False, True, True]
 
@@ -203,7 +202,7 @@ def test_the_other_optimizer_of_the_train_step_is_not_skipped():
 def test_at_most_max_consecutive_spikes_steps_are_lost_in_a_row():
     model, optimizer = build("AdamW")
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip", max_consecutive_spikes=3)
-    recorder = train(make_step(model, optimizer), make_batches(20, range(6, 21)), monitor)
+    recorder = train(make_step(model, optimizer), mlp_batches(20, range(6, 21)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 3
     assert float(optimizer.state_dict()["state"][0]["step"]) == 17
 
@@ -214,8 +213,8 @@ def test_iterations_that_are_not_monitored_are_not_skipped():
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = Recorder(engine)
     with monitor.attach(engine):
-        engine.run(make_batches(4, [2]), max_epochs=1)
-    engine.run(make_batches(4, [2]), max_epochs=1)
+        engine.run(mlp_batches(4, [2]), max_epochs=1)
+    engine.run(mlp_batches(4, [2]), max_epochs=1)
     assert recorder.of("grad/skipped_count")[:4] == [0, 1, 1, 1]
     assert float(optimizer.state_dict()["state"][0]["step"]) == 3 + 4
 
@@ -234,7 +233,7 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
         for monitor in sorted(monitors, reverse=order == "last"):
             monitors[monitor].attach(engine)
         recorder = Recorder(engine)
-        engine.run(make_batches(8, [6]), max_epochs=1)
+        engine.run(mlp_batches(8, [6]), max_epochs=1)
         return recorder.metrics
 
     first, last = published("first"), published("last")

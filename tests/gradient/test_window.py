@@ -8,7 +8,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._trainers import Recorder, grad_norm, loss_of, make_batches, make_model, train
+from tests._helpers import Recorder, grad_norm, make_mlp, mlp_batches, mse_loss, train
 from tests.stress._steps import PUT
 
 CLOSE = {"rel": 1e-5}
@@ -44,7 +44,7 @@ def test_gradients_and_parameters_that_are_inference_tensors_stop_nothing():
     def step(engine, batch):
         optimizer.zero_grad()
         if engine.state.iteration % 2:
-            loss_of(model, batch).backward()
+            mse_loss(model, batch).backward()
         else:  # as evolution strategies do
             with torch.inference_mode():
                 for parameter in model.head.parameters():
@@ -58,7 +58,7 @@ def test_gradients_and_parameters_that_are_inference_tensors_stop_nothing():
     WeightUpdateHandler(model, optimizer, sample_size=None).attach(engine)
     ActivationHandler(model, gradients=True).attach(engine)
     recorder = Recorder(engine)
-    engine.run(make_batches(6), max_epochs=1)
+    engine.run(mlp_batches(6), max_epochs=1)
     assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
     assert all(recorder.of("monitor/grad_max"))
     assert recorder.of("monitor/update_ratio_max")[1] > 0
@@ -72,7 +72,7 @@ def set_to_none(parameter, _):
 @pytest.mark.parametrize("how", [*PUT, "none"])
 @pytest.mark.parametrize("zero_at", ["start", "end"])
 def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
-    model, reported = make_model(), []
+    model, reported = make_mlp(), []
     optimizer = sgd(model)
 
     def zero():
@@ -83,7 +83,7 @@ def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
     def step(engine, batch):
         if zero_at == "start":
             zero()
-        loss_of(model, batch).backward()
+        mse_loss(model, batch).backward()
         if not engine.state.unhealthy_spike:
             optimizer.step()
         if zero_at == "end":
@@ -95,7 +95,7 @@ def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
         threshold=StaticThreshold(50.0),
         on_spike=lambda engine, norm: reported.append(engine.state.iteration),
     )
-    recorder = train(step, make_batches(8, spikes=[3, 4, 6]), monitor)
+    recorder = train(step, mlp_batches(8, spikes=[3, 4, 6]), monitor)
     assert recorder.of("grad/spike_count") == [0, 0, 1, 2, 2, 3, 3, 3]
     assert recorder.of("grad/stepped") == [1, 1, 0, 0, 1, 0, 1, 1]
     assert reported == [3, 4, 6]
@@ -103,13 +103,13 @@ def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
 
 
 def test_no_hook_waits_for_a_backward_after_the_train_step():
-    model = make_model()
+    model = make_mlp()
     optimizer = sgd(model)
-    engine = Engine(lambda engine, batch: loss_of(model, batch).backward())
+    engine = Engine(lambda engine, batch: mse_loss(model, batch).backward())
     GradMonitor(model, optimizer, threshold=StaticThreshold(1e-3)).attach(engine)
     hooks = []
     engine.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: hooks.append([len(p._backward_hooks or ()) for p in model.parameters()])
     )
-    engine.run(make_batches(4), max_epochs=1)
+    engine.run(mlp_batches(4), max_epochs=1)
     assert hooks == [[0] * 4] * 4

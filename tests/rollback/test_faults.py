@@ -74,7 +74,7 @@ def test_ranks_come_back(fault, mode, skip_step, seed, ranks):
 @pytest.mark.parametrize("how", ["request", "nan", "loss"])
 @pytest.mark.parametrize("kind", RANKS)
 def test_all_ranks_roll_back_if_one_diverges(kind, how, ranks):
-    from tests._trainers import assert_same
+    from tests._helpers import assert_same
 
     results = ranks(f"{kind} {how}")
     assert [result["at"] for result in results] == [34 if how == "loss" else 25] * 2

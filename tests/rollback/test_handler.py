@@ -17,7 +17,7 @@ from ignite_monitor import (
     MonitorEvents,
     RollbackHandler,
 )
-from tests._trainers import assert_same
+from tests._helpers import assert_same
 from tests.rollback import _healthy
 from tests.rollback._small import Training, make_batches
 

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler as of_torch
 
 from ignite_monitor import MonitorEvents, RollbackHandler
 from ignite_monitor.rollback.snapshots import Snapshots
-from tests._trainers import assert_same
+from tests._helpers import assert_same
 from tests.rollback._small import Net, Training, make_batches
 
 SCHEDULES = {

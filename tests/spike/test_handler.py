@@ -11,8 +11,8 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, RobustThreshold, SpikeMonitor, StaticThreshold
+from tests._helpers import make_mlp, mlp_batches, mse_loss
 from tests._oracle import Oracle
-from tests._trainers import loss_of, make_batches, make_model
 
 
 def run(values, monitor, handlers=()):
@@ -96,19 +96,19 @@ def test_what_is_no_number_is_refused(value):
 
 
 def test_it_sees_what_other_monitors_publish_whatever_their_order():
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def step(engine, batch):
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        mse_loss(model, batch).backward()
         optimizer.step()
 
     engine, seen = Engine(step), []
     SpikeMonitor(lambda engine: engine.state.metrics["grad/norm"]).attach(engine)
     GradMonitor(model, optimizer).attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
-    engine.run(make_batches(3))
+    engine.run(mlp_batches(3))
     assert [each["spike/value"] for each in seen] == [each["grad/norm"] for each in seen]
 
 

@@ -26,9 +26,8 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from tests._helpers import assert_same
+from tests._helpers import assert_same, norm_of
 from tests._oracle import Oracle, mean_std
-from tests._trainers import norm_of
 from tests.distributed import _models
 from tests.stress._truth import Event, UpdateTruth, Values, WindowTruth, spectral, statistics_of_step
 

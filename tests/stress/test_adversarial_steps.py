@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, WeightUpdateHandler
-from tests._helpers import footprint, hooks_only
+from tests._helpers import assert_same, footprint, hooks_only
 from tests._oracle import Rule, mean_std, static
-from tests._trainers import assert_same
 from tests.stress._profile import examples
 from tests.stress._steps import (
     PROGRAMS,
