@@ -24,6 +24,10 @@ Batch = tuple[Tensor, Tensor]
 
 torch.set_num_threads(1)  # of so little work each, more of them wait for each other
 
+# What clocks and operating systems say is not the same twice.
+UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
+UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
+
 LONG = pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
 
 
@@ -94,7 +98,7 @@ def make_step(
         scaler: GradScaler; gradients are unscaled before they are clipped.
         clip: largest norm of the gradients.
         closure: whether the optimizer's step evaluates the gradients.
-        zero_at: whether gradients are cleared at the "start" of an iteration, or at its "end".
+        zero_at: whether gradients are cleared at the "start" of an iteration, at its "end", or "never".
         after_backward: called with the engine after the last backward of an iteration.
         before_step: called with the engine before the optimizer's step.
         leave_out: whether no step is made.

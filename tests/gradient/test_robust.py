@@ -97,20 +97,3 @@ def test_faults_are_found_and_noise_is_not():
     spikes = detect(norms).spikes
     assert spikes[faults].mean() >= 0.9
     assert 1000 * spikes[~faults].sum() / len(norms) <= 1.2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"k": "5"}, TypeError, "Argument k should be a number"),
-        ({"k": 0.0}, ValueError, "Argument k should be greater than 0"),
-        ({"warmup": 1}, ValueError, "Argument warmup should be at least 2"),
-        ({"warmup": 2.5}, TypeError, "Argument warmup should be an integer"),
-        ({"decay": 1.0}, ValueError, "Argument decay should be greater than 0 and less than 1"),
-        ({"least": -1.0}, ValueError, "Argument least should be greater than 0"),
-        ({"least": None}, TypeError, "Argument least should be a number"),
-    ],
-)
-def test_refuses_other_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        RobustThreshold(**arguments)

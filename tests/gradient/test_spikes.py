@@ -134,20 +134,6 @@ def test_a_state_with_a_part_missing_is_refused():
         SpikeDetector(MeanStdThreshold()).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "named"),
-    [
-        ({"rule": 3.0}, TypeError, "rule"),
-        ({"max_consecutive_spikes": 0}, ValueError, "max_consecutive_spikes"),
-        ({"max_consecutive_spikes": 1.5}, TypeError, "max_consecutive_spikes"),
-        ({"overflow_is_spike": 1}, TypeError, "overflow_is_spike"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, error, named):
-    with pytest.raises(error, match=f"Argument {named} "):
-        SpikeDetector(**{"rule": MeanStdThreshold(), **arguments})
-
-
 def test_zeros_and_equal_values_give_no_threshold():
     """As of a sparse reward or a masked loss: what comes after them is no spike, and is learned."""
     random = np.random.default_rng(0)

@@ -49,6 +49,10 @@ def mse_of(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
 
+def value_of(model):
+    return [*model.parameters()][-1].detach().norm()
+
+
 def routing(model, optimizer):
     model.top_k = 1
     return RoutingHandler(model, routers="^[04]$")
@@ -67,8 +71,8 @@ HANDLERS = {
     "GradMonitor, function": lambda model, optimizer: GradMonitor(
         model, optimizer, threshold=StaticThreshold(1e9), on_spike=lambda engine, norm: None
     ),
-    "GradMonitor, clip and loss": lambda model, optimizer: GradMonitor(
-        model, optimizer, on_spike="clip", loss=lambda engine: torch.ones(())
+    "GradMonitor, clip and all signals": lambda model, optimizer: GradMonitor(
+        model, optimizer, on_spike="clip", loss=lambda engine: value_of(model), per_parameter=True
     ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
@@ -86,14 +90,12 @@ HANDLERS = {
     # With a reference of its own it has something to say before the first update.
     "AlignmentHandler": lambda model, optimizer: AlignmentHandler(model, reference=copy.deepcopy(OTHER)),
     "SpikeMonitor": lambda model, optimizer: SpikeMonitor(
-        lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3)
+        lambda engine: value_of(model), threshold=MeanStdThreshold(warmup=3)
     ),
     "SpikeMonitor, both": lambda model, optimizer: SpikeMonitor(
-        lambda engine: [*model.parameters()][-1].detach().norm(), threshold=MeanStdThreshold(warmup=3), direction="both"
+        lambda engine: value_of(model), threshold=MeanStdThreshold(warmup=3), direction="both"
     ),
-    "DriftMonitor": lambda model, optimizer: EarlyDrift(
-        lambda engine: [*model.parameters()][-1].detach().norm(), direction="both"
-    ),
+    "DriftMonitor": lambda model, optimizer: EarlyDrift(lambda engine: value_of(model), direction="both"),
     "GradientNoiseScaleHandler": lambda model, optimizer: GradientNoiseScaleHandler(model, optimizer, micro_batches=2),
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),
     "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=2),

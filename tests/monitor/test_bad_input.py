@@ -21,6 +21,7 @@ from ignite_monitor import (
     ThresholdRule,
     WeightUpdateHandler,
 )
+from ignite_monitor.detection.thresholds import CallableThreshold
 from tests._helpers import ListLogger, footprint, make_batches, make_model, make_trainer, same
 
 NOT_A_NUMBER = ["1", None, True, [1.0], 1j]
@@ -108,6 +109,11 @@ def test_on_spike_needs_an_optimizer_and_skip_refuses_lbfgs(on_spike, optimizer)
         (MeanStdThreshold, "decay", ["1", True, [1.0], 1j], [0, 1, -0.5, 1.5, math.nan, math.inf]),
         (StaticThreshold, "value", NOT_A_NUMBER, [0, -1, math.nan, math.inf]),
         (ThresholdRule, "warmup", [*NOT_A_NUMBER, 3.0], [-1]),
+        (RobustThreshold, "k", NOT_A_NUMBER, [0, math.nan]),
+        (RobustThreshold, "warmup", [*NOT_A_NUMBER, 3.0], [1]),
+        (RobustThreshold, "decay", ["1", True], [0, 1]),
+        (RobustThreshold, "least", NOT_A_NUMBER, [-1.0]),
+        (CallableThreshold, "threshold", [3.0, lambda mean, std, count: "high"], []),
         (ThresholdRule, "decay", ["1", True, [1.0], 1j], [0, 1, -0.5, 1.5, math.nan]),
     ],
 )

@@ -58,6 +58,7 @@ from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import (
+    UNSTEADY,
     ListLogger,
     footprint,
     hooks_only,
@@ -82,9 +83,6 @@ WITHOUT_BACKWARD = (
     StepStatsHandler,
     RollbackHandler,
 )
-# What clocks and operating systems say is not the same twice.
-UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
-UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 FILTERS = {
     "callable": (lambda: Events.ITERATION_STARTED(lambda engine, event: event in (1, 5, 12)), [1, 5, 12]),
     "list": (

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, SetupCheck
-from tests._helpers import make_batches, make_model, make_trainer, mse_loss
+from tests._helpers import make_batches, make_model, make_step, make_trainer, mse_loss
 
 
 def sgd(model, lr=0.05):
@@ -30,47 +30,26 @@ def repeated(count=4):
     return [copy.deepcopy(make_batches(1)[0]) for _ in range(count)]
 
 
-def setup(model=None, make_optimizer=sgd, batches=None, **how):
-    """Model, optimizer, train step and batches."""
-    model = make_model() if model is None else model
-    optimizer = make_optimizer(model)
-    return model, optimizer, step_of(model, optimizer, **how), batches or make_batches(5)
-
-
-def always(i):
-    return True
-
-
-def never(i):
-    return False
-
-
-def step_of(
-    model, optimizer, *, zero=always, steps=always, output=Tensor.item, call=None, data=None, after=lambda *_: None
+def setup(
+    model=None, make_optimizer=sgd, batches=None, *, call=None, output=Tensor.item, after=lambda *_: None, **options
 ):
-    """A train step.
+    """Model, optimizer, train step and batches.
 
     Args:
-        zero: whether gradients are zeroed before the backward of an iteration.
-        steps: whether the optimizer makes a step in an iteration.
-        output: its output, made of the loss.
         call: what is called in place of the model.
-        data: what is trained on in place of the batches.
-        after: called at the end with the optimizer and the iteration.
+        output: the train step's output, made of the loss.
+        after: called at the end of the train step with the optimizer and the iteration.
     """
+    model = make_model() if model is None else model
+    optimizer = make_optimizer(model)
+    step = make_step(call or model, optimizer, **options)
 
     def train_step(engine, batch):
-        i = engine.state.iteration
-        if zero(i):
-            optimizer.zero_grad()
-        loss = mse_loss(call or model, data[i - 1] if data else batch)
-        loss.backward()
-        if steps(i):
-            optimizer.step()
-        after(optimizer, i)
+        loss = step(engine, batch)
+        after(optimizer, engine.state.iteration)
         return output(loss)
 
-    return train_step
+    return model, optimizer, train_step, batches or make_batches(5)
 
 
 def checked(model, optimizer, train_step, batches=None, *, epochs=1, others=(), **arguments):
@@ -129,7 +108,7 @@ FAULTS = {
     "not optimized": (["not_optimized"], lambda: setup(make_optimizer=lambda model: sgd(model[:4]))),
     "forgotten layer": (["no_gradient"], lambda: setup(Parts(unused=3))),
     "detached head": (["no_gradient"], lambda: setup(Parts(detached=2))),
-    "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero=never)),
+    "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero_at="never")),
     "replaced parameters": (["stale_optimizer"], replaced),
     "new head": (["stale_optimizer"], new_head),
     "zero rate": (["zero_learning_rate"], lambda: setup(make_optimizer=lambda model: sgd(model, 0.0))),
@@ -181,16 +160,7 @@ def test_a_small_part_without_a_gradient_is_no_finding(elements, kinds):
 def test_scaler_that_was_not_given(is_given):
     model = make_model()
     optimizer, scaler = sgd(model), GradScaler("cpu", init_scale=1024.0)
-
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model, batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.item()
-
+    train_step = make_step(model, optimizer, scaler=scaler, loss_of=torch.autocast("cpu", torch.float16)(mse_loss))
     monitor = GradMonitor(model, optimizer, scaler=scaler if is_given else None)
     kinds, check = checked(model, optimizer, train_step, others=[monitor])
     assert kinds == [] if is_given else ["scaler_not_given"]
@@ -212,22 +182,6 @@ def test_wrapper(process_group, inner):
 
 
 # Healthy training
-
-
-def with_a_closure():
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def train_step(_, batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = mse_loss(model, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    return model, optimizer, train_step
 
 
 def scale_gradients(optimizer, _):
@@ -333,7 +287,8 @@ def master_weights():
 
 def other_batches(batches):
     """Batches that the train step does not train on."""
-    return setup(batches=batches, data=make_batches(5))
+    used = iter(make_batches(5))
+    return setup(batches=batches, loss_of=lambda model, _: mse_loss(model, next(used)))
 
 
 def called(wrap, model=None):
@@ -349,16 +304,12 @@ def experts(model):
 
 HEALTHY = {
     "plain": setup,
-    "zeroed after the step": lambda: setup(
-        zero=never, after=lambda optimizer, _: optimizer.zero_grad(set_to_none=False)
-    ),
-    "momentum by hand": lambda: setup(zero=never, after=scale_gradients),
-    "accumulated over two": lambda: setup(zero=lambda i: i % 2 == 1, steps=lambda i: i % 2 == 0),
+    "zeroed after the step": lambda: setup(zero_at="end", set_to_none=False),
+    "momentum by hand": lambda: setup(zero_at="never", after=scale_gradients),
+    "accumulated over two": lambda: setup(every=2),
     # No step in the checked iterations, so there is nothing to say of steps.
-    "accumulated for long": lambda: setup(
-        Parts(unused=3), lambda model: sgd(model.used, 0.0), zero=never, steps=lambda i: i % 8 == 0
-    ),
-    "LBFGS": with_a_closure,
+    "accumulated for long": lambda: setup(Parts(unused=3), lambda model: sgd(model.used, 0.0), every=8),
+    "LBFGS": lambda: setup(nn.Linear(6, 3), lambda m: torch.optim.LBFGS(m.parameters(), 0.1, 3), closure=True),
     "experts": lambda: called(experts, nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])),
     "GAN, generator": gan,
     "GAN, discriminator": lambda: gan(of_generator=False),
@@ -436,7 +387,7 @@ def test_each_run_from_its_start_is_checked_and_a_resumed_one():
 
 
 def test_run_that_was_terminated_early_says_nothing(caplog):
-    model, optimizer, train_step, batches = setup(zero=never)
+    model, optimizer, train_step, batches = setup(zero_at="never")
     trainer, check = Engine(train_step), SetupCheck(model, optimizer)
     check.attach(trainer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)

@@ -17,8 +17,8 @@ from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor
 
 from ignite_monitor import HDF5Logger, read_hdf5
-from tests._helpers import scalars
-from tests.stress._training import EPOCHS, LENGTH, MONITORS, UNSTEADY, Batch, Training, seed_all
+from tests._helpers import UNSTEADY, scalars
+from tests.stress._training import EPOCHS, LENGTH, MONITORS, Batch, Training, seed_all
 
 DAMAGED = 9  # the iteration whose batch is; with two of them to a step, the first one
 SAVED = 4  # iterations from one checkpoint to the next, so that most lie within an epoch

@@ -98,9 +98,6 @@ MONITORS: dict[str, Callable[..., Any]] = {
     "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
     "alignment": lambda model, optimizer: AlignmentHandler(model),
 }
-# What clocks and operating systems say is not the same twice.
-UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_memory_mb", "resident_memory_mb")}
-UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 
 
 # A training

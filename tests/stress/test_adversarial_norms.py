@@ -19,6 +19,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents
+from tests._helpers import make_step
 from tests._oracle import LARGEST, SMALLEST, Oracle, Rule, function, mean_std, robust, static
 from tests.stress._profile import examples
 
@@ -128,7 +129,15 @@ class Observed:
         directions = torch.tensor([0.6, 0.0, -0.8], dtype=torch.float64)
         # Not a product of inf and 0, which is NaN.
         batches = [torch.full((3,), n) if not math.isfinite(n) else n * directions for n in norms]
-        engine = Engine(self._step)
+        step = make_step(
+            self.model,
+            self.optimizer,
+            loss_of=self._loss,
+            scaler=self.scaler,
+            after_backward=self._after_backward,
+            leave_out=lambda engine: self.flags[-1] and self.run.reaction == "return",
+        )
+        self.engine = engine = Engine(step)
         monitor.attach(engine)
         engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda e: self.spikes.append(e.state.grad_norm))
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._note)
@@ -136,30 +145,22 @@ class Observed:
             engine.run(batches, max_epochs=1)
         monitor.detach()
 
-    def _step(self, engine: Engine, batch: torch.Tensor) -> None:
-        assert engine.state.unhealthy_spike is False
-        assert engine.state.grad_norm is None
-        self.optimizer.zero_grad()
+    def _loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        assert self.engine.state.unhealthy_spike is False
+        assert self.engine.state.grad_norm is None
         with torch.no_grad():
             self.model.weight.fill_(0.0)
-        loss = self.model(batch.to(self.run.dtype))
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        self.scales.append(scale)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        self.truth.append(math.hypot(*(item / scale for item in self.model.weight.grad.tolist())))
-        if any(map(math.isnan, self.model.weight.grad.tolist())):
-            self.truth[-1] = math.nan
-        flag = bool(engine.state.unhealthy_spike)
-        self.flags.append(flag)
-        if not (flag and self.run.reaction == "return"):
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        self.moved.append(bool(self.model.weight.any()))
+        return model(batch.to(self.run.dtype))
+
+    def _after_backward(self, engine: Engine) -> None:
+        self.scales.append(1.0 if self.scaler is None else self.scaler.get_scale())
+        gradient = self.model.weight.grad.tolist()
+        norm = math.hypot(*(item / self.scales[-1] for item in gradient))
+        self.truth.append(math.nan if any(map(math.isnan, gradient)) else norm)
+        self.flags.append(bool(engine.state.unhealthy_spike))
 
     def _note(self, engine: Engine) -> None:
+        self.moved.append(bool(self.model.weight.any()))
         self.values.append({name: float(value) for name, value in engine.state.metrics.items()})
         assert bool(engine.state.unhealthy_spike) is self.flags[-1]
 

@@ -16,8 +16,8 @@ from ignite.engine import Events
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 
 from ignite_monitor import HDF5Logger, MonitorEvents, read_hdf5
-from tests._helpers import assert_same, scalars
-from tests.stress._training import EPOCHS, LENGTH, MONITORS, SPIKE, UNSTEADY, Training
+from tests._helpers import UNSTEADY, assert_same, scalars
+from tests.stress._training import EPOCHS, LENGTH, MONITORS, SPIKE, Training
 
 # What each one watches, where it is not every iteration; the damaged batch is in one that all of them do.
 SPREAD = {"update": 2, "moments": 2, "activation": 5, "rcc": 2, "spectral": 5, "alignment": 2}

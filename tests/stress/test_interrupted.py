@@ -19,9 +19,8 @@ from ignite.engine import Events
 
 import ignite_monitor
 from ignite_monitor import MonitorEvents
-from tests._helpers import footprint, hooks_only, same
+from tests._helpers import UNSTEADY, footprint, hooks_only, same
 from tests.stress._resumed import END, SAVED, ResumedTraining, Series, train_until_killed, written
-from tests.stress._training import UNSTEADY
 
 EVENTS = {
     "every iteration": lambda: Events.ITERATION_STARTED,
