@@ -1,4 +1,4 @@
-"""What the refined coordinate check should say, in float64 and from whole evaluations of modules."""
+"""What the refined coordinate check should say, in float64 and from whole evaluations of modules; what it says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.names import named_modules
+from tests._helpers import run_monitored
 
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
 
@@ -44,7 +45,7 @@ def calls_of(model: nn.Module, batches: Sequence[Any]) -> dict[str, list[tuple[A
         for name, module in named_modules(model)
     ]
     for batch in batches:
-        model(**batch) if isinstance(batch, dict) else model(batch)
+        call(model, batch)
     for handle in handles:
         handle.remove()
     return calls
@@ -107,3 +108,27 @@ def truth_of_calls(
             middle = of_layers[(len(of_layers) - 1) // 2], of_layers[len(of_layers) // 2]
             result |= {f"{kind}_max": of_layers[-1], f"{kind}_median": sum(middle) / 2}
     return {f"rcc/{name}": value for name, value in result.items()}
+
+
+def perturb(model, size=0.1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def call(model, batch):
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
+def measure(handler, batches, around=None):
+    """What is published of one iteration with a forward pass for each batch."""
+
+    def train_step(engine, _):
+        with around or torch.enable_grad():
+            for batch in batches:
+                call(handler.model, batch)
+
+    (values,) = run_monitored(train_step, [0], handler)
+    handler.detach()
+    return values

@@ -14,8 +14,7 @@ from torch.func import functional_call
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import assert_same, same
-from tests.rcc._measured import measure, perturb
-from tests.rcc._truth import truth
+from tests.rcc._truth import measure, perturb, truth
 
 # Weights that are lent for a call
 
