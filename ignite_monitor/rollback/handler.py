@@ -70,9 +70,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             rollback.attach(trainer)
     """
 
-    _OBJECTS = ("policy", "snapshots", "triggers", "loss_threshold")
+    _OBJECTS = ("policy", "snapshots", "triggers")
     _FIELDS = ("count", "discarded_count", "lr_scale", "smallest_batch")
-    _state_dict_all_req_keys = _OBJECTS + _FIELDS
+    _state_dict_all_req_keys = (*_OBJECTS, *_FIELDS, "loss_threshold")
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
-        vars(self._loss_threshold).update(vars(LossThreshold()))
+        self._loss_threshold.reset()
         for monitor in self._monitors():
             monitor.reset_threshold()
         for snapshot in self._snapshots.all:
@@ -132,7 +132,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
         self._snapshots.clear()
         self._policy.reset()
-        vars(self._loss_threshold).update(vars(LossThreshold()))
+        self._loss_threshold.reset()
 
     def reset_run_state(self) -> None:
         self.forget()
@@ -141,6 +141,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
         objects = {name: getattr(self, f"_{name}") for name in self._OBJECTS}
         saved = {name: {key: getattr(thing, key) for key in thing.SAVED} for name, thing in objects.items()}
+        saved["loss_threshold"] = self._loss_threshold.state_dict()
         return OrderedDict(clone(saved), **{name: getattr(self, f"_{name}") for name in self._FIELDS})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -148,6 +149,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         own = self._training.things.keys()
         if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
+        self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
         for name in self._OBJECTS:
             vars(getattr(self, f"_{name}")).update(clone(dict(state_dict[name])))
         vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
@@ -290,11 +292,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _thresholds(self) -> dict[str, Any]:
         monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
-        return {"monitors": monitors, "loss": vars(self._loss_threshold)}
+        return {"monitors": monitors, "loss": self._loss_threshold.state_dict()}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""
-        vars(self._loss_threshold).update(thresholds["loss"])
+        self._loss_threshold.load_state_dict(thresholds["loss"])
         for monitor in self._monitors():
             if monitor.prefix in thresholds["monitors"]:
                 counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}

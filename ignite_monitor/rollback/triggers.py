@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.detection.spikes import largest_usable
+from ignite_monitor.detection.thresholds import State, ThresholdRule
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
@@ -17,53 +19,38 @@ from ignite_monitor.monitor.transfer import transfer
 
 FAR = 10.0  # times the threshold
 _FAR_PATIENCE = 3  # iterations far above the threshold that trigger a rollback
-_WARMUP = 20  # losses before the first threshold
-_DECAY = 0.95  # of the weights of earlier losses
+_EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
 
-@dataclass
-class LossThreshold:
+class LossThreshold(ThresholdRule):
     r"""Threshold of the loss, the smaller one of a threshold for jumps and one for slow growth.
 
-    Mean and deviation are weighted as in :class:`~ignite_monitor.ThresholdRule`, in Python floats.
-
-    Jumps: :math:`\mu + \max(2\sigma, \mu/2)`, or :math:`\mu + 4\sigma` of a loss that has been negative. Growth:
-    a quarter of the descent from the first mean to the lowest one, at least :math:`4\sigma`, above the lowest mean.
+    Jumps: :math:`\mu + \max(2\sigma, \mu/2)`. Growth: :math:`l + \max(4\sigma, f/4, l/2)`, for the mean :math:`f`
+    after the warm-up and the lowest mean :math:`l` since then. Of a loss that has been negative, :math:`4\sigma`
+    replaces the first maximum, and :math:`\max(4\sigma, (f - l)/4)` the second one.
     """
 
-    SAVED = ("count", "weight", "mean", "spread", "first", "lowest", "smallest")
+    def __init__(self) -> None:
+        super().__init__(warmup=20, decay=0.95)
 
-    count: int = 0
-    weight: float = 0.0
-    mean: float = 0.0
-    spread: float = 0.0
-    first: float = math.nan  # mean after the warm-up
-    lowest: float = math.inf  # mean since then
-    smallest: float = math.inf  # loss
-
-    def limit(self) -> float:
-        """Return the threshold; inf during the warm-up."""
-        if self.count < _WARMUP:
-            return math.inf
-        std = math.sqrt(self.spread / (self.weight - 1.0))
-        if self.smallest < 0.0:
-            jump, growth = 4.0 * std, (self.first - self.lowest) / 4.0
+    def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> float:
+        *_, mu, _, first, lowest, smallest = self._rows.tolist()
+        sigma = std.item()
+        if smallest < 0.0:
+            jump, growth = 4.0 * sigma, (first - lowest) / 4.0
         else:
-            jump, growth = max(2.0 * std, 0.5 * self.mean), max(self.first / 4.0, 0.5 * self.lowest)
-        return min(self.mean + jump, self.lowest + max(4.0 * std, growth))
+            jump, growth = max(2.0 * sigma, 0.5 * mu), max(first / 4.0, 0.5 * lowest)
+        return min(mu + jump, lowest + max(4.0 * sigma, growth))
 
-    def observe(self, loss: float) -> None:
-        """Update the statistics."""
-        self.count += 1
-        self.weight = _DECAY * self.weight + 1.0
-        delta = loss - self.mean
-        self.mean += delta / self.weight
-        self.spread = _DECAY * self.spread + (1.0 + _DECAY) / 2.0 * delta * (loss - self.mean)
-        self.smallest = min(self.smallest, loss)
-        if self.count == _WARMUP:
-            self.first = self.mean
-        if self.count >= _WARMUP:
-            self.lowest = min(self.lowest, self.mean)
+    def empty(self) -> State:
+        return super().empty() | {name: torch.tensor(math.inf, dtype=torch.float64, device="cpu") for name in _EXTREMES}
+
+    def include(self, state: State, value: Tensor) -> State:
+        moments = super().include(state, value)
+        mean = moments["mean"]
+        first, lowest = (state["first"], state["lowest"]) if moments["count"] > self.warmup else (mean, mean)
+        extremes = first, torch.minimum(lowest, mean), torch.minimum(state["smallest"], value)
+        return moments | dict(zip(_EXTREMES, extremes, strict=True))
 
 
 @dataclass
@@ -96,9 +83,9 @@ class Triggers:
         self.accepted = -math.inf  # losses up to this one are healthy
         self.request: str | None = None
 
-    def accept_peak(self, limit: float = math.inf) -> None:
-        """Accept losses up to the peak, at most a multiple of the threshold; monitors reset their own threshold."""
-        self.accepted = max(self.accepted, min(self.peak, limit * self._loss.limit()))
+    def accept_peak(self, factor: float | None = None) -> None:
+        """Accept losses up to the peak, at most so many times the threshold; monitors reset their own threshold."""
+        self.accepted = max(self.accepted, self.peak if factor is None else min(self.peak, factor * self._limit()))
 
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor], device: torch.device) -> Findings:
         """Findings of the iteration that ends; ``device`` is that of collectives."""
@@ -109,8 +96,8 @@ class Triggers:
             metrics, prefix = monitor.metrics, monitor.prefix
             value = metrics.get(f"{prefix}/norm", metrics.get(f"{prefix}/value", math.nan))
             numbers += [monitor.counts(), value, metrics.get(f"{prefix}/threshold", math.inf)]
-        tensors = [n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64, device="cpu") for n in numbers]
-        numbers = [number for part in transfer([tensors])[0] for number in part]
+        arrived = iter(transfer([[n for n in numbers if isinstance(n, Tensor)]])[0])
+        numbers = [number for n in numbers for number in (next(arrived) if isinstance(n, Tensor) else [n])]
         if world_size() > 1:
             numbers = sum_over_ranks(torch.tensor(numbers, dtype=wide_dtype(device), device=device)).tolist()
         total, losses, requests, *published = numbers
@@ -137,16 +124,19 @@ class Triggers:
         if not math.isfinite(loss):
             findings.is_nonfinite = True
             return
-        limit = self._loss.limit()
+        limit = self._limit()
         bits = self._note(findings, "loss", loss > max(limit, self.accepted), loss, limit)
-        if not bits & 1:
-            self._loss.observe(loss)
-            return
-        self.peak = max(self.peak, loss)
-        if not bits & 2:  # only the first of several consecutive spikes updates the statistics
-            self._loss.observe(min(loss, limit))
+        entry = torch.tensor(min(loss, limit) if bits & 1 else loss, dtype=torch.float64, device="cpu")
+        # Only the first of several consecutive spikes updates the statistics.
+        if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
+            self._loss.observe(entry)
+        if bits & 1:
+            self.peak = max(self.peak, loss)
         if age := _lasts(bits, self._patience):
             findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
+
+    def _limit(self) -> float:
+        return self._loss.statistics()[0].item()
 
     def _note(self, findings: Findings, name: str, is_unhealthy: bool, value: float, threshold: float) -> int:
         is_far = is_unhealthy and math.inf > value > FAR * threshold > 0.0

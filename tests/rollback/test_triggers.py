@@ -44,7 +44,7 @@ class Watch:
         return self.triggers.collect(loss, monitors, torch.device("cpu"))
 
     def state(self):
-        return copy.deepcopy([vars(self.loss), {name: getattr(self.triggers, name) for name in Triggers.SAVED}])
+        return copy.deepcopy([self.loss.state_dict(), {name: getattr(self.triggers, name) for name in Triggers.SAVED}])
 
 
 def test_threshold_of_the_loss():
@@ -94,10 +94,10 @@ def test_a_nonfinite_loss_updates_nothing(loss):
     watch = Watch(patience=2)
     for _ in range(30):
         watch(1.0)
-    state = vars(watch.loss).copy()
+    state = watch.loss.state_dict()
     findings = watch.collect(loss)
     assert (findings.is_nonfinite, findings.is_unhealthy) == (True, False)
-    assert vars(watch.loss) == state
+    assert watch.loss.state_dict() == state
 
 
 class Monitor:
@@ -123,7 +123,7 @@ def test_accepted_values_are_healthy_and_larger_ones_are_not():
         watch(1.0 + 0.01 * (i % 3))
     assert [watch(loss)[0] for loss in (4.9, 5.0)] == [True, True]
     watch.triggers.accept_peak()
-    vars(watch.loss).update(vars(LossThreshold()))
+    watch.loss.reset()
     for i in range(30):
         watch(1.0 + 0.01 * (i % 3))
     assert [watch(loss)[0] for loss in (5.0, 4.0, 5.1)] == [False, False, True]
@@ -138,7 +138,7 @@ def test_state_continues():
     for i, loss in enumerate(losses):
         if i % 7 == 0:
             (loss_state, state), resumed = resumed.state(), Watch()
-            vars(resumed.loss).update(loss_state)
+            resumed.loss.load_state_dict(loss_state)
             vars(resumed.triggers).update(state)
         answers.append(resumed(loss))
     assert answers == expected
