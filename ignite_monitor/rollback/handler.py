@@ -126,7 +126,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         for monitor in self._monitors():
             monitor.reset_threshold()
         for snapshot in self._snapshots.all:
-            snapshot["thresholds"] = clone(self._thresholds())
+            snapshot["thresholds"] = self._thresholds()
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
@@ -291,8 +291,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         return [monitor for monitor in attached if monitor.counts() is not None]
 
     def _thresholds(self) -> dict[str, Any]:
+        """The thresholds' state as tensors that are never changed in place."""
         monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
-        return {"monitors": monitors, "loss": self._loss_threshold.state_dict()}
+        return {"monitors": monitors, "loss": self._loss_threshold.state}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""

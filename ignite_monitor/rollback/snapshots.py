@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import modules_in, parameters_in
+from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
 from ignite_monitor.model.samples import local
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
@@ -30,6 +30,8 @@ _RETRY = 7  # discarded iterations after which the newest snapshot is restored
 # Learning rates in the states of parameter groups and of torch's schedulers, and of Ignite's.
 _RATES = {"lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "max_lrs", "eta_min"}
 _RATES |= {"start_value", "end_value", "values"}
+
+_IMMUTABLE = {float, int, bool, str, type(None)}  # deepcopy() is slower
 
 
 class Snapshots:
@@ -49,7 +51,7 @@ class Snapshots:
 
     def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
         """Copy a state after an iteration."""
-        saved, thresholds = clone(state, self.on_host), clone(thresholds)
+        saved = clone(state, self.on_host)
         self.all.append({"iteration": iteration, "state": saved, "thresholds": thresholds, "lr_scale": lr_scale})
         older = self.all[:-_RECENT]
         if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < _SPACING * self.every:
@@ -122,19 +124,21 @@ class TrainingState:
 
 def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
     """Copy containers with their tensors, to host memory if asked; the tensors of ``into`` that fit are used."""
-    if type(value) in (dict, OrderedDict):
+    kind = type(value)
+    if kind in (dict, OrderedDict):
         known = into if isinstance(into, dict) else {}
-        return type(value)((key, clone(item, on_host, known.get(key))) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(clone(item, on_host) for item in value)
+        copied = {key: clone(item, on_host, known.get(key)) for key, item in value.items()}
+        return copied if kind is dict else OrderedDict(copied)
+    if kind in (list, tuple):
+        return kind([clone(item, on_host) for item in value])
     if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
+        return value if kind in _IMMUTABLE else copy.deepcopy(value)
     fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
     if fits and into.layout == value.layout == torch.strided and 0 not in into.stride():  # 0: expanded
         local(into).detach().copy_(local(value))
         return into
     if not on_host or value.is_cpu:
-        return value.detach().clone()
+        return (value.detach() if value.requires_grad else value).clone()
     pinned = value.is_cuda and type(value) in (Tensor, nn.Parameter)
     copied = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
     local(copied).copy_(local(value).detach())
@@ -152,11 +156,14 @@ def finite(state: Any) -> dict[str, bool]:
 def _state_of(thing: Any) -> Any:
     """The state itself, nothing copied; of modules with non-persistent buffers."""
     if isinstance(thing, nn.Module):
-        modules, unused = thing.named_modules(), nn.Module.get_extra_state
-        return {
-            "tensors": dict(chain(thing.named_parameters(), thing.named_buffers())),
-            "extra": {name: m.get_extra_state() for name, m in modules if type(m).get_extra_state is not unused},
-        }
+        tensors, extra = dict[int, tuple[str, Tensor]](), dict[str, Any]()
+        for path, module in thing.named_modules():
+            for name, tensor in chain(parameters_in(module).items(), buffers_in(module).items()):
+                if tensor is not None:
+                    tensors.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                extra[path] = module.get_extra_state()
+        return {"tensors": dict(tensors.values()), "extra": extra}
     return thing.state_dict()
 
 
