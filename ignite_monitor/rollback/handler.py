@@ -24,7 +24,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
 from ignite_monitor.rollback.policy import LONG, Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite
-from ignite_monitor.rollback.triggers import FAR, Findings, LossThreshold, Triggers
+from ignite_monitor.rollback.triggers import Findings, LossThreshold, Triggers
 
 _UNSEEN = 20  # iterations without any trigger before a warning
 
@@ -227,11 +227,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             values["restored_iteration"] = snapshot["iteration"]
         elif was_recovering and not policy.recovering:
             if policy.discarded >= LONG and snapshots.restored == snapshots.all[-1]["iteration"]:
-                triggers.accept_peak(FAR)  # the same weights are healthy again: the data were the cause
+                triggers.accept_peak(even_far=False)  # the same weights are healthy again: the data were the cause
             snapshots.drop_newer(snapshots.restored)
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:
-            triggers.peak = -math.inf
+            triggers.peak.clear()
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
@@ -261,10 +261,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if action == Action.ROLL_BACK:
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
-            self._triggers.peak = -math.inf
+            self._triggers.peak.clear()
         if action == Action.ACCEPT:
             self._lr_scale = snapshot["lr_scale"]
-            self._triggers.accept_peak()
+            self._triggers.accept_peak(even_far=True)
             self.accept()
         else:
             self._restore_thresholds(self._snapshots.all[-1]["thresholds"])

@@ -17,7 +17,7 @@ from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
 
-FAR = 10.0  # times the threshold
+_FAR = 10.0  # times the threshold
 _FAR_PATIENCE = 3  # iterations far above the threshold that trigger a rollback
 _EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
@@ -76,16 +76,20 @@ class Triggers:
     def __init__(self, patience: int, loss: LossThreshold) -> None:
         self._patience, self._loss = patience, loss
         self._counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
+        self._limits: dict[str, float] = {}  # thresholds of the last iteration
         # Name -> one bit for each of the last iterations, the newest lowest.
         self.unhealthy: dict[str, int] = {}
         self.far: dict[str, int] = {}  # far above the threshold
-        self.peak = -math.inf  # largest unhealthy loss of this instability, with the same weights
-        self.accepted = -math.inf  # losses up to this one are healthy
+        self.peak: dict[str, float] = {}  # largest unhealthy values of this instability, with the same weights
+        self.accepted: dict[str, float] = {}  # values up to these are healthy
         self.request: str | None = None
 
-    def accept_peak(self, factor: float | None = None) -> None:
-        """Accept losses up to the peak, at most so many times the threshold; monitors reset their own threshold."""
-        self.accepted = max(self.accepted, self.peak if factor is None else min(self.peak, factor * self._limit()))
+    def accept_peak(self, even_far: bool) -> None:
+        """Accept values up to the peak and half of its excess more; monitors reset their own threshold."""
+        for name, peak in self.peak.items():
+            limit = self._limits[name]
+            if even_far or peak <= _FAR * limit:
+                self.accepted[name] = max(self.accepted.get(name, -math.inf), peak + (peak - limit) / 2.0)
 
     def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor], device: torch.device) -> Findings:
         """Findings of the iteration that ends; ``device`` is that of collectives."""
@@ -117,34 +121,33 @@ class Triggers:
         self._counts[name] = counts
         findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         bits = self._note(findings, name, spike or reset, value, threshold)
-        if reset:
+        if reset and bits & 1:
             findings.add(f"the statistics of {name} were reset", bits.bit_length())
 
     def _detect(self, findings: Findings, loss: float) -> None:
         if not math.isfinite(loss):
             findings.is_nonfinite = True
             return
-        limit = self._limit()
-        bits = self._note(findings, "loss", loss > max(limit, self.accepted), loss, limit)
+        limit = self._loss.statistics()[0].item()
+        bits = self._note(findings, "loss", loss > limit, loss, limit)
         entry = torch.tensor(min(loss, limit) if bits & 1 else loss, dtype=torch.float64, device="cpu")
         # Only the first of several consecutive spikes updates the statistics.
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
             self._loss.observe(entry)
-        if bits & 1:
-            self.peak = max(self.peak, loss)
         if age := _lasts(bits, self._patience):
             findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
 
-    def _limit(self) -> float:
-        return self._loss.statistics()[0].item()
-
     def _note(self, findings: Findings, name: str, is_unhealthy: bool, value: float, threshold: float) -> int:
-        is_far = is_unhealthy and math.inf > value > FAR * threshold > 0.0
+        self._limits[name] = threshold
+        is_unhealthy &= not value <= self.accepted.get(name, -math.inf)
+        if is_unhealthy and math.isfinite(value):
+            self.peak[name] = max(self.peak.get(name, -math.inf), value)
+        is_far = is_unhealthy and math.inf > value > _FAR * threshold > 0.0
         bits = self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
         findings.is_unhealthy |= is_unhealthy
         if is_far and (age := _lasts(far, _FAR_PATIENCE)):
-            findings.add(f"{name} exceeded {FAR:g} times its threshold in {_FAR_PATIENCE} iterations", age)
+            findings.add(f"{name} exceeded {_FAR:g} times its threshold in {_FAR_PATIENCE} iterations", age)
         return bits
 
 
