@@ -87,7 +87,7 @@ class Triggers:
     def accept_peak(self, even_far: bool) -> None:
         """Accept values up to the peak and half of its excess more; monitors reset their own threshold."""
         for name, peak in self.peak.items():
-            limit = self._limits[name]
+            limit = self._limits.get(name, math.nan)
             if even_far or peak <= _FAR * limit:
                 self.accepted[name] = max(self.accepted.get(name, -math.inf), peak + (peak - limit) / 2.0)
 

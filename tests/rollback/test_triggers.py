@@ -58,6 +58,15 @@ def test_threshold_of_the_loss():
     assert [i for i, (_, unstable) in enumerate(answers) if unstable] == [109]
 
 
+def test_slow_growth_of_negative_losses():
+    """A quarter of the descent from -10 to -50 is allowed."""
+    watch = Watch()
+    losses = [-10.0] * 20 + [-10.0 - i for i in range(40)] + [-50.0] * 100
+    assert not any(watch(loss)[0] for loss in losses)
+    rising = [-50.0 + 0.1 * i for i in range(150)]
+    assert next(loss for loss in rising if watch(loss)[0]) == pytest.approx(-39.9)
+
+
 def test_slow_growth_is_noticed_before_a_quarter_of_the_descent_is_lost_twice():
     """A loss that falls from 2.3 to 0.1 and then grows by 1 % an iteration, which no threshold for jumps notices."""
     watch = Watch()
@@ -100,6 +109,14 @@ def test_a_nonfinite_loss_updates_nothing(loss):
     assert watch.loss.state_dict() == state
 
 
+@pytest.mark.parametrize("huge", [1e200, -1e200])
+def test_losses_whose_square_overflows_update_nothing(huge):
+    watch = Watch()
+    for loss in (huge, *[1.0, 1.1, 0.9] * 10):
+        watch(loss)
+    assert watch(3.0) == (True, False)
+
+
 class Monitor:
     """What there is of a GradMonitor after each iteration."""
 
@@ -117,16 +134,21 @@ def test_an_overflow_that_a_scaler_handles_is_no_nonfinite_iteration():
     assert found == [False, False, True, False]
 
 
-def test_accepted_values_are_healthy_and_larger_ones_are_not():
+@pytest.mark.parametrize(("shift", "peak", "even_far"), [(0.0, 5.0, False), (0.0, 50.0, True), (-100.0, 5.0, True)])
+def test_accepted_values_are_healthy_and_larger_ones_are_not(shift, peak, even_far):
+    """The peak and half of its excess above the threshold are accepted; far values by a regime change only."""
     watch = Watch()
     for i in range(30):
-        watch(1.0 + 0.01 * (i % 3))
-    assert [watch(loss)[0] for loss in (4.9, 5.0)] == [True, True]
-    watch.triggers.accept_peak()
+        watch(shift + 1.0 + 0.01 * (i % 3))
+    assert [watch(loss + shift)[0] for loss in (4.9, peak)] == [True, True]
+    accepted = 1.5 * (peak + shift) - 0.5 * watch.loss.statistics()[0].item()
+    watch.triggers.accept_peak(even_far=False)
+    assert watch(peak + shift)[0] == even_far
+    watch.triggers.accept_peak(even_far=True)
     watch.loss.reset()
     for i in range(30):
-        watch(1.0 + 0.01 * (i % 3))
-    assert [watch(loss)[0] for loss in (5.0, 4.0, 5.1)] == [False, False, True]
+        watch(shift + 1.0 + 0.01 * (i % 3))
+    assert [watch(loss)[0] for loss in (accepted + 1e-6, accepted - 1e-6)] == [True, False]
 
 
 def test_state_continues():
