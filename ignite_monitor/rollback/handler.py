@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -24,7 +23,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
 from ignite_monitor.rollback.policy import LONG, Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite
-from ignite_monitor.rollback.triggers import Findings, LossThreshold, Triggers
+from ignite_monitor.rollback.triggers import Findings, Triggers
 
 _UNSEEN = 20  # iterations without any trigger before a warning
 
@@ -103,8 +102,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
-        self._loss_threshold = LossThreshold()
-        self._triggers = Triggers(patience, self._loss_threshold)
+        self._triggers = Triggers(patience)
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
         self._stepped = True  # whether an optimizer made a step in this iteration
@@ -122,7 +120,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
-        self._loss_threshold.reset()
+        self._triggers.loss.reset()
         for monitor in self._monitors():
             monitor.reset_threshold()
         for snapshot in self._snapshots.all:
@@ -132,7 +130,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
         self._snapshots.clear()
         self._policy.reset()
-        self._loss_threshold.reset()
+        self._triggers.loss.reset()
 
     def reset_run_state(self) -> None:
         self.forget()
@@ -141,7 +139,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
         objects = {name: getattr(self, f"_{name}") for name in self._OBJECTS}
         saved = {name: {key: getattr(thing, key) for key in thing.SAVED} for name, thing in objects.items()}
-        saved["loss_threshold"] = self._loss_threshold.state_dict()
+        saved["loss_threshold"] = self._triggers.loss.state_dict()
         return OrderedDict(clone(saved), **{name: getattr(self, f"_{name}") for name in self._FIELDS})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -149,7 +147,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         own = self._training.things.keys()
         if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
-        self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
+        self._triggers.loss.load_state_dict(state_dict["loss_threshold"])
         for name in self._OBJECTS:
             vars(getattr(self, f"_{name}")).update(clone(dict(state_dict[name])))
         vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
@@ -293,11 +291,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _thresholds(self) -> dict[str, Any]:
         """The thresholds' state as tensors that are never changed in place."""
         monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
-        return {"monitors": monitors, "loss": self._loss_threshold.state}
+        return {"monitors": monitors, "loss": self._triggers.loss.state}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""
-        self._loss_threshold.load_state_dict(thresholds["loss"])
+        self._triggers.loss.load_state_dict(thresholds["loss"])
         for monitor in self._monitors():
             if monitor.prefix in thresholds["monitors"]:
                 counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}

@@ -127,8 +127,7 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
     kind = type(value)
     if kind in (dict, OrderedDict):
         known = into if isinstance(into, dict) else {}
-        copied = {key: clone(item, on_host, known.get(key)) for key, item in value.items()}
-        return copied if kind is dict else OrderedDict(copied)
+        return kind([(key, clone(item, on_host, known.get(key))) for key, item in value.items()])
     if kind in (list, tuple):
         return kind([clone(item, on_host) for item in value])
     if not isinstance(value, Tensor):

@@ -40,7 +40,7 @@ class LossThreshold(ThresholdRule):
             jump, growth = 4.0 * sigma, (first - lowest) / 4.0
         else:
             jump, growth = max(2.0 * sigma, 0.5 * mu), max(first / 4.0, 0.5 * lowest)
-        return min(mu + jump, lowest + max(4.0 * sigma, growth))
+        return float(min(mu + jump, lowest + max(4.0 * sigma, growth)))
 
     def empty(self) -> State:
         return super().empty() | {name: torch.tensor(math.inf, dtype=torch.float64, device="cpu") for name in _EXTREMES}
@@ -73,8 +73,8 @@ class Triggers:
 
     SAVED = ("unhealthy", "far", "peak", "accepted")
 
-    def __init__(self, patience: int, loss: LossThreshold) -> None:
-        self._patience, self._loss = patience, loss
+    def __init__(self, patience: int) -> None:
+        self._patience, self.loss = patience, LossThreshold()
         self._counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
         self._limits: dict[str, float] = {}  # thresholds of the last iteration
         # Name -> one bit for each of the last iterations, the newest lowest.
@@ -128,12 +128,12 @@ class Triggers:
         if not math.isfinite(loss):
             findings.is_nonfinite = True
             return
-        limit = self._loss.statistics()[0].item()
+        limit = self.loss.statistics()[0].item()
         bits = self._note(findings, "loss", loss > limit, loss, limit)
         entry = torch.tensor(min(loss, limit) if bits & 1 else loss, dtype=torch.float64, device="cpu")
         # Only the first of several consecutive spikes updates the statistics.
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
-            self._loss.observe(entry)
+            self.loss.observe(entry)
         if age := _lasts(bits, self._patience):
             findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from ignite_monitor.rollback.triggers import LossThreshold, Triggers
+from ignite_monitor.rollback.triggers import Triggers
 
 
 def expected_losses(losses, patience):
@@ -33,8 +33,8 @@ def expected_losses(losses, patience):
 
 class Watch:
     def __init__(self, patience=10):
-        self.loss = LossThreshold()
-        self.triggers = Triggers(patience, self.loss)
+        self.triggers = Triggers(patience)
+        self.loss = self.triggers.loss
 
     def __call__(self, loss=None):
         findings = self.collect(loss)
