@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -35,6 +36,7 @@ def within(name: str, *packages: str) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
+@functools.cache
 def imports_of(*places: str) -> list[tuple[str, str]]:
     """(file, imported name) for every Python file at the places, each of which is a folder or a file, or not there."""
     result = []

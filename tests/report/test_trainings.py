@@ -118,10 +118,10 @@ HEALTHY = {
     "mlp, SGD": (mlp, vectors, sgd(0.1), {}),
     "mlp, Adam": (mlp, vectors, adam(1e-3), {}),
     "mlp, accumulation": (mlp, vectors, sgd(0.1), {"accumulate": 4, "iterations": 300}),
-    "cnn, SGD with momentum": (cnn, images, sgd(0.02, 0.9), {}),
-    "cnn, Adam": (cnn, images, adam(1e-3), {}),
-    "gpt, Adam": (TinyGPT, text, adam(2e-3), {}),
-    "gpt, SGD": (TinyGPT, text, sgd(0.3, 0.9), {}),
+    "cnn, SGD with momentum": (cnn, images, sgd(0.02, 0.9), {"every": 10}),
+    "cnn, Adam": (cnn, images, adam(1e-3), {"every": 10}),
+    "gpt, Adam": (TinyGPT, text, adam(2e-3), {"every": 10}),
+    "gpt, SGD": (TinyGPT, text, sgd(0.3, 0.9), {"every": 10}),
 }
 
 

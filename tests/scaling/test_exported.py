@@ -21,10 +21,6 @@ TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 WIDTHS = (8, 32)
 
 
-def kinds(parametrization):
-    return {name: (layer.layer_type, layer.fan_in) for name, layer in parametrization.layers.items()}
-
-
 class Between(nn.Module):
     """A layer before, a layer after, and something between them, which is made at a width."""
 
@@ -55,19 +51,20 @@ def layers_of(cases, sample_input):
     parametrization = parametrize(
         lambda n: Branches([make(n) for make in makes.values()]), widths=WIDTHS, sample_input=sample_input
     )
-    prefixes = {name: f"models.{index}." for index, name in enumerate(makes)}
-    return parametrization, {
-        case: {
-            name.removeprefix(prefix): layer
-            for name, layer in parametrization.layers.items()
-            if name.startswith(prefix)
-        }
-        for case, prefix in prefixes.items()
-    }
+    layers = {case: {} for case in makes}
+    for layer in parametrization.layers.values():
+        _, index, *name = layer.name.split(".", 2)
+        layers[[*makes][int(index)]]["".join(name)] = layer
+    return parametrization, layers
 
 
-def found(between, run=lambda module, x: module(x), out=None, **options):
-    return parametrize(lambda n: Between(n, between, run, out and out(n)), widths=WIDTHS, sample_input=X, **options)
+def kinds_of(layers):
+    return {name: (layer.layer_type, layer.fan_in) for name, layer in layers.items()}
+
+
+def inputs_of(parametrization, layer):
+    """Layers before a layer, without the case's prefix."""
+    return [name.split(".", 2)[2] for name in parametrization.graph[layer.name].inputs]
 
 
 RECURRENT = {
@@ -78,51 +75,55 @@ RECURRENT = {
 }
 
 
-def recurrent(make):
-    return lambda n: Between(n, make, lambda m, x: m(x[0])[0] if isinstance(m, nn.LSTMCell) else m(x)[0])
+def run_recurrent(module, x):
+    return module(x[0])[0] if isinstance(module, nn.LSTMCell) else module(x)[0]
 
 
-RECURRENT_CASES = tuple((name, recurrent(make)) for name, (make, _) in RECURRENT.items())
+RECURRENT_CASES = (
+    *((name, lambda n, make=make: Between(n, make, run_recurrent)) for name, (make, _) in RECURRENT.items()),
+    ("of a fixed size", lambda n: Between(n, lambda n: nn.LSTM(n, 4), run_recurrent, 4)),
+)
 
 
 @pytest.mark.parametrize("case", RECURRENT)
 def test_recurrent_layers(case):
+    """Each takes what is before it and, as the next layer does, its own output."""
     parametrization, layers = layers_of(RECURRENT_CASES, X)
-    names = RECURRENT[case][1]
-    assert [name for name in layers[case] if name.startswith("between")] == [f"between.{name}" for name in names]
+    names = [f"between.{name}" for name in RECURRENT[case][1]]
+    assert list(layers[case]) == ["first", *names, "last"]
+    before = [[], ["first"], *([name] for name in names)]
+    assert [inputs_of(parametrization, layer) for layer in layers[case].values()] == before
     for name in names:
-        layer = layers[case][f"between.{name}"]
+        layer = layers[case][name]
         assert (layer.layer_type, layer.fan_in, layer.a, layer.b, layer.c) == ("hidden", 32, 0, 0.5, pytest.approx(1))
         assert weight_of(parametrization, layer.name).std().item() == pytest.approx(32**-0.5, rel=0.1)
         assert layer.biases == (layer.weight.replace("weight", "bias"),)
-    held = [id(each) for group in parametrization.param_groups for each in group["params"]]
+    held = [id(parameter) for group in parametrization.param_groups for parameter in group["params"]]
     assert sorted(held) == sorted(map(id, parametrization.model.parameters()))
 
 
-def test_a_recurrent_layer_takes_what_is_before_it_and_its_own_output():
-    graph = found(lambda n: nn.LSTM(n, n), lambda module, x: module(x)[0]).graph
-    names = "first", "between.weight_ih_l0", "between.weight_hh_l0", "last"
-    assert [graph[name].inputs for name in names] == [(), *((name,) for name in names[:3])]
-
-
 def test_readout_of_a_fixed_size_in_a_recurrent_layer():
-    parametrization = found(lambda n: nn.LSTM(n, 4), lambda module, x: module(x)[0], out=lambda n: 4)
-    assert kinds(parametrization) == {"first": ("embedding", 32), "between.weight_ih_l0": ("readout", 32)}
+    layers = layers_of(RECURRENT_CASES, X)[1]["of a fixed size"]
+    assert kinds_of(layers) == {"first": ("embedding", 32), "between.weight_ih_l0": ("readout", 32)}
 
 
-@pytest.mark.parametrize("dims", [{}, {"kdim": 7, "vdim": 7}])
-def test_multihead_attention(dims):
+def attention(**dims):
     def run(module, x):
         other = torch.randn(2, 3, 7) if dims else x
         return module(x, other, other)[0]
 
-    parametrization = found(lambda n: nn.MultiheadAttention(n, n // 4, batch_first=True, **dims), run)
+    return lambda n: Between(n, lambda n: nn.MultiheadAttention(n, n // 4, batch_first=True, **dims), run)
+
+
+@pytest.mark.parametrize("dims", [False, True])
+def test_multihead_attention(dims):
+    parametrization, layers = layers_of(ATTENTION_CASES, X)
+    layers = layers[dims]
     names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"] if dims else ["in_proj_weight"]
-    assert list(parametrization.layers) == ["first", *(f"between.{name}" for name in names), "between.out_proj", "last"]
-    assert kinds(parametrization)["between.out_proj"] == ("hidden", 32)
-    assert kinds(parametrization)[f"between.{names[-1]}"] == ("embedding" if dims else "hidden", 32)
-    graph = parametrization.graph
-    assert "first" in graph[f"between.{names[0]}"].inputs
+    assert list(layers) == ["first", *(f"between.{name}" for name in names), "between.out_proj", "last"]
+    assert kinds_of(layers)["between.out_proj"] == ("hidden", 32)
+    assert kinds_of(layers)[f"between.{names[-1]}"] == ("embedding" if dims else "hidden", 32)
+    assert "first" in inputs_of(parametrization, layers[f"between.{names[0]}"])
 
 
 class Weight(nn.Module):
@@ -163,7 +164,7 @@ FUNCTIONAL_CASES = tuple(
 @pytest.mark.parametrize("case", FUNCTIONAL)
 def test_weights_used_functionally(case):
     parametrization, layers = layers_of(FUNCTIONAL_CASES, X)
-    assert {name: (layer.layer_type, layer.fan_in) for name, layer in layers[case].items()} == {
+    assert kinds_of(layers[case]) == {
         "first": ("embedding", 32),
         "between": ("hidden", 32),
         "last": ("readout", 32 * FUNCTIONAL[case][2]),
@@ -198,7 +199,7 @@ def test_weights_that_do_not_grow_are_no_layers():
         return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, n), nn.ReLU(), nn.Linear(n, 7), nn.Linear(7, 3))
 
     parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
-    assert kinds(parametrization) == {"2": ("embedding", 32), "4": ("readout", 32)}
+    assert kinds_of(parametrization.layers) == {"2": ("embedding", 32), "4": ("readout", 32)}
     (other,) = [group for group in parametrization.param_groups if group["layer_name"] == "_other"]
     assert [each.shape for each in other["params"]] == [(7, 6), (7,), (3, 7), (3,)]
     assert parametrization.graph["0"].is_fixed
@@ -281,36 +282,33 @@ def test_factors_of_no_layer_or_of_one_use_among_several_name_the_line(match, ru
     assert f"(test_exported.py:{Factors.forward.__code__.co_firstlineno + 1})" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("scale", "warns", "way"),
-    [
-        (lambda d: 1 / d, False, "scores"),
-        (lambda d: d**-0.5, True, "scores"),
-        (lambda d: 1 / d, False, "queries"),
-        (lambda d: 1.0, True, "queries"),
-        (lambda d: 1 / d, False, "fused"),
-        (lambda d: d**-0.5, True, "fused"),
-    ],
-)
-def test_heads_that_grow_are_reported_wherever_they_are_scaled(scale, warns, way, caplog):
-    class Model(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.first, self.q, self.k, self.last = nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, n), nn.Linear(n, 3)
+class Heads(nn.Module):
+    """Attention of one head, of which scores, queries, or queries in one operation are scaled."""
 
-        def forward(self, x):
-            x = self.first(x)
-            q, k = self.q(x), self.k(x)
-            factor = scale(q.shape[-1])
-            if way == "fused":
-                return self.last(F.scaled_dot_product_attention(q * factor, k, x, scale=1.0))
-            scores = (q * factor) @ k.mT if way == "queries" else q @ k.mT * factor
-            return self.last(scores.softmax(-1) @ x)
+    def __init__(self, n, way, power):
+        super().__init__()
+        self.first, self.q, self.k, self.last = nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, n), nn.Linear(n, 3)
+        self.way, self.factor = way, n**power
 
-    parametrization = parametrize(Model, widths=WIDTHS, sample_input=X)
-    assert ("takes attention scores that are" in caplog.text) is warns
-    assert "q" not in multipliers(parametrization.model)  # the scale is the scores'
-    assert parametrization.layers["q"].a == 0
+    def forward(self, x):
+        x = self.first(x)
+        q, k = self.q(x), self.k(x)
+        if self.way == "fused":
+            return self.last(F.scaled_dot_product_attention(q * self.factor, k, x, scale=1.0))
+        scores = (q * self.factor) @ k.mT if self.way == "queries" else q @ k.mT * self.factor
+        return self.last(scores.softmax(-1) @ x)
+
+
+RIGHT = (("scores", -1), ("queries", -1), ("fused", -1))
+
+
+@pytest.mark.parametrize("cases", [RIGHT, (("scores", -0.5),), (("queries", 0),), (("fused", -0.5),)])
+def test_heads_that_grow_are_reported_wherever_they_are_scaled(cases, caplog):
+    parametrization = parametrize(lambda n: Branches([Heads(n, *case) for case in cases]), WIDTHS, sample_input=X)
+    assert ("takes attention scores that are" in caplog.text) is (cases != RIGHT)
+    for index in range(len(cases)):  # the scale is the scores'
+        assert f"models.{index}.q" not in multipliers(parametrization.model)
+        assert parametrization.layers[f"models.{index}.q"].a == 0
 
 
 def test_weights_that_are_joined_are_refused():
@@ -325,7 +323,7 @@ def test_weights_that_are_joined_are_refused():
             return F.linear(x, torch.cat([self.one, self.other]))
 
     with pytest.raises(TracingError, match=r"uses between.one and between.other as one weight"):
-        found(Joined, out=lambda n: 2 * n)
+        parametrize(lambda n: Between(n, Joined, out=2 * n), WIDTHS, sample_input=X)
 
 
 # What keeps its values
@@ -366,17 +364,6 @@ def test_frozen_base_with_lora(caplog):
     assert not [record for record in caplog.records if record.name.startswith("ignite")]
 
 
-def test_frozen_layers_pass_changes_on():
-    def make(n):
-        model = nn.Sequential(nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, 3))
-        model[1].requires_grad_(False)
-        return model
-
-    parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
-    assert list(parametrization.layers) == ["0", "2"]
-    assert parametrization.graph["2"].inputs == ("0",)
-
-
 # Outputs of a fixed size inside the network
 
 
@@ -394,44 +381,68 @@ class Shared(nn.Module):
         return self.o(((q @ k.mT) / 4).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
 
 
+class Few(nn.Module):
+    """A gate of two outputs."""
+
+    def __init__(self, n, norm=False):
+        super().__init__()
+        self.first, self.few, self.last = nn.Linear(6, n), nn.Linear(n, 2), nn.Linear(n, 3)
+        self.norm = nn.LayerNorm(2) if norm else nn.Identity()
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.last(x.unflatten(-1, (-1, 2)).mul(self.norm(self.few(x))[..., None, :]).flatten(-2))
+
+
+def frozen_between(n):
+    model = nn.Sequential(nn.Linear(6, n), nn.Linear(n, n), nn.Linear(n, 3))
+    model[1].requires_grad_(False)
+    return model
+
+
+ATTENTION_CASES = (
+    (False, attention()),
+    (True, attention(kdim=7, vdim=7)),
+    ("shared", lambda n: Between(n, Shared)),
+    ("shared, normed", lambda n: Between(n, lambda n: Shared(n, norm=True))),
+    ("few", Few),
+    ("few, normed", lambda n: Few(n, norm=True)),
+    ("last", lambda n: nn.Sequential(nn.Linear(6, n), nn.Linear(n, 3), nn.LayerNorm(3))),
+    ("frozen", frozen_between),
+)
+
+
 def test_keys_and_values_that_all_heads_share_are_readouts():
-    parametrization = found(Shared)
+    parametrization, layers = layers_of(ATTENTION_CASES, X)
     for name in ("between.k", "between.v"):
-        layer = parametrization.layers[name]
+        layer = layers["shared"][name]
         assert (layer.layer_type, layer.a, layer.b, layer.c) == ("readout", 0.5, 0.5, pytest.approx(0.5))
-        start = weight_of(parametrization, name).std().item() * layer.multiplier
+        start = weight_of(parametrization, layer.name).std().item() * layer.multiplier
         assert start == pytest.approx(1 / 32, rel=0.3)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_with_sgd_few_outputs_inside_the_network_are_refused(normed):
+def test_in_front_of_a_norm_only_the_relative_change_counts():
+    parametrization, layers = layers_of(ATTENTION_CASES, X)
+    key = layers["shared, normed"]["between.k"]
+    assert (key.layer_type, key.b, key.c) == ("hidden", 0.5, 1.0)
+    assert weight_of(parametrization, key.name).std().item() == pytest.approx(32**-0.5, rel=0.3)
+    assert layers["shared, normed"]["between.v"].layer_type == "readout"
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_with_sgd_few_outputs_inside_the_network_are_refused(norm):
     """Their gradient is a sum over n, random at first and aligned later."""
-
-    class Few(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.first, self.few, self.last = nn.Linear(6, n), nn.Linear(n, 2), nn.Linear(n, 3)
-
-        def forward(self, x):
-            x = self.first(x).relu()
-            few = F.layer_norm(self.few(x), (2,)) if normed else self.few(x)
-            return self.last(x.unflatten(-1, (-1, 2)).mul(few[..., None, :]).flatten(-2))
-
     with pytest.raises(ValueError, match=r"its number of inputs does not grow: train with Adam"):
-        parametrize(Few, WIDTHS, sample_input=X, optimizer_type="sgd")
-    assert set(parametrize(Few, WIDTHS, sample_input=X).layers) == {"first", "few", "last"}
+        parametrize(lambda n: Few(n, norm), WIDTHS, sample_input=X, optimizer_type="sgd")
+    assert set(layers_of(ATTENTION_CASES, X)[1]["few, normed" if norm else "few"]) == {"first", "few", "last"}
 
 
 def test_a_last_layer_in_front_of_a_norm_is_a_readout():
-    layers = parametrize(
-        lambda n: nn.Sequential(nn.Linear(6, n), nn.Linear(n, 3), nn.LayerNorm(3)), WIDTHS, sample_input=X
-    ).layers
-    assert (layers["1"].layer_type, layers["1"].b) == ("readout", 0.5)
+    layer = layers_of(ATTENTION_CASES, X)[1]["last"]["1"]
+    assert (layer.layer_type, layer.b) == ("readout", 0.5)
 
 
-def test_in_front_of_a_norm_only_the_relative_change_counts():
-    parametrization = found(lambda n: Shared(n, norm=True))
-    layers = parametrization.layers
-    assert (layers["between.k"].layer_type, layers["between.k"].b, layers["between.k"].c) == ("hidden", 0.5, 1.0)
-    assert weight_of(parametrization, "between.k").std().item() == pytest.approx(32**-0.5, rel=0.3)
-    assert layers["between.v"].layer_type == "readout"
+def test_frozen_layers_pass_changes_on():
+    parametrization, layers = layers_of(ATTENTION_CASES, X)
+    assert list(layers["frozen"]) == ["0", "2"]
+    assert inputs_of(parametrization, layers["frozen"]["2"]) == ["0"]
