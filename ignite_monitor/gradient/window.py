@@ -4,19 +4,19 @@ A train step may clip, add noise or replace gradients between backward and step,
 of its newest backward. A window opens with the first backward that reaches the monitor's parameters after its
 optimizer's last step, and closes when the next step has completed.
 
-========================  =====================  ==============================  ===========================
-event                     newest is None         newest of an earlier iteration  newest of this iteration
-========================  =====================  ==============================  ===========================
-iteration started (1)     -                      keep                            drop if used_by_other
-backward (2)              detect; newest         detect; newest                  detect; newest
-another optimizer's step  -                      -                               used_by_other if shared
-own step                  detect, or last (3)    detect, or last (3)             take newest
-... without a gradient    -                      drop newest                     drop newest
-... completed (4)         -                      drop newest                     drop newest
-train step returned (5)   publish last           publish last                    publish last, or newest
-========================  =====================  ==============================  ===========================
+========================  =====================  ========================
+event                     newest is None         newest is set
+========================  =====================  ========================
+iteration started (1)     -                      drop newest
+backward (2)              detect; newest         detect; newest
+another optimizer's step  -                      used_by_other if shared
+own step                  detect, or last (3)    take newest
+... without a gradient    -                      drop newest
+... completed (4)         -                      drop newest
+train step returned (5)   publish last           publish last, or newest
+========================  =====================  ========================
 
-1. After iterations that were not monitored, newest is dropped.
+1. The gradient is announced at most once until a step has used it, or iterations were not monitored.
 2. If a closure is evaluated again inside the own step, its gradient is detected only.
 3. ``last``, if an own step of this iteration took the detection of a backward. Otherwise the gradients were set by
    hand or are of an earlier iteration; they are detected at each step.
@@ -50,8 +50,7 @@ class GradientWindow:
     """Follows the detections of one monitor's gradient."""
 
     def __init__(self) -> None:
-        self.newest: GradientDetection | None = None  # of the newest backward since the last own step
-        self.is_current = False  # whether that backward was in this iteration
+        self.newest: GradientDetection | None = None  # of this iteration's newest backward since the own step
         self.shared = False  # whether it reached other monitored models too
         self.used_by_other = False  # whether another optimizer has stepped since then, with a shared backward
         self.unshared: GradientDetection | None = None  # of this iteration's last backward that was not shared
@@ -61,29 +60,28 @@ class GradientWindow:
 
     def iteration_started(self, unseen: bool) -> None:
         """A monitored iteration starts, after others that were not monitored or directly after the last one."""
-        self.last = self._taken = self.unshared = None
-        self.is_current = False
-        if unseen or self.used_by_other:
-            self.close()
+        announced = self.announced and not unseen
+        self.close()
+        self.last, self.announced = None, announced
 
     def backward(self, detection: GradientDetection, shared: bool) -> bool:
         """A backward has ended: return whether to announce its spike now."""
         if self._taken is not None:
             return False
-        self.newest, self.shared, self.is_current, self.used_by_other = detection, shared, True, False
+        self.newest, self.shared, self.used_by_other = detection, shared, False
         self.unshared = self.unshared if shared else detection
         return not shared
 
     def other_step_started(self) -> bool:
         """Another optimizer starts its step: return whether ``newest`` is no longer that of this model's gradient."""
-        if self.newest is None or not (self.is_current and self.shared) or self.used_by_other:
+        if self.newest is None or not self.shared or self.used_by_other:
             return False
         self.used_by_other = True
         return True
 
     def step_started(self, detect: Callable[[], GradientDetection]) -> Taken:
         """The own optimizer starts its step; ``detect`` is called if no backward made the gradient."""
-        if self.newest is not None and self.is_current:
+        if self.newest is not None:
             self._taken = Taken(self.newest, of_backward=True, updates=True)
         elif self.last is not None and self.last.of_backward:
             self._taken = self.last._replace(updates=False)
@@ -101,11 +99,11 @@ class GradientWindow:
 
     def returned(self) -> GradientDetection | None:
         """The train step has returned: return the newest detection that may be published."""
-        if self.is_current and (self.last is None or not self.shared):
+        if self.last is None or not self.shared:
             return self.unshared if self.used_by_other else self.newest
         return None
 
     def close(self) -> None:
         """Nothing is known of the gradients any more."""
         self.newest = self.unshared = self._taken = None
-        self.is_current = self.used_by_other = self.announced = False
+        self.used_by_other = self.announced = False

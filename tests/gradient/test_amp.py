@@ -103,6 +103,7 @@ def test_an_overflow_is_counted_and_not_flagged_and_the_scaler_does_its_work(nam
     assert run.flags == recorder.flags == [False] * 20
     assert recorder.of("grad/spike") == recorder.of("grad/spike_count") == [0] * 20
     assert recorder.of("grad/skipped_count") == [0] * 20
+    assert recorder.of("grad/stepped") == [float(i not in (first, 10, 11)) for i in range(1, 21)]
     assert recorder.of("grad/nonfinite_count") == [0] * (first - 1) + [1] * (10 - first) + [2] + [3] * 10
     finite = [norm for norm in run.truth if math.isfinite(norm)]
     assert len(finite) == 17

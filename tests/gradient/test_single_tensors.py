@@ -92,6 +92,8 @@ def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
     published = recorder.metrics[BAD * every - 1]
     assert recorder.flags[BAD * every - 1]
     assert published["grad/spike_count"] == 1
+    total = math.sqrt(math.fsum(x * x for x in training.norms[BAD - 1].values()))
+    assert published["grad/norm"] == pytest.approx(total, rel=1e-6)
     # With so small a tensor the norm of all alone would not be a spike.
     assert published["grad/norm"] < published["grad/threshold"]
 
@@ -171,6 +173,14 @@ def test_on_spike(how):
     assert training.used[BAD - 1] == pytest.approx({n: x * factor for n, x in bad.items()}, rel=1e-5)
     assert training.used[BAD - 2] == training.norms[BAD - 2]
     assert float(training.monitor.state_dict()["clipped_count"]) == 1
+
+
+def test_beside_a_nan_no_tensor_is_clipped():
+    training = Training(on_spike="clip", factor=math.nan)
+    training.named["2.bias"].register_hook(lambda g: g * 200 if training.now == BAD else g)
+    recorder = train(training.step, make_batches(COUNT), training.monitor)
+    assert recorder.of("grad/skipped_count")[-1] == 1
+    assert recorder.of("grad/clipped_count")[-1] == 0
 
 
 def test_states_load_with_and_without_it():

@@ -116,6 +116,22 @@ def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
     assert recorder.of("grad/skipped_count")[-1] == recorder.of("grad/spike_count")[-1] == 1
 
 
+def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(make_step(model, optimizer))
+    GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(engine)
+
+    @optimizer.register_step_post_hook
+    def replace(*_):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    engine.run(make_batches(3, [3]), max_epochs=1)
+    assert engine.state.metrics["grad/skipped_count"] == 1
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("name", [*FEW, "NeedsAll"])
 def test_the_gradients_are_still_there_after_a_skipped_step(name):
     def run(factor):
