@@ -60,9 +60,9 @@ class GradientWindow:
 
     def iteration_started(self, unseen: bool) -> None:
         """A monitored iteration starts, after others that were not monitored or directly after the last one."""
-        announced = self.announced and not unseen
-        self.close()
-        self.last, self.announced = None, announced
+        self.newest = self.unshared = self.last = self._taken = None
+        self.used_by_other = False
+        self.announced = self.announced and not unseen
 
     def backward(self, detection: GradientDetection, shared: bool) -> bool:
         """A backward has ended: return whether to announce its spike now."""

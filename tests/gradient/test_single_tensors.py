@@ -178,7 +178,7 @@ def test_on_spike(how):
 def test_beside_a_nan_no_tensor_is_clipped():
     training = Training(on_spike="clip", factor=math.nan)
     training.named["2.bias"].register_hook(lambda g: g * 200 if training.now == BAD else g)
-    recorder = train(training.step, make_batches(COUNT), training.monitor)
+    recorder = train(training.step, mlp_batches(COUNT), training.monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1
     assert recorder.of("grad/clipped_count")[-1] == 0
 

@@ -117,7 +117,7 @@ def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
 
 
 def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():
-    model = make_model()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(make_step(model, optimizer))
     GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(engine)
@@ -127,7 +127,7 @@ def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
 
-    engine.run(make_batches(3, [3]), max_epochs=1)
+    engine.run(mlp_batches(3, [3]), max_epochs=1)
     assert engine.state.metrics["grad/skipped_count"] == 1
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
 

@@ -27,13 +27,13 @@ def observations(monitor):
 
 def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
     """As that of a generator whose step is left out, through the discriminator that has made its step."""
-    models = nn.Linear(2, 4), make_model()
+    models = nn.Linear(2, 4), make_mlp()
     optimizers = [sgd(model) for model in models]
 
     def step(engine, batch):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss_of(models[1], batch).backward()
+        mse_loss(models[1], batch).backward()
         optimizers[1].step()
         factor = 1e6 if engine.state.iteration == 3 else 1e-3
         (factor * models[1](models[0](torch.ones(3, 2)))).sum().backward()
@@ -44,7 +44,7 @@ def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
         GradMonitor(model, optimizer, threshold=StaticThreshold(1e3), prefix=name, flag=name)
         for model, optimizer, name in zip(models, optimizers, ("generator", "discriminator"), strict=True)
     ]
-    recorder = train(step, make_batches(4), *monitors)
+    recorder = train(step, mlp_batches(4), *monitors)
     assert recorder.of("generator/spike_count")[-1] == 1
     assert recorder.of("discriminator/spike_count") == [0] * 4
 
