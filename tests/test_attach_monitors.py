@@ -214,7 +214,7 @@ def test_what_is_cheap_is_there_and_the_rest_by_name():
     assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
 
 
-@pytest.mark.parametrize("fault", ["logger", "flag"])
+@pytest.mark.parametrize("fault", ["logger", "flag", "prefix"])
 def test_former_monitors_stay_if_new_ones_can_not_be_attached(parts, fault):
     class Offline(ListLogger):
         def _create_output_handler(self, *args, **kwargs):
@@ -227,26 +227,15 @@ def test_former_monitors_stay_if_new_ones_can_not_be_attached(parts, fault):
     trainer.run(make_batches(3))
     expected, rows = set(trainer.state.metrics), len(logger.written)
     before = footprint(trainer, model, optimizer)["hooks"], len(trainer._event_handlers[Events.ITERATION_COMPLETED])
-    wrong = {"logger": {"loggers": Offline()}, "flag": {"flag": "mine"}}[fault]
-    with pytest.raises((ConnectionError, ValueError), match=r"login|mine"):
-        attach_monitors(trainer, model, optimizer, every=1, **wrong)
+    other = make_trainer()[0] if fault == "prefix" else model  # another model, without a prefix of its own
+    wrong = {"logger": {"loggers": Offline()}, "flag": {"flag": "mine"}, "prefix": {}}[fault]
+    with pytest.raises((ConnectionError, ValueError), match=r"login|mine|prefix"):
+        attach_monitors(trainer, other, torch.optim.SGD(other.parameters()), every=1, **wrong)
     trainer.run(make_batches(3))
     assert set(trainer.state.metrics) == expected
     assert len(logger.written) == 2 * rows
     after = footprint(trainer, model, optimizer)["hooks"], len(trainer._event_handlers[Events.ITERATION_COMPLETED])
     assert after == before
-
-
-def test_a_forgotten_prefix_is_refused_and_the_first_model_s_monitors_stay():
-    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (generator, discriminator)]
-    trainer = Engine(lambda *_: None)
-    first = attach_monitors(trainer, generator, optimizers[0])
-    with pytest.raises(ValueError, match="prefix"):
-        attach_monitors(trainer, discriminator, optimizers[1])
-    assert all(monitor._attached_to() is trainer for monitor in first.monitors.values())
-    first.remove()
-    attach_monitors(trainer, discriminator, optimizers[1])
 
 
 def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():

@@ -120,19 +120,6 @@ def test_outputs_of_any_structure_and_keyword_arguments(kind, places):
     assert set(part(published, "activation")) == {"layer/mean", *(f"_root_/{place}/mean" for place in places)}
 
 
-def test_shared_weights_and_uneven_micro_batches_weigh_by_elements():
-    model = mlp()
-
-    def step(handler, optimizer, x):
-        for piece in (x[:1], x[1:4], x[4:]):
-            model[1](model(piece))
-
-    (published,) = run(model, step, activations=True, include="^1$")
-    x, double = data().double(), copy.deepcopy(model).double()
-    outputs = [item for p in (x[:1], x[1:4], x[4:]) for item in (double[:2](p), double(p).relu())]
-    assert part(published, "activation/1") == pytest.approx(expected(outputs), rel=1e-4)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_checkpointing_repeats_is_no_second_pass(use_reentrant):
     model = mlp()

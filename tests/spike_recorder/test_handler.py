@@ -28,7 +28,7 @@ from ignite_monitor import (
     load_spike,
     record,
 )
-from tests._helpers import assert_same, same
+from tests._helpers import assert_same, make_step, run_monitored, same
 
 
 class Net(nn.Module):
@@ -148,26 +148,21 @@ def test_random_numbers_drawn_in_the_train_step_are_drawn_again(tmp_path):
 
 def test_training_is_the_same_with_a_recorder(tmp_path):
     outcomes = []
-    for spikes in ((2, 3, 4, 6), ()):
+    for is_recorded in (True, False):
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-        def step(engine, batch, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
+        def loss_of(model, batch):
             losses = losses_of(model, batch)
             record("losses", losses)
-            losses.mean().backward()
-            optimizer.step()
+            return losses.mean()
 
-        engine = Engine(step)
-        if spikes:
-            monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9))
-            monitor.attach(engine)
-            SpikeRecorder(monitor, tmp_path).attach(engine)
-        random.seed(0)
-        np.random.seed(0)
-        engine.run(batches(6))
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9))
+        monitors = [monitor, SpikeRecorder(monitor, tmp_path)] if is_recorded else []
+        run_monitored(make_step(model, optimizer, loss_of=loss_of), batches(6), *monitors)
         outcomes.append((model.state_dict(), torch.get_rng_state(), random.getstate(), np.random.rand()))
     assert same(*outcomes)
 

@@ -581,12 +581,9 @@ def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handler = WeightUpdateHandler(model, optimizer)
-    for item in handler.diagnostics.values():
-        assert math.isnan(item.grad_norm)
-        assert math.isnan(item.update_ratio)
-        assert not (item.is_vanishing)
-        assert not (item.is_exploding)
-        assert not (item.is_frozen)
+    for grad_norm, update_ratio, *flags in handler.diagnostics.values():
+        assert math.isnan(grad_norm + update_ratio)
+        assert not any(flags)
     run = Watched(model, make_step(model, optimizer), handler).run(make_batches(3))
     after = handler.diagnostics
     for name, item in after.items():
