@@ -82,10 +82,10 @@ def expected_rates(solution, prefactor, optimizer):
     return {key: prefactor * N ** -solution.c.get(key, 0.0) for key in rates(optimizer)}
 
 
-@pytest.mark.parametrize("c_ema", [0.0, 0.6])
-def test_learning_rates_are_those_of_the_definition(c_ema):
-    """A second handler measures the alignment, from which each solution is computed again."""
-    parametrization, optimizer = make()
+@pytest.mark.parametrize(("c_ema", "pin"), [(0.0, None), (0.6, None), (0.0, 1.1)])
+def test_learning_rates_are_those_of_the_definition(c_ema, pin):
+    """A second handler measures the alignment, from which each solution is computed again; a pin stays."""
+    parametrization, optimizer = make(pin=pin)
     scheduler = MaxPScheduler(parametrization, optimizer, c_ema=c_ema)
     handler = AlignmentHandler(parametrization)
     engine = trainer_of(parametrization.model, optimizer)
@@ -106,23 +106,16 @@ def test_learning_rates_are_those_of_the_definition(c_ema):
             )
         solved = parametrization.solve(alignment).c
         c.update({key: c_ema * old + (1 - c_ema) * solved[key] for key, old in c.items()})
+        assert pin in (None, c["4"])
         for key, lr in rates(optimizer).items():
             assert lr == pytest.approx(0.02 * N ** -c.get(key, 0.0), rel=1e-9), key
             assert float(engine.state.metrics[f"maxp/lr/{key}"]) == lr
         for name in parametrization.layers:
             assert float(engine.state.metrics[f"maxp/c/{name}"]) == pytest.approx(c[name], rel=1e-9)
-        rates_of_layer.add(optimizer.param_groups[2]["lr"])
+        rates_of_layer.add(rates(optimizer)["6"])
 
     engine.run(make_batches(6))
     assert len(rates_of_layer) == 5
-
-
-def test_pins_stay():
-    parametrization, optimizer = make(pin=1.1)
-    scheduler = MaxPScheduler(parametrization, optimizer)
-    seen = run(parametrization, optimizer, scheduler)
-    assert {each["4"] for each in seen} == {0.02 * N**-1.1}
-    assert len({each["6"] for each in seen}) > 1
 
 
 def test_warmup_interval_and_end():
@@ -130,8 +123,7 @@ def test_warmup_interval_and_end():
     scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=3, solve_interval=4, freeze_after=15)
     engine = trainer_of(parametrization.model, optimizer)
     scheduler.attach(engine)
-    changed, runs = [], []
-    scheduler._reference.module.register_forward_hook(lambda *_: runs.append(engine.state.iteration))
+    changed = []
     last = [rates(optimizer)]
 
     @engine.on(Events.ITERATION_COMPLETED)
@@ -142,7 +134,6 @@ def test_warmup_interval_and_end():
 
     engine.run(make_batches(18))
     assert changed == [4, 8, 12]
-    assert runs == [4, 8, 12]  # nothing is measured in other iterations
 
 
 def test_learning_rates_that_are_tensors_are_written_in_place():
