@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 
-import pytest
 import torch
 
 from tests.accelerator import simulated
@@ -27,8 +25,6 @@ class Device:
         if self.name == "cuda":
             with _debug_mode("error"):
                 yield
-        elif self.name == "cpu":
-            yield
         else:
             with simulated.synchronizations() as synchronizations:
                 yield
@@ -36,13 +32,9 @@ class Device:
 
     @contextlib.contextmanager
     def may_synchronize(self) -> Iterator[None]:
-        """What a train step does itself, or a test does to look at something."""
-        if self.name == "cuda":
-            with _debug_mode("default"):
-                yield
-        else:
-            with simulated.synchronizations():
-                yield
+        """Allow what a train step does itself, or a test does to read something."""
+        with _debug_mode("default") if self.name == "cuda" else simulated.synchronizations():
+            yield
 
     @contextlib.contextmanager
     def counted_synchronizations(self) -> Iterator[list[str]]:
@@ -56,20 +48,6 @@ class Device:
             warnings.simplefilter("always")
             yield result
         result += [str(item.message) for item in caught if "synchroniz" in str(item.message)]
-
-
-def wanted() -> str:
-    """The device that tests in this process are to run on.
-
-    Raises:
-        pytest.skip.Exception: if there is none.
-    """
-    name = os.environ.get(VARIABLE, "cuda" if torch.cuda.is_available() else "")
-    if not name:
-        pytest.skip("there is no GPU; test_simulated.py runs it on a simulated device")
-    if name == simulated.NAME:
-        simulated.load()
-    return name
 
 
 @contextlib.contextmanager

@@ -26,32 +26,33 @@ from tests.accelerator._trainings import Training, Transformer, batches
 
 Make = Callable[..., Any]
 CLIP = "clip_grad_norm_"
-# How many there may be with a model of six blocks, which has 77 parameters; and the monitor, given model and optimizer.
-MONITORS: dict[str, tuple[int, Make]] = {
-    "GradMonitor": (40, GradMonitor),
-    "GradMonitor, RobustThreshold": (50, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
-    "GradMonitor, per_parameter": (98, lambda m, o: GradMonitor(m, o, per_parameter=True)),
-    "WeightUpdateHandler": (130, WeightUpdateHandler),
-    "OptimizerStateHandler": (200, lambda m, o: OptimizerStateHandler(m, o)),
-    "ActivationHandler": (90, lambda m, o: ActivationHandler(m, activations=True)),
-    "ActivationHandler, attention": (110, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
+# Limits with a model of six blocks, which has 77 parameters, as in Operations; the monitor, given model and optimizer.
+MONITORS: dict[str, tuple[int, int, Make]] = {
+    "GradMonitor": (40, 50, GradMonitor),
+    "GradMonitor, RobustThreshold": (50, 60, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
+    "GradMonitor, per_parameter": (98, 115, lambda m, o: GradMonitor(m, o, per_parameter=True)),
+    "WeightUpdateHandler": (130, 135, WeightUpdateHandler),
+    "OptimizerStateHandler": (200, 205, OptimizerStateHandler),
+    "ActivationHandler": (90, 240, lambda m, o: ActivationHandler(m, activations=True)),
+    "ActivationHandler, attention": (110, 530, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
         910,
+        1340,
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
-    "RCCHandler": (1050, lambda m, o: RCCHandler(m)),
-    "SpectralNormHandler": (550, lambda m, o: SpectralNormHandler(m)),
-    "SpectralNormHandler, updates": (1150, lambda m, o: SpectralNormHandler(m, updates=True)),
-    "StepStatsHandler": (6, StepStatsHandler),
+    "RCCHandler": (1050, 1120, lambda m, o: RCCHandler(m)),
+    "SpectralNormHandler": (550, 550, lambda m, o: SpectralNormHandler(m)),
+    "SpectralNormHandler, updates": (1150, 1150, lambda m, o: SpectralNormHandler(m, updates=True)),
+    "StepStatsHandler": (3, 3, StepStatsHandler),
 }
 
 
 class Operations(NamedTuple):
-    """What an iteration takes.
+    """Numbers of operations in an iteration.
 
     Attributes:
-        seen: operations as a dispatch mode sees them, which hooks on modules put aside.
-        launched: on the simulated device all that it has run.
+        seen: those that a dispatch mode sees; none is on in hooks on modules.
+        launched: all that the simulated device has run; 0 on another one.
     """
 
     seen: int
@@ -59,17 +60,18 @@ class Operations(NamedTuple):
 
 
 def operations(device: Device, make: Make | None, blocks: int = 6, width: int = 32, clip: bool = False) -> Operations:
-    """Those of the fourth iteration of a training, when all tensors are there."""
+    """Those of the fourth iteration of a training run, when all tensors exist."""
     iterations = 4
     training = Training(device, model=Transformer(blocks, width, records=False), clip=clip)
     trainer, counting = training.trainer, contextlib.ExitStack()
-    launched: list[int] = []
+    counts: list[Any] = []
+
+    def launched() -> int:
+        return simulated.launched() if device.name == simulated.NAME else 0
 
     @trainer.on(Events.ITERATION_STARTED(once=iterations))
     def start() -> None:
-        launched.append(simulated.launched() if device.name == simulated.NAME else 0)
-        nonlocal seen
-        seen = counting.enter_context(simulated.operations(device.name))
+        counts.extend((launched(), counting.enter_context(simulated.operations(device.name))))
 
     if make is not None:
         make(training.model, training.optimizer).attach(trainer)
@@ -77,15 +79,15 @@ def operations(device: Device, make: Make | None, blocks: int = 6, width: int = 
     @trainer.on(Events.ITERATION_COMPLETED(once=iterations))
     def end() -> None:
         counting.close()
-        launched.append(simulated.launched() if device.name == simulated.NAME else 0)
+        counts.append(launched())
 
-    seen: Any = None
     trainer.run(batches(iterations, device.name), max_epochs=1)
-    return Operations(sum(seen.values()), launched[1] - launched[0])
+    before, seen, after = counts
+    return Operations(sum(seen.values()), after - before)
 
 
 def added(device: Device, make: Make | None = None, **kwargs: int) -> Operations:
-    """What a monitor adds to an iteration; without one, what clipping does."""
+    """Operations that a monitor adds to an iteration; without one, those that clipping adds."""
     with torch.random.fork_rng(devices=[]):
         plain = _without(device.name, *kwargs.items())
         watched = operations(device, make, **kwargs, clip=make is None)

@@ -1,7 +1,7 @@
-"""What a GPU says: the tests marked ``cuda``, the benchmarks, and what each monitor costs there, as one table.
+"""Run the tests marked ``cuda`` and the benchmarks on a GPU, and print them and the cost of every monitor as a table.
 
-What tests and benchmarks print goes to files in FOLDER. Exits with 1 where one of them fails, and with 2 where there is
-no GPU, unless the simulated device is asked for, on which the times say nothing.
+The output of tests and benchmarks goes to files in FOLDER. The exit status is 1 if one of them fails, and 2 without a
+GPU, unless the simulated device is given, on which times mean nothing.
 
     python -m tests.accelerator._report [--folder build/gpu] [--device cuda] [--no-benchmarks]
 """
@@ -27,11 +27,10 @@ from tests.accelerator._operations import CLIP, MONITORS, Make, added
 from tests.accelerator._trainings import Training, Transformer, batches
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = {"bench_cost.py": ["--device", "cuda"]}
 
 
 def milliseconds(device: Device, make: Make | None, rounds: int, clip: bool = False) -> tuple[float, float]:
-    """What an iteration takes, in the middle of all; and the most memory that was allocated in one, in MiB."""
+    """Return the median time of an iteration, and the peak memory in MiB."""
     training = Training(device, model=Transformer(6, 256, records=False), clip=clip)
     if make is not None:
         make(training.model, training.optimizer).attach(training.trainer)
@@ -51,7 +50,7 @@ def milliseconds(device: Device, make: Make | None, rounds: int, clip: bool = Fa
 
 
 def run(folder: Path, name: str, command: list[str]) -> tuple[str, bool]:
-    """The row of a command, and whether it went well."""
+    """Run a command; return its row, and whether it succeeded."""
     start = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (folder / f"{name}.txt").open("w") as file:
@@ -80,7 +79,7 @@ def main() -> int:
     os.environ[VARIABLE] = device.name
     commands = {"tests": ["-m", "pytest", "-q", "-m", "cuda", "tests/accelerator"]}
     if not args.no_benchmarks:
-        commands |= {name: [f"benchmarks/{name}", *arguments] for name, arguments in BENCHMARKS.items()}
+        commands["bench_cost.py"] = ["benchmarks/bench_cost.py", "--device", "cuda"]
     results = [run(args.folder, name, command) for name, command in commands.items()]
     named = torch.cuda.get_device_name() if device.name == "cuda" else "simulated device"
     print(f"{named}, torch {torch.__version__}, Python {platform.python_version()}\n")
@@ -90,12 +89,12 @@ def main() -> int:
     step, memory = milliseconds(device, None, args.rounds)
     print(f"| a train step, 6 blocks of width 256 | | {step:.2f} ms | | {memory:.0f} MiB |")
     for name in (CLIP, *MONITORS):
-        make = MONITORS[name][1] if name in MONITORS else None
+        make = MONITORS[name][-1] if name in MONITORS else None
         count = added(device, make).seen
         own, most = milliseconds(device, make, args.rounds, clip=make is None)
         cells = f"{count} | {own - step:+.2f} ms | {(own - step) / step:+.0%} | {most - memory:+.0f} MiB"
         print(f"| {name} | {cells} |", flush=True)
-    return 0 if all(well for _, well in results) else 1
+    return 0 if all(passed for _, passed in results) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One training on any device, with a monitor on it, and the metrics of each iteration."""
+"""A training run on any device, with monitors, and the metrics of its iterations."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ignite_monitor import (
     Metric,
     OptimizerStateHandler,
     RCCHandler,
+    ReplayCheckHandler,
     ReplicaCheckHandler,
     RobustThreshold,
     RoutingHandler,
@@ -81,7 +82,7 @@ def _routing(model: nn.Module, *_: Any) -> RoutingHandler:
     return RoutingHandler(model, routers="head$")
 
 
-# Each is given model, optimizer and scaler.
+# Called with model, optimizer and scaler.
 MONITORS: dict[str, Make] = {
     "GradMonitor": lambda m, o, s: GradMonitor(m, o, scaler=s),
     "GradMonitor of all time": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=MeanStdThreshold(3.0, 2, None)),
@@ -112,18 +113,13 @@ MONITORS: dict[str, Make] = {
         m, o, scaler=s, threshold=StaticThreshold(1.5), per_parameter=True
     ),
     "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(m, o),
+    "ReplayCheckHandler": lambda m, o, s: ReplayCheckHandler(m, o),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
     "HistogramHandler": lambda m, o, s: HistogramHandler(m),
     "RoutingHandler": _routing,
 }
-_OF_THE_MACHINE = (
-    "time_ms",
-    "items_per_s",
-    "data_wait_ms",
-    "data_wait_share",
-    "mfu",
-    "memory_mb",
-)  # which have no other numbers to agree with
+# No other numbers agree with these.
+_OF_THE_MACHINE = ("time_ms", "items_per_s", "data_wait_ms", "data_wait_share", "mfu", "memory_mb")
 
 
 def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[Tensor, Tensor, float]]:
@@ -143,7 +139,8 @@ class Training:
         kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
         fused: whether the optimizer is, which skips steps on the device.
         dtype: what autocast computes in; None without it.
-        clip: whether the train step clips gradients, to nothing.
+        clip: whether the train step clips gradients, with a limit that none exceeds.
+        lr: learning rate of SGD.
     """
 
     def __init__(
@@ -154,20 +151,18 @@ class Training:
         model: nn.Module | None = None,
         clip: bool = False,
         dtype: torch.dtype | None = None,
+        lr: float = 0.05,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = (Transformer() if model is None else model).to(device.name)
-        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         if fused:  # of SGD the first step would have to be looked at
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.scaler = torch.amp.GradScaler(device.name, init_scale=1024.0) if kind == "scaled" else None
-        self.kind = kind
-        self.clip = clip
-        self.dtype = dtype
+        self.kind, self.clip, self.dtype = kind, clip, dtype
         self.trainer = Engine(self.train_step)
         self.rows: Rows = []
-        self.data: list[Any] = []
 
     def loss(self, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         tokens, targets, factor = batch
@@ -196,10 +191,15 @@ class Training:
             self.optimizer.zero_grad()
         return engine.state.loss
 
+    def synchronizations(self, data: list[Any]) -> list[str]:
+        """Train; return the synchronizations of the whole run, start and end included."""
+        with self.device.counted_synchronizations() as synchronizations:
+            self.trainer.run(data, max_epochs=self.trainer.state.epoch + 1)
+        return synchronizations
+
     def run(self, monitors: list[Any], data: list[Any], *, quiet: bool = True) -> Rows:
         """Return the metrics of each iteration; with ``quiet`` none of them synchronizes host and device."""
-        quietly = contextlib.ExitStack()
-        trainer = self.trainer
+        quietly, trainer = contextlib.ExitStack(), self.trainer
 
         # Before the monitors' handlers, and after them.
         @trainer.on(Events.ITERATION_STARTED)

@@ -75,14 +75,11 @@ def test_of_a_step_that_is_replayed_only_the_weights_are_known(device, caplog):
         counts = [name for name in others if name.endswith("count")]
         assert all(row[name] == 0 for name in counts)
         assert [name for name in others if name not in counts] == []
-    norm = max(float(torch.linalg.matrix_norm(item.detach().double().cpu(), 2)) for item in matrices(training))
+    matrices = [item.detach().double().cpu() for item in training.model.parameters() if item.ndim == 2]
+    norm = max(float(torch.linalg.matrix_norm(item, 2)) for item in matrices)
     assert rows[-1]["spectral/norm_max"] == pytest.approx(norm, rel=2e-3)
     assert rows[0]["spectral/norm_max"] != rows[-1]["spectral/norm_max"]
     assert any("none of 3 monitored iterations" in record.getMessage() for record in caplog.records)
-
-
-def matrices(training: Training) -> list[torch.Tensor]:
-    return [item for item in training.model.parameters() if item.ndim == 2]
 
 
 def test_a_graphed_forward(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.nn import functional as F
 
 from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler, SetupCheck
@@ -33,24 +34,12 @@ def test_the_numbers_of_the_cpu_without_synchronization(name, kind, device):
     assert_alike(expected, actual, tolerance_of(name, device))
 
 
-def test_the_noise_scale_of_micro_batches(device):
-    rows = []
-    for item in (Device("cpu"), device):
-        training = Training(item, "accumulated")
-        monitor = GradientNoiseScaleHandler(training.model, training.optimizer, micro_batches=2)
-        rows.append(training.run([monitor], batches(8, item.name)))
-    assert rows[0][-1]
-    assert_alike(*rows, tolerance_of("noise scale", device))
-
-
 @pytest.mark.parametrize("kind", ["plain", "accumulated"])
 def test_the_check_of_the_setup_synchronizes_once(device, kind):
     training = Training(device, kind)
     check = SetupCheck(training.model, training.optimizer)
     check.attach(training.trainer)
-    data = batches(6, device.name)
-    with device.counted_synchronizations() as synchronizations:
-        training.trainer.run(data, max_epochs=1)
+    synchronizations = training.synchronizations(batches(6, device.name))
     assert check.findings == []
     assert len(synchronizations) == 1, synchronizations
 
@@ -60,11 +49,23 @@ def token_loss(model, batch):
     return factor * F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def test_curvature(device):
+def noise_scale(training):
+    return GradientNoiseScaleHandler(training.model, training.optimizer, micro_batches=2)
+
+
+def curvature(training):
+    return CurvatureHandler(training.model, training.optimizer, loss=token_loss, lanczos_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "count", "name"),
+    [(noise_scale, "accumulated", 44, "noise_scale/value"), (curvature, "plain", 2, "curvature/along_gradient")],
+)
+def test_the_numbers_of_noise_scale_and_curvature(make, kind, count, name, device):
     rows = []
     for item in (Device("cpu"), device):
-        training = Training(item)
-        monitor = CurvatureHandler(training.model, training.optimizer, loss=token_loss, lanczos_steps=4)
-        rows.append(training.run([monitor], batches(2, item.name)))
-    assert "curvature/along_gradient" in rows[0][-1]
-    assert_alike(*rows, tolerance_of("curvature", device))
+        training = Training(item, kind, lr=0.0)
+        data = [(tokens, torch.zeros_like(targets), factor) for tokens, targets, factor in batches(count, item.name)]
+        rows.append(training.run([make(training)], data))
+    assert name in rows[0][-1]
+    assert_alike(*rows, tolerance_of(name, device))

@@ -16,13 +16,6 @@ pytestmark = pytest.mark.cuda
 COUNT = 12
 
 
-def synchronizations_of(training, data, device):
-    """In the whole run, what comes before and after its iterations included."""
-    with device.counted_synchronizations() as synchronizations:
-        training.trainer.run(data, max_epochs=1)
-    return synchronizations
-
-
 def state_of(training):
     return on_host([dict(training.model.state_dict()), training.optimizer.state_dict()])
 
@@ -43,7 +36,7 @@ def test_one_synchronization_per_iteration_and_one_per_snapshot(monitored, devic
     training.trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda _: counts.append(len(rollback._snapshots.all))
     )
-    synchronizations = synchronizations_of(training, batches(COUNT, device.name), device)
+    synchronizations = training.synchronizations(batches(COUNT, device.name))
     assert len(synchronizations) <= COUNT + snapshots + 8, synchronizations  # counts are read at the end
     assert counts[-1] == snapshots
     alone = Training(device)
@@ -80,7 +73,7 @@ def test_a_recorder_synchronizes_for_the_detection_alone(device, tmp_path):
     monitor.attach(training.trainer)
     recorder = SpikeRecorder(monitor, tmp_path)
     recorder.attach(training.trainer)
-    synchronizations = synchronizations_of(training, batches(COUNT, device.name), device)
+    synchronizations = training.synchronizations(batches(COUNT, device.name))
     assert len(synchronizations) <= COUNT + 8  # counts are read at the end
     data = batches(4, device.name, [2])
     training.trainer.state.max_epochs = None

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine, Events
-from torch import nn
+from ignite.engine import Events
 from torch.utils._pytree import tree_map
 
 from ignite_monitor import (
@@ -23,7 +22,15 @@ from ignite_monitor import (
 )
 from tests._helpers import ListLogger, assert_same, same
 from tests.accelerator._device import Device
-from tests.accelerator._trainings import MONITORS, Training, all_monitors, assert_alike, batches, without_machine
+from tests.accelerator._trainings import (
+    MONITORS,
+    Training,
+    Transformer,
+    all_monitors,
+    assert_alike,
+    batches,
+    without_machine,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -64,12 +71,8 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
 def test_other_optimizers_read_the_flag_once(device):
     training = Training(device)
     monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")
-    counts = []
     monitor.attach(training.trainer)
-    for batch in batches(SPIKE + 2, device.name, [SPIKE]):
-        with device.counted_synchronizations() as synchronizations:
-            training.trainer.run([batch], max_epochs=training.trainer.state.epoch + 1)
-        counts.append(len(synchronizations))
+    counts = [len(training.synchronizations([batch])) for batch in batches(SPIKE + 2, device.name, [SPIKE])]
     assert max(counts) <= 8  # at the end of each run the counts are read for its last log line
     assert float(monitor.metrics["grad/skipped_count"]) == 1
 
@@ -147,29 +150,14 @@ def test_weights_of_low_precision(dtype, device):
     rows = []
     for item in (Device("cpu"), device):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(item.name, dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-        def step(engine: Engine, x: torch.Tensor, model=model) -> None:
-            model.zero_grad()
-            model(x).square().mean().backward()
-
+        training = Training(item, model=Transformer(records=False).to(dtype), lr=0.0)
+        model, optimizer = training.model, training.optimizer
         monitors = [
             ActivationHandler(model, activations=True, parameters=True, gradients=True),
             SpectralNormHandler(model),
             RCCHandler(model),
             WeightUpdateHandler(model, optimizer, sample_size=None),
         ]
-        trainer, result = Engine(step), []
-        for monitor in monitors:
-            monitor.attach(trainer)
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED,
-            lambda engine, monitors=monitors, result=result: result.append(
-                {name: float(value) for monitor in monitors for name, value in monitor.on_host().items()}
-            ),
-        )
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(item.name, dtype)
-        trainer.run([x], max_epochs=2)
+        result = training.run(monitors, batches(2, item.name))
         rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in result])
     assert_alike(rows[1], rows[0], 0.1, 1e-2)
