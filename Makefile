@@ -70,7 +70,9 @@ test-newest: ## run the tests with the newest of everything
 	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	$(VENV)-newest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-gpu: $(READY) ## run the tests and benchmarks of a GPU, and print one table
+gpu: $(READY) ## run the tests and benchmarks of a GPU, and print what every monitor costs there
+	$(BIN)/python -m pytest -q -m cuda tests/accelerator
+	$(BIN)/python benchmarks/bench_cost.py --device cuda
 	$(BIN)/python -m tests.accelerator._report
 
 clean: ## remove the environment, caches and builds

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ignite_monitor import (
     ActivationHandler,
@@ -21,7 +22,6 @@ from ignite_monitor import (
     Metric,
     OptimizerStateHandler,
     RCCHandler,
-    ReplayCheckHandler,
     ReplicaCheckHandler,
     RobustThreshold,
     RoutingHandler,
@@ -113,7 +113,6 @@ MONITORS: dict[str, Make] = {
         m, o, scaler=s, threshold=StaticThreshold(1.5), per_parameter=True
     ),
     "OptimizerStateHandler": lambda m, o, s: OptimizerStateHandler(m, o),
-    "ReplayCheckHandler": lambda m, o, s: ReplayCheckHandler(m, o),
     "ReplicaCheckHandler": lambda m, o, s: ReplicaCheckHandler(m, o),
     "HistogramHandler": lambda m, o, s: HistogramHandler(m),
     "RoutingHandler": _routing,
@@ -191,6 +190,10 @@ class Training:
             self.optimizer.zero_grad()
         return engine.state.loss
 
+    def state(self) -> Any:
+        """Copies of weights and optimizer state, on the host."""
+        return copied([self.model.state_dict(), self.optimizer.state_dict()], "cpu")
+
     def synchronizations(self, data: list[Any]) -> list[str]:
         """Train; return the synchronizations of the whole run, start and end included."""
         with self.device.counted_synchronizations() as synchronizations:
@@ -223,6 +226,11 @@ class Training:
             with contextlib.suppress(AssertionError):
                 quietly.close()
         return self.rows
+
+
+def copied(value: Any, device: str) -> Any:
+    """A copy whose tensors are on a device."""
+    return tree_map(lambda item: item.detach().clone().to(device) if isinstance(item, Tensor) else item, value)
 
 
 def without_machine(rows: Rows) -> Rows:

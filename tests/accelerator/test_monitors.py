@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler, SetupCheck
+from ignite_monitor import CurvatureHandler, GradientNoiseScaleHandler, ReplayCheckHandler, SetupCheck
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import MONITORS, Training, assert_alike, batches, without_machine
 
@@ -42,6 +42,16 @@ def test_the_check_of_the_setup_synchronizes_once(device, kind):
     synchronizations = training.synchronizations(batches(6, device.name))
     assert check.findings == []
     assert len(synchronizations) == 1, synchronizations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_replay_check_synchronizes_once_per_second_pass(device, kind):
+    training = Training(device, kind)
+    check = ReplayCheckHandler(training.model, training.optimizer)
+    check.attach(training.trainer)
+    synchronizations = training.synchronizations(batches(6, device.name))
+    assert check.on_host()["replay/reproducible"] == 1
+    assert len(synchronizations) <= 6, synchronizations
 
 
 def token_loss(model, batch):

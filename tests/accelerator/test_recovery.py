@@ -5,24 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from ignite.engine import Events
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ignite_monitor import GradMonitor, MonitorEvents, RollbackHandler, SpikeRecorder, StaticThreshold, load_spike
 from tests._helpers import same
-from tests.accelerator._trainings import Training, batches
+from tests.accelerator._trainings import Training, batches, copied
 
 pytestmark = pytest.mark.cuda
 
 COUNT = 12
-
-
-def state_of(training):
-    return on_host([dict(training.model.state_dict()), training.optimizer.state_dict()])
-
-
-def on_host(value):
-    """A copy."""
-    return tree_map(lambda item: item.detach().cpu().clone() if isinstance(item, torch.Tensor) else item, value)
 
 
 @pytest.mark.parametrize("monitored", [False, True])
@@ -41,7 +32,7 @@ def test_one_synchronization_per_iteration_and_one_per_snapshot(monitored, devic
     assert counts[-1] == snapshots
     alone = Training(device)
     alone.trainer.run(batches(COUNT, device.name), max_epochs=1)
-    assert same(state_of(training), state_of(alone))
+    assert same(training.state(), alone.state())
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
@@ -53,12 +44,12 @@ def test_it_rolls_back_to_the_last_bit(kind, where, device):
     before, after, kept = {}, [], set()
 
     def note(engine):
-        after.append(state_of(training))
+        after.append(training.state())
         leaves = tree_leaves(rollback._snapshots.all[-1]["state"]["model"])
         kept.update(item.device.type for item in leaves if isinstance(item, torch.Tensor))
 
     training.trainer.add_event_handler(
-        Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: state_of(training)})
+        Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: training.state()})
     )
     training.trainer.add_event_handler(Events.ITERATION_STARTED(once=7), lambda _: rollback.request("to see"))
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, note)
@@ -80,4 +71,4 @@ def test_a_recorder_synchronizes_for_the_detection_alone(device, tmp_path):
     training.trainer.run(data, max_epochs=1)
     [path] = tmp_path.iterdir()
     spike = load_spike(path)
-    assert same(spike.batch, on_host(data[2]))
+    assert same(spike.batch, copied(data[2], "cpu"))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import logging
-from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from torch.utils._pytree import tree_map
 
 from ignite_monitor import (
     ActivationHandler,
@@ -29,6 +28,7 @@ from tests.accelerator._trainings import (
     all_monitors,
     assert_alike,
     batches,
+    copied,
     without_machine,
 )
 
@@ -39,12 +39,12 @@ SPIKE = 4  # 0-based
 
 @pytest.mark.parametrize("kind", ["plain", "scaled"])
 def test_training_is_untouched(kind, device):
-    weights = []
+    states = []
     for make in (lambda training: [], all_monitors):
         training = Training(device, kind)
         training.run(make(training), batches(3, device.name))
-        weights.append([dict(training.model.state_dict()), training.optimizer.state_dict()])
-    assert_same(*weights)
+        states.append(training.state())
+    assert_same(*states)
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled"])
@@ -57,8 +57,7 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
     weights = []
     training.trainer.run(data[:1])  # the optimizer's first step makes its state, and is looked at on the host
     training.trainer.add_event_handler(
-        Events.ITERATION_COMPLETED,
-        lambda: weights.append([parameter.detach().clone() for parameter in training.model.parameters()]),
+        Events.ITERATION_COMPLETED, lambda: weights.append(copied(training.model.state_dict(), device.name))
     )
     rows = training.run([monitor], data)
     assert rows[SPIKE]["grad/spike"] == 1.0
@@ -82,30 +81,20 @@ def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
     """Of values that are logged in the middle of a run; at its end flags are looked at."""
     caplog.set_level(logging.ERROR)
     training = Training(device)
-    writers, counts = [ListLogger() for _ in range(loggers)], []
-    monitors = all_monitors(training)
-    waiting = []
-
-    @training.trainer.on(Events.ITERATION_STARTED)
-    def start() -> None:
-        waiting.append(device.counted_synchronizations())
-        counts.append(waiting[-1].__enter__())
-
-    for monitor in monitors:
+    writers, counts, counting = [ListLogger() for _ in range(loggers)], [], contextlib.ExitStack()
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: counts.append(counting.enter_context(device.counted_synchronizations()))
+    )
+    for monitor in all_monitors(training):
         monitor.attach(training.trainer)
         for writer in writers:
             monitor.log_to(writer, training.trainer)
-    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: waiting.pop().__exit__(None, None, None))
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, counting.close)
     training.trainer.run(batches(4, device.name), max_epochs=1)
     assert [len(item) for item in counts] == [1] * 4, counts
     for writer in writers:
         assert all(isinstance(value, float) for _, row in writer.written for value in row.values())
         assert sum(len(row) for _, row in writer.written) > 400
-
-
-def at(place: str, value: Any) -> Any:
-    """A copy whose tensors are there."""
-    return tree_map(lambda item: item.detach().clone().to(place) if isinstance(item, torch.Tensor) else item, value)
 
 
 @pytest.mark.parametrize("name", ["GradMonitor, RobustThreshold", "GradMonitor, loss", "WeightUpdateHandler"])
@@ -117,16 +106,13 @@ def test_a_resumed_run_publishes_what_the_whole_one_does(name, device):
     monitor = MONITORS[name](first.model, first.optimizer, None)
     first.run([monitor], data[:4])
     file = io.BytesIO()
-    torch.save(at("cpu", [item.state_dict() for item in (first.model, first.optimizer, monitor)]), file)
+    torch.save(copied([item.state_dict() for item in (first.model, first.optimizer, monitor)], "cpu"), file)
     for place in ("cpu", device.name):  # where the state is loaded to
         file.seek(0)
         second = Training(device)
         resumed = MONITORS[name](second.model, second.optimizer, None)
-        for item, state in zip(
-            (second.model, second.optimizer, resumed),
-            at(place, torch.load(file, weights_only=True)),
-            strict=True,
-        ):
+        states = copied(torch.load(file, weights_only=True), place)
+        for item, state in zip((second.model, second.optimizer, resumed), states, strict=True):
             item.load_state_dict(state)
         assert_alike(second.run([resumed], data[4:]), rows[4:], 1e-5)
 
