@@ -90,6 +90,10 @@ def loss_of(model, batch, start=0):
     return F.mse_loss(model[start:](hidden), batch[1])
 
 
+def square_loss(model, batch):
+    return model(batch).square().mean()
+
+
 def twice(model, batch):
     loss_of(model, batch).backward()
     yield
@@ -611,17 +615,12 @@ def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor(caplog):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        expected.append(grad_norm(model))
-        optimizer.step()
-
     def replace():
         model[2] = nn.Linear(4, 4)
         optimizer.param_groups[0]["params"] = list(model.parameters())
 
-    trainer = Engine(train_step)
+    note = lambda engine: expected.append(grad_norm(model))  # noqa: E731
+    trainer = Engine(make_step(model, optimizer, loss_of=square_loss, before_step=note))
     GradMonitor(model, optimizer).attach(trainer)
     updates = WeightUpdateHandler(model, optimizer, sample_size=None)
     updates.attach(trainer)
@@ -644,12 +643,7 @@ def test_the_end_of_a_run_lets_go_of_what_the_optimizer_held():
     model, other = nn.Linear(4, 4), nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    trainer = Engine(train_step)
+    trainer = Engine(make_step(model, optimizer, loss_of=square_loss))
     GradMonitor(model, optimizer).attach(trainer)
     trainer.run([torch.randn(3, 4)] * 2, max_epochs=1)
     gone = weakref.ref(other)

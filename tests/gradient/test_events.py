@@ -115,11 +115,11 @@ def hint(caplog):
     return [record.getMessage() for record in caplog.records if "met no step" in record.getMessage()]
 
 
-def run_with(make_step, count, caplog, with_optimizer=True):
+def run_with(make, count, caplog, with_optimizer=True):
     model = make_mlp()
     own = torch.optim.Adam(model.parameters(), lr=1e-6)
     other = torch.optim.SGD(model.parameters(), lr=1e-6)
-    trainer = Engine(make_step(model, own, other))
+    trainer = Engine(make(model, own, other))
     monitor = GradMonitor(model, own if with_optimizer else None)
     monitor.attach(trainer)
     stepped = []
@@ -132,18 +132,10 @@ def run_with(make_step, count, caplog, with_optimizer=True):
 
 
 def steps_of(which, every=1):
-    def make_step(model, *optimizers):
-        def step(engine, batch):
-            if engine.state.iteration % every == 1 % every:
-                for each in optimizers:
-                    each.zero_grad()
-            mse_loss(model, batch).backward()
-            if which is not None and engine.state.iteration % every == 0:
-                optimizers[which].step()
+    def make(model, *optimizers):
+        return make_step(model, optimizers[which or 0], every=every, leave_out=lambda engine: which is None)
 
-        return step
-
-    return make_step
+    return make
 
 
 def test_another_optimizer_that_makes_the_steps_is_named_once_after_50_gradients(caplog):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
-from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train
+from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, norm_of, train
 from tests._oracle import mean_of
 
 CLOSE = {"rel": 1e-5}
@@ -236,14 +236,13 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
     optimizer = torch.optim.SGD(blocks[0], lr=0.1)
     expected, found = [], []
 
-    def train_step(engine, batch):
-        model.zero_grad()
-        model(batch).square().mean().backward()
-        held = optimizer.param_groups[0]["params"]
-        expected.append(torch.cat([each.grad.double().flatten() for each in held]).norm().item())
-        optimizer.step()
+    def note(engine):
+        expected.append(norm_of(parameter.grad for parameter in optimizer.param_groups[0]["params"]))
 
-    trainer = Engine(train_step)
+    def square_loss(model, batch):
+        return model(batch).square().mean()
+
+    trainer = Engine(make_step(model, optimizer, loss_of=square_loss, before_step=note))
     monitor = GradMonitor(model, optimizer, per_parameter=True)
     monitor.attach(trainer)
     trainer.add_event_handler(

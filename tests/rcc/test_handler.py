@@ -306,6 +306,7 @@ def test_everything_is_0_before_the_first_update(models, name, autocast):
     inputs = {value for key, value in result.items() if key.startswith("rcc/input/")}
     others = {value for key, value in result.items() if not key.startswith("rcc/input/")}
     assert others == {0.0}
+    assert any(key.startswith("rcc/weight_share/") for key in result)
     assert min(inputs) > 0
 
 
