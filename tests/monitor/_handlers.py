@@ -53,6 +53,10 @@ def value_of(model):
     return [*model.parameters()][-1].detach().norm()
 
 
+def loss_at(iteration):
+    return 1.0 + 0.1 * (iteration % 3) + 100.0 * (iteration == 26)
+
+
 def routing(model, optimizer):
     model.top_k = 1
     return RoutingHandler(model, routers="^[04]$")
@@ -72,7 +76,7 @@ HANDLERS = {
         model, optimizer, threshold=StaticThreshold(1e9), on_spike=lambda engine, norm: None
     ),
     "GradMonitor, clip and all signals": lambda model, optimizer: GradMonitor(
-        model, optimizer, on_spike="clip", loss=lambda engine: value_of(model), per_parameter=True
+        model, optimizer, on_spike="clip", loss=lambda engine: loss_at(engine.state.iteration), per_parameter=True
     ),
     # Named values appear once others have been written, and are looked at in a test of their own.
     "WeightUpdateHandler": lambda model, optimizer: WeightUpdateHandler(model, optimizer, top_k=0),
