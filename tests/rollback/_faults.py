@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor, RollbackHandler
+from tests._helpers import make_step
 
 START, AFTER = 220, 30
 # name -> how many iterations it lasts
 FAULTS = {"labels": 30, "lr x100": 3, "lr grows": 100, "nan": 1}
 MODES = ("sgd", "adamw", "amp", "accumulation")
-RANKS = ("ddp", "fsdp")
 
 
 @functools.cache
@@ -49,20 +49,6 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def damaged(batch: tuple[Tensor, Tensor], fault: str) -> tuple[Tensor, Tensor]:
-    x, y = batch
-    return (x, (y + 1) % 10) if fault == "labels" else batch
-
-
-@torch.no_grad()
-def wreck(model: nn.Module, fault: str) -> None:
-    """What happens to the model before an iteration."""
-    for module in model.modules():
-        if fault == "nan" and isinstance(module, nn.Linear):
-            weight = getattr(module.weight, "_local_tensor", module.weight)
-            weight.view(-1)[:1] = float("nan")
-
-
 @torch.no_grad()
 def accuracy(model: nn.Module, shift: int = 0) -> float:
     *_, x, y = digits()
@@ -81,45 +67,31 @@ def train(
     after: int = AFTER,
     skip_step: bool = False,
     handler: bool = True,
-    monitor: bool = True,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    rank: int | None = None,
-    **kwargs: Any,
+    peak_lr: float | None = None,
+    size: int = 64,
 ) -> dict[str, Any]:
     """Train with a fault; return accuracy, rollbacks and discarded iterations.
 
     Args:
         length: how long the fault lasts, in place of what it usually does.
         after: for how long training goes on without it; 0 where the shifted labels are the right ones from then on.
+        handler: whether monitor and handler are attached.
+        peak_lr: largest learning rate of a OneCycleLR.
     """
     lasts = FAULTS[fault] if length is None and fault else length or 0
-    model = wrap(make_model(seed))
-    optimizer = make_optimizer(model, "adamw" if mode in ("adamw", "fsdp") else "sgd")
+    model = make_model(seed)
+    optimizer = make_optimizer(model, "adamw" if mode == "adamw" else "sgd")
     base = optimizer.param_groups[0]["lr"]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if mode == "amp" else None
     every = 2 if mode == "accumulation" else 1
     disturbed = range(START, START + lasts) if fault else range(0)
+    total = START + lasts - 1 + after
 
-    def train_step(engine: Engine, batch: Any) -> float:
-        iteration = engine.state.iteration
-        if iteration in disturbed:
-            batch = damaged(batch, fault)
-        x, y = batch if rank is None else (part[rank::2] for part in batch)
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "amp"):
-            loss = F.cross_entropy(model(x), y)
-        if scaler is None:
-            (loss / every).backward()
-            if iteration % every == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return loss.item()
+            return F.cross_entropy(model(batch[0]), batch[1]) / every
 
-    trainer = Engine(train_step)
+    trainer = Engine(make_step(model, optimizer, every=every, scaler=scaler, zero_at="end", loss_of=loss_of))
 
     @trainer.on(Events.ITERATION_STARTED)
     def disturb(engine: Engine) -> None:
@@ -128,22 +100,23 @@ def train(
             optimizer.param_groups[0]["lr"] *= 1.06
         elif fault == "lr x100":
             optimizer.param_groups[0]["lr"] = base * (100.0 if iteration in disturbed else 1.0)
-        if iteration == START:
-            wreck(model, fault)
+        elif fault == "labels" and iteration in disturbed:
+            x, y = engine.state.batch
+            engine.state.batch = x, (y + 1) % 10
+        elif fault == "nan" and iteration == START:
+            model[0].weight.data.view(-1)[:1] = math.nan
 
-    if monitor:
-        GradMonitor(model, optimizer, scaler=scaler, on_spike="skip" if skip_step else None).attach(trainer)
-    rollback = None
+    to_save = {"model": model, "optimizer": optimizer} | ({"scaler": scaler} if scaler else {})
+    if peak_lr is not None:
+        to_save["scheduler"] = scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: scheduler.step())
+    rollback = RollbackHandler(to_save)
     if handler:
-        to_save = {"model": model, "optimizer": optimizer} | ({"scaler": scaler} if scaler else {})
-        rollback = RollbackHandler(to_save, **kwargs)
+        GradMonitor(model, optimizer, scaler=scaler, on_spike="skip" if skip_step else None).attach(trainer)
         rollback.attach(trainer)
-    total = START + lasts - 1 + after
-    size = 32 if mode == "accumulation" else 64
-    trainer.run(batches(seed, total, size), max_epochs=1)
+    trainer.run(batches(seed, total, size // every), max_epochs=1)
     return {
         "accuracy": accuracy(model, shift=int(not after)),
-        "rollbacks": rollback._count if rollback else 0,
-        "discarded": rollback._discarded_count if rollback else 0,
-        "iteration": trainer.state.iteration,
+        "rollbacks": rollback._count,
+        "discarded": rollback._discarded_count,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,8 +14,8 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor, RollbackHandler
-
-Batch = tuple[Tensor, Tensor]
+from tests import _helpers as helpers
+from tests._helpers import Batch
 
 
 class Net(nn.Module):
@@ -33,12 +34,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def make_batches(count: int, bad: Iterable[int] = (), factor: float = 300.0, seed: int = 1) -> list[Batch]:
-    """Noise; in the bad ones, counted from 1, the targets are so many times as large."""
-    generator = torch.Generator().manual_seed(seed)
-    made = [(torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)) for _ in range(count)]
-    bad = set(bad)
-    return [(x, y * factor) if i in bad else (x, y) for i, (x, y) in enumerate(made, start=1)]
+make_batches = functools.partial(helpers.make_batches, factor=300.0, size=16)  # targets of spikes are so much larger
 
 
 class Training:
@@ -64,6 +60,9 @@ class Training:
         self.before: dict[int, Any] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         self.accumulate = accumulate
+        self.step = helpers.make_step(
+            self.model, self.optimizer, every=accumulate, loss_of=self.loss_of, scaler=self.scaler, zero_at="end"
+        )
         self.trainer = Engine(self.train_step)
         self.trainer.add_event_handler(Events.ITERATION_STARTED, self._note_before)
         self.things = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -76,25 +75,15 @@ class Training:
             self.rollback.attach(self.trainer)
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note_after)
 
-    def train_step(self, engine: Engine, batch: Batch) -> float:
+    def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.scaler is not None):
-            loss = F.mse_loss(self.model(batch[0]).float(), batch[1])
-        engine.state.loss = loss.detach()
-        steps = engine.state.iteration % self.accumulate == 0
-        if self.scaler is None:
-            loss.backward()
-            if steps:
-                self.optimizer.step()
-        else:
-            self.scaler.scale(loss).backward()
-            if steps:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        if steps:
-            self.optimizer.zero_grad()
-            if "ema" in self.things:
-                self.ema.update_parameters(self.model)
-        return loss.item()
+            return F.mse_loss(model(batch[0]).float(), batch[1])
+
+    def train_step(self, engine: Engine, batch: Batch) -> float:
+        engine.state.loss = self.step(engine, batch)
+        if engine.state.iteration % self.accumulate == 0 and "ema" in self.things:
+            self.ema.update_parameters(self.model)
+        return engine.state.loss.item()
 
     def state(self) -> dict[str, Any]:
         """All there is, copied, and buffers that no state_dict holds."""

@@ -1,4 +1,4 @@
-"""Scenarios of two ranks: training runs on the digits with a fault, and rollbacks that one rank alone triggers."""
+"""Scenarios of two ranks: rollbacks that one rank alone triggers."""
 
 from __future__ import annotations
 
@@ -92,23 +92,7 @@ def one_rank_asks(kind: str, how: str) -> Any:
     return scenario
 
 
-def fault(kind: str, name: str, skip_step: bool, seed: int) -> Any:
-    def scenario(rank: int) -> dict[str, Any]:
-        clean = _faults.train(
-            kind, seed, length=_faults.FAULTS[name], handler=False, monitor=False, wrap=WRAPS[kind], rank=rank
-        )
-        result = _faults.train(kind, seed, name, skip_step=skip_step, wrap=WRAPS[kind], rank=rank)
-        return result | {"clean": clean["accuracy"]}
-
-    return scenario
-
-
-SCENARIOS = {
-    f"{kind} {how}": one_rank_asks(kind, how) for kind in WRAPS for how in ("request", "nan", "loss")
-} | {
-    f"{kind} {name} {skip} {seed}": fault(kind, name, skip, seed)
-    for kind in WRAPS for name in _faults.FAULTS for skip in (False, True) for seed in range(3)
-}  # fmt: skip
+SCENARIOS = {f"{kind} {how}": one_rank_asks(kind, how) for kind in WRAPS for how in ("request", "nan", "loss")}
 
 if __name__ == "__main__":
     run_scenarios(SCENARIOS)
