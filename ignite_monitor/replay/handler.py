@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,15 +22,11 @@ from ignite_monitor.model.isolation import generators_of, generators_used_by
 from ignite_monitor.model.modes import in_backward
 from ignite_monitor.model.names import listed
 from ignite_monitor.model.samples import reshard
-from ignite_monitor.model.second_pass import FirstPass, copied_gradients, difference, others_in_process
+from ignite_monitor.model.second_pass import FirstPass, SecondPassEnded, others_in_process
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
 from ignite_monitor.monitor.transfer import DeferredFlag
-
-
-class SecondPassEnded(BaseException):
-    """Ends a second pass; no ``except Exception`` of a train step catches it."""
 
 
 class ReplayCheckHandler(Monitor, schema=REPLAY):
@@ -93,8 +88,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     def reset_run_state(self) -> None:
         self._resolve()
         self._first: FirstPass | None = None  # until it is replayed
-        self._left: int | None = None  # backward passes left in a second pass that is running
-        self._rows: dict[str, Tensor] = {}  # comparison of every gradient
+        self._is_second_pass = False
         self._random: tuple[Any, Any] | None = None  # devices and generators with an RNG state
         self._others: Any = None  # modules and optimizers that the second pass may change
 
@@ -119,7 +113,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         return [register_optimizer_step_pre_hook(torch.compiler.disable(weakly(self._on_any_step)))]
 
     def _on_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._left is not None:
+        if self._is_second_pass:
             raise SecondPassEnded
         if self._source is not None and not self._source.trackers[id(self.model)].shares(optimizer):
             self._skip("an optimizer of other parameters steps first; give a model that holds all of them")
@@ -138,58 +132,51 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
 
     @torch.no_grad()
     def _replay(self, engine: Engine, step: Any = None) -> None:
-        if in_backward() or not all_take_part(self.model):
-            self._skip("a step is made inside of backward, or ranks may have run out of data under join()")
+        device = device_of(self.model)
+        # An autocast can't be entered again before it is left.
+        if in_backward() or any(map(torch.is_autocast_enabled, {"cpu", device.type})) or not all_take_part(self.model):
+            self._skip("a step is made inside of backward or autocast, or ranks may have run out of data under join()")
         elif self._first is not None and not self._first.count:
             self._skip("the train step has no backward before its first optimizer step")
         first, self._first = self._first, None
-        source, device = self._source, device_of(self.model)
+        source = self._source
         if first is None or not first.gradients or source is None or source.train_step is None:
             return
         self._resolve()
         has_handlers = source.listened or any(callable(getattr(item, "on_spike", None)) for item in source.monitors)
         reasons = {
             "no second pass was the same before": not self._same_count,
-            "the train step changes its batch, weights or earlier gradients in place": first.is_changed(),
             "handlers may change gradients between backward passes": has_handlers and first.count > 1,
         }
+        unknown = first.has_changed()
         self._others = others_in_process(self.model) if self._others is None else self._others
-        self._rows, self._left, failure = {}, first.count, "the second pass computes other gradients"
-        ended = functools.partial(weakly(self._on_backward_end), first.gradients)
+        self._is_second_pass, failure = True, "the second pass computes other gradients"
         try:
             with suppress(SecondPassEnded), ExitStack() as stack:
                 stack.callback(setattr, source, "running", source.running)
                 source.running = False  # no other monitor measures this pass
                 stack.enter_context(first.restored(self._others))
                 stack.callback(reshard, self.model)
-                stack.enter_context(after_each_backward(source.trackers[id(self.model)].parameters, ended))
+                parameters = source.trackers[id(self.model)].parameters
+                stack.enter_context(after_each_backward(parameters, first.backward_ended))
                 if step is None:  # else the hook of the train step exists, and hooks are being called
                     stack.enter_context(register_optimizer_step_pre_hook(weakly(self._on_any_step)))
                 source.train_step()
         except Exception as error:  # noqa: BLE001 - of the user's train step, which was not written to run twice
             failure = f"the train step can't run twice: {type(error).__name__}: {error}"
         finally:
-            self._left = None
-        reasons[failure] = not self._rows
+            self._is_second_pass = False
+        reasons[failure] = not first.rows
         causes = [reason for reason, is_true in reasons.items() if is_true]
-        table = torch.stack([move(row, device) for row in self._rows.values()] or [torch.ones(2, device=device)])
+        table = torch.stack([move(row, device) for row in first.rows.values()] or [torch.ones(2, device=device)])
         # Without a step a GradScaler may have changed its scale.
-        unknown = (step is None) & ~table.isfinite().all() | bool(causes)
+        unknown = unknown | bool(causes) | (step is None) & ~table.isfinite().all()
         flags = max_over_ranks(torch.stack((table[:, 0].any(), unknown)).float()) > 0
         self.publish(reproducible=torch.where(flags.all(), math.nan, (~flags[0]).float()))
         self._differs.set(flags[0])
-        self._result = engine.state.iteration, [*self._rows], table, causes, flags
+        self._result = engine.state.iteration, [*first.rows], table, causes, flags
         if table.is_cpu:
             self._resolve()
-
-    def _on_backward_end(self, gradients: dict[str, Tensor]) -> None:
-        if self._left and all(getattr(item, "require_backward_grad_sync", True) for item in self.model.modules()):
-            self._left -= 1
-            if not self._left:
-                second = copied_gradients(self.model)
-                if second.keys() == gradients.keys():
-                    self._rows = {name: difference(gradients[name], item) for name, item in second.items()}
-                raise SecondPassEnded
 
     def _resolve(self) -> None:
         """Count the last second pass, or warn of its difference."""
@@ -202,10 +189,12 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             return
         rows = zip(names, table.tolist(), strict=False)
         differing = [f"{name} (by up to {largest:.3g})" for name, (differs, largest) in rows if differs]
-        text = listed(differing, 8) or "differ on another rank"
+        text = listed(differing, 8) or "none of this rank"
         if flags.tolist()[1]:
-            causes = causes or ["a GradScaler may have changed its scale, or another rank has a reason"]
-            self._warn_once("a difference in gradients is not reported (%s): %s", text, "; ".join(causes))
+            cause = (
+                "; ".join(causes) or "the batch, weights, earlier gradients or the scale of a GradScaler have changed"
+            )
+            self._warn_once("a difference in gradients (%s) is not reported: %s", text, cause)
             return
         self.logger.warning(
             "%s: iteration %d: a second pass with the same batch, weights and RNG state gave other gradients: %s. "

@@ -9,6 +9,7 @@ import torch
 from ignite.engine import Engine
 
 from ignite_monitor import DriftMonitor, MonitorEvents, ReplayCheckHandler
+from ignite_monitor.model.isolation import is_reference_run
 from tests._helpers import assert_same, make_batches, make_model, run_monitored, same
 from tests.distributed import _models
 from tests.distributed._launch import run_scenarios
@@ -25,7 +26,7 @@ def train(wrap, rank: int, is_watched: bool, faulty: int | None = None) -> dict[
     handler = ReplayCheckHandler(model, optimizer)
 
     def disturb(module, args, output):
-        return output * 1.001 if handler._left == 1 and state["iteration"] == FAULT else output
+        return output * 1.001 if is_reference_run() and state["iteration"] == FAULT else output
 
     if faulty == rank:
         model.register_forward_hook(disturb)

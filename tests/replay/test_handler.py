@@ -27,7 +27,6 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.encoder, self.middle, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.generators = [np.random.default_rng(0), torch.Generator().manual_seed(0), random.Random(0)]
 
@@ -39,8 +38,8 @@ class Tied(nn.Module):
         return self.head(F.dropout(hidden.float(), 0.1))
 
 
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def scaled(model, optimizer):
@@ -48,7 +47,18 @@ def scaled(model, optimizer):
     return make_step(model, optimizer, 2, scaler=scaler, clip=0.5)
 
 
-def scheduled(model, optimizer):
+def with_state(model, optimizer):
+    """A train step that keeps an attribute of the engine's state."""
+
+    def step(engine, batch):
+        factor = engine.state.factor = getattr(engine.state, "factor", 1.0) * 0.9
+        return make_step(model, optimizer, loss_of=lambda *args: factor * mse_loss(*args))(engine, batch)
+
+    return step
+
+
+def with_average(model, optimizer):
+    """A train step that ends with other changes."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     average = torch.optim.swa_utils.AveragedModel(model)
     model.__dict__["average"] = average
@@ -56,22 +66,8 @@ def scheduled(model, optimizer):
     return lambda engine, batch: (step(engine, batch), scheduler.step(), average.update_parameters(model))
 
 
-def with_state(model, optimizer):
-    """A train step that keeps an attribute of the engine's state, inside of autocast."""
-
-    def step(engine, batch):
-        engine.state.scale = getattr(engine.state, "scale", 1.0) * 0.9
-        with torch.autocast("cpu", torch.bfloat16):
-            return make_step(model, optimizer, loss_of=lambda *args: engine.state.scale * mse_loss(*args))(
-                engine, batch
-            )
-
-    return step
-
-
 # name -> model, optimizer, train step
 STEPS = {
-    "plain": (make_model, sgd, make_step),
     "accumulation": (make_model, sgd, functools.partial(make_step, parts=4, clip=0.1)),
     "over iterations": (make_model, sgd, functools.partial(make_step, every=3)),
     "cleared last": (make_model, sgd, functools.partial(make_step, zero_at="end")),
@@ -79,86 +75,68 @@ STEPS = {
     "fused": (make_model, lambda m: torch.optim.AdamW(m.parameters(), fused=True), make_step),
     "early return": (make_model, sgd, functools.partial(make_step, parts=2, leave_out=lambda e: e.state.iteration % 2)),
     "scaler": (make_model, sgd, scaled),
-    "schedule and average": (make_model, sgd, scheduled),
+    "average": (make_model, sgd, with_average),
     "state": (make_model, sgd, with_state),
     "autocast": (Tied, sgd, functools.partial(make_step, parts=2)),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 3)), sgd, make_step),
 }
 
 
-def train(steps, batches, *monitors, event=Events.ITERATION_STARTED):
-    """State after a run, with what was published; monitors are made from model and optimizer."""
+def train(steps, batches, *monitors):
+    """What was published, and the state after a run; monitors are made from model and optimizer."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     make, optimizer_of, step_of = steps
     model = make()
     optimizer = optimizer_of(model)
     step = step_of(model, optimizer)
-    made = [monitor(model, optimizer) for monitor in monitors]
-    rows = run_monitored(step, batches, *made, event=event)
+    rows = run_monitored(step, batches, *(monitor(model, optimizer) for monitor in monitors))
     numbers = [torch.rand(3), random.random(), np.random.rand()]
     own = [torch.rand(3, generator=item) for item in getattr(model, "generators", [])[1:2]]
     gradients = [(item.grad, item._version) for item in model.parameters()]
-    average = model.__dict__.get("average", model).state_dict()
-    return rows, [dict(model.state_dict()), optimizer.state_dict(), gradients, numbers, own, dict(average)]
-
-
-def attached(model, optimizer):
-    return ReplayCheckHandler(model, optimizer)
+    average = dict(model.__dict__.get("average", model).state_dict())
+    return rows, [dict(model.state_dict()), average, optimizer.state_dict(), gradients, numbers, own]
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_training_is_untouched_and_reproducible(name, caplog):
     batches = make_batches(7, spikes=[5])
-    rows, state = train(STEPS[name], batches, attached)
+    rows, state = train(STEPS[name], batches, ReplayCheckHandler)
     assert same(state, train(STEPS[name], batches)[1])
     assert rows == [SAME] * 7
     assert caplog.messages == []
 
 
 def test_a_healthy_machine_is_never_different():
-    rows, _ = train(STEPS["autocast"], make_batches(300), attached)
+    rows, _ = train(STEPS["autocast"], make_batches(300), ReplayCheckHandler)
     assert rows == [SAME] * 300
-
-
-def flipping(chance, parts, bits):
-    """A handler with a fault: one flipped bit in some passes, and what it should publish in each iteration."""
-    expected = []
-
-    def make(model, optimizer):
-        handler, parameters, fault, calls = attached(model, optimizer), dict(model.named_parameters()), {}, {}
-
-        def hook(parameter, name):
-            where = name, is_reference_run()
-            calls[where] = calls.get(where, 0) + 1
-            if where == fault["where"] and calls[where] == parts:  # an earlier one may be lost to rounding
-                parameter.grad.view(-1).view(torch.int32)[fault["element"]] ^= fault["bit"]
-
-        for own, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda parameter, own=own: hook(parameter, own))
-        start = handler.start_iteration
-
-        def start_iteration(engine):
-            calls.clear()
-            name, bit = chance.choice([*parameters]), chance.choice(bits)
-            is_faulty = bool(expected) and chance.random() < 0.7  # the first pass is healthy
-            fault["where"] = (name, chance.random() < 0.5) if is_faulty else None
-            fault["element"] = chance.randrange(parameters[name].numel())
-            fault["bit"] = -(2**31) if bit == 31 else 1 << bit
-            expected.append({KEY: float(not is_faulty)})
-            start(engine)
-
-        handler.start_iteration = start_iteration
-        return handler
-
-    return make, expected
 
 
 @pytest.mark.parametrize(("name", "parts"), [("accumulation", 4), ("over iterations", 1), ("scaler", 2)])
 def test_a_flipped_bit_in_one_pass_is_found(name, parts):
-    """In the first or the second pass, in a random element of a random parameter's gradient."""
+    """In the first or the second pass, in a random element of a random parameter's gradient; the first is healthy."""
+    chance, expected, fault, calls = random.Random(3), [], {}, []
     bits = range(32) if name == "accumulation" else range(23)  # else it may overflow, without a step
-    make, expected = flipping(random.Random(3), parts, bits)
-    rows, _ = train(STEPS[name], make_batches(60), make)
+
+    def faulty(model, optimizer):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        handler = ReplayCheckHandler(model, optimizer)
+        handler.start_iteration = lambda engine: draw([*model.parameters()])
+        return handler
+
+    def draw(parameters):
+        calls.clear()
+        expected.append({KEY: float(not expected or chance.random() < 0.3)})
+        fault.update(parameter=chance.choice(parameters), in_second=chance.random() < 0.5, bit=chance.choice(bits))
+
+    def hook(parameter):
+        if parameter is fault["parameter"] and is_reference_run() == fault["in_second"] and expected[-1] != SAME:
+            calls.append(parameter)
+            if len(calls) == parts:  # an earlier one may be lost to rounding
+                element = chance.randrange(parameter.numel())
+                parameter.grad.view(-1).view(torch.int32)[element] ^= (1 << fault["bit"]) - (fault["bit"] == 31) * 2**32
+
+    rows, _ = train(STEPS[name], make_batches(60), faulty)
     assert rows == expected
 
 
@@ -167,7 +145,7 @@ AT_SPIKES = {
     "none": ({4: 1.0, 6: 1.0, 8: 1.0}, ""),
     "second pass": ({4: 1.0, 6: 0.0, 8: 1.0}, "gave other gradients: 0.weight (by up to 1)"),
     "before any pass": ({}, "no second pass was the same"),
-    "over iterations": ({4: 1.0, 8: 1.0}, "earlier gradients in place"),
+    "over iterations": ({4: 1.0, 8: 1.0}, "earlier gradients"),
     "changed between": ({4: 1.0, 8: 1.0}, "handlers may change gradients"),
 }
 
@@ -182,19 +160,19 @@ def test_a_spike_between_monitored_iterations_is_replayed(fault, caplog):
         model[0].weight.register_post_accumulate_grad_hook(
             lambda item: [item.grad.add_(is_reference_run() and trainer.state.iteration == 6)].clear()
         )
-    parts = 2 if fault == "changed between" else 1
-    trainer = Engine(make_step(model, optimizer, parts, every=3 if fault == "over iterations" else 1))
+    parts, every = 2 if fault == "changed between" else 1, 3 if fault == "over iterations" else 1
+    trainer, published = Engine(make_step(model, optimizer, parts, every=every)), {}
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(100.0), on_spike="skip")
     if fault == "none":  # then it detects the spike, at which gradients change, before the handler sees the gradients
         monitor.attach(trainer)
     handler.attach(trainer, Events.ITERATION_STARTED(every=100 if fault == "before any pass" else 4))
     if fault != "none":
         monitor.attach(trainer)
-    published = {}
-    trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda: [*map(torch.zero_, gradients())].clear())
 
-    def gradients():
-        return [item.grad for item in model.parameters()]
+    @trainer.on(MonitorEvents.SPIKE_DETECTED)
+    def clear():
+        for item in model.parameters():
+            item.grad.zero_()
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(engine):
@@ -213,20 +191,13 @@ def changing_batch(model, optimizer):
 
 
 def perturbing(model, optimizer):
-    """Sharpness-aware minimization, which does not restore the weights to the last bit, past version counters."""
+    """The weights move past version counters, and not back to the last bit."""
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        mse_loss(model, batch).backward()
-        shifts = [0.1 * item.grad for item in model.parameters()]
-        for item, shift in zip(model.parameters(), shifts, strict=True):
-            item.data.add_(shift)
-        mse_loss(model, batch).backward()
-        for item, shift in zip(model.parameters(), shifts, strict=True):
-            item.data.sub_(shift)
-        optimizer.step()
+    def move(engine):
+        for item in model.parameters():
+            item.data.add_(0.1).sub_(0.1)
 
-    return step
+    return make_step(model, optimizer, before_step=move)
 
 
 def stepping_elsewhere(model, optimizer):
@@ -241,7 +212,7 @@ def inside_backward(model, optimizer):
 
 
 def overflowing(model, optimizer):
-    """The gradient of the last bias, 8 times the scale, overflows in every iteration but the first."""
+    """The gradient of the last bias, 8 times the scale, overflows in every iteration."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=0.999)
 
     def loss_of(model, batch):
@@ -252,20 +223,21 @@ def overflowing(model, optimizer):
 
 
 def failing_twice(model, optimizer):
-    def step(engine, batch):
-        if is_reference_run():
-            raise KeyError("once")
-        return make_step(model, optimizer)(engine, batch)
+    step = make_step(model, optimizer)
+    return lambda engine, batch: {}["once"] if is_reference_run() else step(engine, batch)
 
-    return step
+
+def inside_autocast(model, optimizer):
+    return torch.autocast("cpu", torch.bfloat16)(make_step(model, optimizer))
 
 
 UNREPORTED = {
-    "changing batch": (changing_batch, "changes its batch"),
-    "perturbing": (perturbing, "no second pass was the same before"),
+    "inside autocast": (inside_autocast, "inside of backward or autocast"),
+    "changing batch": (changing_batch, "the batch, weights"),
+    "perturbing": (perturbing, "the batch, weights"),
     "stepping elsewhere": (stepping_elsewhere, "an optimizer of other parameters steps first"),
     "inside backward": (inside_backward, "inside of backward"),
-    "overflowing": (overflowing, "a GradScaler may have changed its scale"),
+    "overflowing": (overflowing, "GradScaler"),
     "failing twice": (failing_twice, "can't run twice: KeyError: 'once'"),
     "closure": (functools.partial(make_step, closure=True), "the second pass computes other gradients"),
 }
@@ -273,81 +245,62 @@ UNREPORTED = {
 
 @pytest.mark.parametrize("name", UNREPORTED)
 def test_what_cannot_be_repeated_is_not_reported_with_one_warning(name, caplog):
+    """Even after a second pass that was the same."""
     step_of, cause = UNREPORTED[name]
-    batches = make_batches(5)
-    handlers = []
 
-    def with_earlier_pass(model, optimizer):
-        handlers.append(attached(model, optimizer))
-        handlers[0].load_state_dict({"same_count": int(name != "perturbing")})
-        return handlers[0]
+    def loaded(model, optimizer):
+        handler = ReplayCheckHandler(model, optimizer)
+        handler.load_state_dict({"same_count": 1})
+        return handler
 
-    rows, state = train((make_model, sgd, step_of), batches, with_earlier_pass)
+    rows, state = train((make_model, sgd, step_of), make_batches(5), loaded)
     assert rows == [{}] * 5
     assert [cause in text for text in caplog.messages if "ReplayCheck" in text] == [True]
+    assert not torch.is_autocast_enabled("cpu")
     if name != "changing batch":
-        assert same(state, train((make_model, sgd, step_of), batches)[1])
+        assert same(state, train((make_model, sgd, step_of), make_batches(5))[1])
 
 
 def test_side_effects_before_the_last_backward_happen_twice_and_no_others():
     calls, model = [], make_model()
     step = make_step(model, optimizer := sgd(model), 2, before_step=lambda engine: calls.append("after"))
     trainer = Engine(lambda engine, batch: (calls.append("before"), step(engine, batch)))
-    attached(model, optimizer).attach(trainer)
+    ReplayCheckHandler(model, optimizer).attach(trainer)
     trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda: calls.append("event"))
     trainer.run(make_batches(1))
     assert calls == ["before", "event", "event", "after", "before"]
 
 
-def test_generators_that_the_train_step_creates_are_restored():
-    def train_with(*monitors):
-        model, own = make_model(), []
-        optimizer = sgd(model)
+def test_what_only_the_train_step_knows_is_restored():
+    """A module and an optimizer that the handler was not given, and a generator that the first iteration creates."""
 
-        def step(engine, batch):
-            if not own:
-                own.append(random.Random(0))
-            optimizer.zero_grad()
-            mse_loss(model, (batch[0] + own[0].random(), batch[1])).backward()
-            optimizer.step()
-
-        made = [monitor(model, optimizer) for monitor in monitors]
-        rows = run_monitored(step, make_batches(4), *made, event=Events.ITERATION_STARTED(every=2))
-        return rows, [dict(model.state_dict()), own[0].random()]
-
-    rows, state = train_with(attached)
-    assert rows == [{}, SAME] * 2
-    assert same(state, train_with()[1])
-
-
-@pytest.mark.parametrize("order", ["own optimizer first", "other optimizer first"])
-def test_modules_and_optimizers_unknown_to_the_handler_are_restored(order):
     def state(is_watched):
-        encoder, model = make_model(), nn.Linear(3, 3)
+        encoder, model, generators = make_model(), nn.Linear(3, 3), []
         both = nn.Sequential(encoder, model)
         own, other = sgd(model), sgd(encoder)
 
         def step(engine, batch):
+            generators.extend([] if generators else [random.Random(0)])
             own.zero_grad(), other.zero_grad()
-            mse_loss(both, batch).backward()
+            (mse_loss(both, batch) * generators[0].random()).backward()
             nn.utils.clip_grad_norm_(both.parameters(), 0.1)
-            for optimizer in (own, other) if order == "own optimizer first" else (other, own):
-                optimizer.step()
+            own.step(), other.step()
 
-        rows = run_monitored(step, make_batches(5), *([attached(model, own)] if is_watched else []))
-        assert rows == [SAME if is_watched and order == "own optimizer first" else {}] * 5
-        return dict(both.state_dict())
+        handlers = [ReplayCheckHandler(model, own)] if is_watched else []
+        rows = run_monitored(step, make_batches(4), *handlers, event=Events.ITERATION_STARTED(every=2))
+        assert rows == [{}, SAME if is_watched else {}] * 2
+        return [dict(both.state_dict()), generators[0].random()]
 
     assert same(state(True), state(False))
 
 
 def test_no_other_monitor_sees_the_second_pass():
-    """One of every class; those of spikes do not detect any."""
+    """One of every class."""
     others = [make for name, make in HANDLERS.items() if "," not in name and name != "ReplayCheckHandler"]
-    without = train(STEPS["accumulation"], make_batches(4), *others)
-    rows, state = train(STEPS["accumulation"], make_batches(4), attached, *others)
-    values = [[{key: row[key] for key in row if not key.startswith(("step/", "replay"))} for row in rows]]
-    values += [[{key: row[key] for key in row if not key.startswith("step/")} for row in without[0]]]
-    assert same(*values)
-    assert len(values[0][0]) > 50
-    assert same(state, without[1])
+    results = [train(STEPS["accumulation"], make_batches(4), *made) for made in (others, [ReplayCheckHandler, *others])]
+    for rows, _ in results:
+        for row in rows:
+            for key in [key for key in row if key.startswith(("step/", "replay"))]:
+                del row[key]
+    assert same(*results)
+    assert len(results[0][0][0]) > 50
