@@ -40,7 +40,7 @@ class FirstPass:
         self._attributes = {**vars(state), "metrics": dict(state.metrics)}
         self._restore_rng = isolation.rng_restorer(*random)
         copies = {item: item.clone() for item in model.buffers() if not is_lazy(item)}
-        registries = list(map(buffers_in, model.modules()))
+        registries: list[dict[str, Any]] = list(map(buffers_in, model.modules()))
         self._buffers = [{key: copies.get(own) for key, own in item.items() if not is_lazy(own)} for item in registries]
         parameters = list(model.parameters())
         earlier = {item: item.grad for item in parameters if item.grad is not None}
