@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import weakly
 from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
-from ignite_monitor.model.names import held_by
 from ignite_monitor.model.norms import any_sharded, total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
@@ -124,12 +123,11 @@ class GradientTracker:
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._sharded = [module for module in model.modules() if hasattr(module, "unshard")]  # by fully_shard
-        self._train_steps = 0
-        self._held: WeakKeyDictionary[Optimizer, tuple[object, list[nn.Parameter]]] = WeakKeyDictionary()
+        # Ids of all parameters of an optimizer, and those of the model among them.
+        self._held: WeakKeyDictionary[Optimizer, tuple[list[int], list[nn.Parameter]]] = WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Update the parameters; whether modules or parameters have been added, removed or replaced."""
-        self._train_steps += 1
         if self._members and _are_same(_values(self._registries), self._members):
             return False
         self._registries = registries(self.model.modules())
@@ -142,15 +140,13 @@ class GradientTracker:
         """The model's parameters that an optimizer holds; None for all. The same list while they are the same."""
         if optimizer is None:
             return self.parameters
-        lists = list(map(itemgetter("params"), optimizer.param_groups))
-        key = self._train_steps, *map(id, lists), *map(len, lists)
-        former_key, parameters = self._held.get(optimizer, (None, self.parameters))
-        if former_key != key:
-            ids = held_by(optimizer)
-            held = [parameter for parameter in self.parameters if id(parameter) in ids]
-            if not _are_same(held, parameters):
-                parameters = self.parameters if _are_same(held, self.parameters) else held
-            self._held[optimizer] = key, parameters
+        held = list(map(id, chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))))
+        former, parameters = self._held.get(optimizer, ([], []))
+        if held != former:
+            ids = set(held)
+            parameters = [parameter for parameter in self.parameters if id(parameter) in ids]
+            parameters = self.parameters if len(parameters) == len(self.parameters) else parameters
+            self._held[optimizer] = held, parameters
         return parameters
 
     def shares(self, optimizer: Optimizer) -> bool:

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.model.norms import all_reduce, any_sharded, combine, is_sharded, norms, reduce_norm
+from ignite_monitor.model.norms import all_reduce, any_sharded, combine, is_sharded, norms, reduce_norm, total_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 T = TypeVar("T")
+Norms = Sequence[Tensor] | Tensor
 
 
 def reduction_of(model: nn.Module, reduction: str) -> str | None:
@@ -37,12 +38,14 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
         reduction: ``"mean"`` for the root mean square of the ranks' norms, ``"sum"`` if the ranks have parts of one
             gradient, None if their gradients are bitwise the same.
     """
-    parts = norms(gradients, norm_type)
-    return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
+    is_whole = not any_sharded(gradients)  # then it counts as one tensor
+    parts: Norms = [total_norm(gradients, norm_type)] if is_whole else norms(gradients, norm_type)
+    # Any flag: it is not used.
+    return norm_of_parts(gradients[:1] if is_whole else gradients, parts, norm_type, reduction, parts[0])[0]
 
 
 def norm_of_parts(
-    gradients: Sequence[Tensor], parts: Tensor, norm_type: float, reduction: str | None, flag: Tensor
+    gradients: Sequence[Tensor], parts: Norms, norm_type: float, reduction: str | None, flag: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`gradient_norm` from the norms of all gradients, and whether a 0-dim flag is set on any rank."""
     if reduction is None or world_size() == 1:
