@@ -128,7 +128,8 @@ class GradientTracker:
 
     def refresh(self) -> bool:
         """Update the parameters; whether modules or parameters have been added, removed or replaced."""
-        if self._members and _are_same(_values(self._registries), self._members):
+        members = _values(self._registries)
+        if members and len(members) == len(self._members) and all(map(is_, members, self._members)):
             return False
         self._registries = registries(self.model.modules())
         self._members = _values(self._registries)
@@ -145,7 +146,6 @@ class GradientTracker:
         if held != former:
             ids = set(held)
             parameters = [parameter for parameter in self.parameters if id(parameter) in ids]
-            parameters = self.parameters if len(parameters) == len(self.parameters) else parameters
             self._held[optimizer] = held, parameters
         return parameters
 
@@ -192,7 +192,3 @@ class GradientTracker:
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dictionaries)))
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

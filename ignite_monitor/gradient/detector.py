@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -263,4 +262,4 @@ class GradientDetector:
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """The gradients of parameters that have one."""
-    return [gradient for gradient in map(attrgetter("grad"), parameters) if gradient is not None]
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

@@ -23,7 +23,8 @@ _LONGEST_SUM = 16 * _ROW
 # Float32 squares are exact enough where the norm is between these; else they may have under- or overflowed.
 _SAFE = (1e-9, 1e18)
 # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
-_NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})  # dtypes that are summed in float32 on the CPU
+_kind = attrgetter("is_cpu", "layout", "dtype")
+_NARROW = frozenset((True, torch.strided, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
 @torch.no_grad()
@@ -52,13 +53,13 @@ def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements of all tensors, as :func:`norms`, 0-dim; of DTensors only this rank's shards count."""
-    local: list[Any] = list(tensors)
+    local: list[Any] = list(tensors) or [torch.zeros(1)]
     if any_sharded(local):
         local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
-    if not local:
-        return torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
-        if _is_narrow(local):  # one vector of all short tensors takes a third of the time of many norms
+        if _NARROW.issuperset(
+            map(_kind, local)
+        ):  # one vector of all short tensors takes a third of the time of many norms
             vectors = [tensor.flatten() for tensor in local if tensor.numel() > _LONGEST_SUM]
             short = [tensor.flatten() for tensor in local if tensor.numel() <= _LONGEST_SUM]
             vectors.append(torch.cat([local[0].new_zeros(1), *short]))
@@ -132,35 +133,22 @@ def _shard(tensor: Any) -> tuple[Tensor, Any, tuple[int, ...]]:
     return tensor.to_local(), tensor.device_mesh, dims
 
 
-def _is_narrow(tensors: Sequence[Tensor]) -> bool:
-    """Return True for dense tensors on the CPU that are summed in float32."""
-    # Maps, not Python calls per tensor: of hundreds of small tensors the norms themselves take no longer.
-    if not all(map(attrgetter("is_cpu"), tensors)) or {*map(attrgetter("layout"), tensors)} != {torch.strided}:
-        return False
-    return _NARROW.issuperset(map(attrgetter("dtype"), tensors))
-
-
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    if _is_narrow(tensors):
-        return _narrow_norms(tensors, norm_type)
     if any(tensor.layout != torch.strided or tensor.is_complex() for tensor in tensors):
         return _local_norms([_as_dense_real(tensor, norm_type) for tensor in tensors], norm_type)
     first = tensors[0].device
     if any(tensor.device != first for tensor in tensors):
         alone = [_local_norms([tensor], norm_type) for tensor in tensors]
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in alone])
-    return _wide_norms(tensors, norm_type)
-
-
-def _narrow_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    sizes = list(map(Tensor.numel, tensors))
+    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    if not _NARROW.issuperset(map(_kind, tensors)):
+        return _wide_norms(tensors, norm_type)
     tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
-    pairs = zip(tensors, sizes, strict=True)
-    short = [tensor if 0 < size <= _LONGEST_SUM else tensor.new_zeros(1) for tensor, size in pairs]
+    short = [tensor if tensor.numel() <= _LONGEST_SUM else tensor.new_zeros(1) for tensor in tensors]
     values = torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double()
-    for i, size in enumerate(sizes):
-        if size > _LONGEST_SUM:
-            values[i] = _long_norm(tensors[i].view(-1), norm_type)
+    for i, tensor in enumerate(tensors):
+        if tensor.numel() > _LONGEST_SUM:
+            values[i] = _long_norm(tensor.view(-1), norm_type)
     if not torch.is_nonzero((values == values.clamp(*_SAFE)).all()):
         unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
         values[unsafe] = _wide_norms([tensors[i] for i in unsafe], norm_type)
@@ -168,9 +156,8 @@ def _narrow_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
-    size = vector.numel()
-    rest = size % _ROW
-    rows = torch.linalg.vector_norm(vector[: size - rest].view(-1, _ROW), norm_type, 1, dtype=torch.float32)
+    rest = vector.numel() % _ROW
+    rows = torch.linalg.vector_norm(vector[: vector.numel() - rest].view(-1, _ROW), norm_type, 1, dtype=torch.float32)
     if rest:
         rows = torch.cat((rows, torch.linalg.vector_norm(vector[-rest:], norm_type, dtype=torch.float32).view(1)))
     return torch.linalg.vector_norm(rows, norm_type, dtype=torch.float64)  # type: ignore[no-any-return]
@@ -178,7 +165,6 @@ def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
 
 def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     dtype = wide_dtype(tensors[0].device)
-    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     largest = max(torch.finfo(kind).max for kind in {tensor.dtype for tensor in tensors})
     if norm_type != 2.0 or largest < torch.finfo(dtype).max ** 0.5:  # no square under- or overflows
         return torch.stack(foreach_norm(tensors, norm_type, dtype=dtype))

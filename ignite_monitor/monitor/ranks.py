@@ -40,8 +40,8 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
     """
     is_whole = not any_sharded(gradients)  # then it counts as one tensor
     parts: Norms = [total_norm(gradients, norm_type)] if is_whole else norms(gradients, norm_type)
-    # Any flag: it is not used.
-    return norm_of_parts(gradients[:1] if is_whole else gradients, parts, norm_type, reduction, parts[0])[0]
+    gradients = gradients[:1] if is_whole else gradients
+    return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
 
 
 def norm_of_parts(
