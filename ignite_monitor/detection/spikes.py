@@ -89,7 +89,7 @@ class SpikeDetector:
         state, compared, above, reset = self._state, detection.compared, detection.above, detection.threshold_reset
         flags = (above, detection.nonfinite, *state.values())
         if when is None and compared.is_cpu and not compared.ndim and not any(map(torch.is_nonzero, flags)):
-            if self.ignored != compared.item() <= largest_usable(compared):
+            if torch.is_nonzero((compared != self.ignored) & (compared <= largest_usable(compared))):
                 self.rule.observe(compared)
             return
         counted = compared != self.ignored

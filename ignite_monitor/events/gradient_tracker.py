@@ -123,13 +123,12 @@ class GradientTracker:
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._sharded = [module for module in model.modules() if hasattr(module, "unshard")]  # by fully_shard
-        # Ids of all parameters of an optimizer, and those of the model among them.
         self._held: WeakKeyDictionary[Optimizer, tuple[list[int], list[nn.Parameter]]] = WeakKeyDictionary()
 
     def refresh(self) -> bool:
         """Update the parameters; whether modules or parameters have been added, removed or replaced."""
         members = _values(self._registries)
-        if members and len(members) == len(self._members) and all(map(is_, members, self._members)):
+        if 0 < len(members) == len(self._members) and all(map(is_, members, self._members)):
             return False
         self._registries = registries(self.model.modules())
         self._members = _values(self._registries)

@@ -64,7 +64,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
             short = [tensor.flatten() for tensor in local if tensor.numel() <= _LONGEST_SUM]
             vectors.append(torch.cat([local[0].new_zeros(1), *short]))
             norm = combine([_long_norm(vector, norm_type) for vector in vectors], norm_type, local[:1])
-            if _SAFE[0] < norm.item() < _SAFE[1]:
+            if torch.is_nonzero(norm == norm.clamp(*_SAFE)):
                 return norm
         return combine(_local_norms(local, norm_type), norm_type, local)
 
