@@ -1,4 +1,4 @@
-"""What the tests share: a small problem, trainers over it, and a picture of everything a monitor may touch."""
+"""Helpers shared by tests: a small problem, trainers for it, and a record of everything that a monitor may change."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def make_step(
 
 
 class Recorder:
-    """What an engine's state holds at the end of every iteration."""
+    """Record the attributes of an engine's state at the end of every iteration."""
 
     def __init__(self, engine: Engine, *monitors: Any) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -247,7 +247,7 @@ def hooks_only(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested values are bitwise equal: dtypes, shapes, NaN payloads and signs of zeros included."""
+    """Compare two nested values bitwise: dtypes, shapes, NaN payloads and signs of zeros included."""
     try:
         assert_same(one, other)
     except AssertionError:
@@ -285,13 +285,13 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def unset_default_device() -> None:
-    """For torch 2.6 None is a default device as well, of which it can't be asked."""
+    """Work around torch 2.6, where None counts as a default device that can't be read."""
     torch.set_default_device(None)
     vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
 def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """What stands in a folder of event files: tag -> (step, value), in the order of writing."""
+    """Return the scalars in a folder of event files: tag -> (step, value), in the order of writing."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()

@@ -95,7 +95,7 @@ class Detection:
     spike: bool
 
     def statistics(self) -> dict[str, float]:
-        """By name, without those that there are not yet."""
+        """Return the statistics by name, without those that do not exist yet."""
         values = {"mean": self.mean, "std": self.std, "threshold": self.threshold}
         return {"norm": self.norm, "spike": float(self.spike)} | {
             name: value for name, value in values.items() if math.isfinite(value)
@@ -167,7 +167,7 @@ class Oracle:
 
 
 def shared_growth(row: Iterable[float], means: Iterable[float]) -> float:
-    """What all norms of a row are divided by: the 0.7th power of how far they lie above their means, in the middle."""
+    """Return the divisor of all norms of a row: the 0.7th power of the median of norm / mean."""
     ratios = sorted(x / mean for x, mean in zip(row, means, strict=True) if x > 0 and mean > 0)
     return max(1.0, ratios[(len(ratios) - 1) // 2]) ** 0.7 if ratios else 1.0
 
@@ -175,7 +175,7 @@ def shared_growth(row: Iterable[float], means: Iterable[float]) -> float:
 def spikes_in_losses(
     losses: Iterable[float], k: float = 4.5, decay: float = 0.99, warmup: int = 20
 ) -> tuple[list[bool], float]:
-    """Whether each is a spike, and the limit for the logarithm of the next one after all."""
+    """Return whether each loss is a spike, and the threshold for the logarithm of the next one."""
     logs, spikes, row = [], [], 0
     for loss in [*losses, math.e]:
         if not math.isfinite(loss) or loss <= 0:

@@ -14,7 +14,7 @@ if not torch.accelerator.is_available():
 
 
 def pytest_collection_finish():
-    """What has been imported and collected stays: the garbage collector need not look at it a thousand times."""
+    """Freeze imported and collected objects, so that the garbage collector does not traverse them again."""
     gc.freeze()
 
 

@@ -114,7 +114,7 @@ def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all
 
 
 def test_attached_again_replaces_what_was_there(parts):
-    """As when a cell of a notebook is run twice."""
+    """A cell of a notebook may be run twice."""
     model, optimizer, trainer = parts
     logger = ListLogger()
     attach_monitors(trainer, model, optimizer, loggers=logger, every=1)

@@ -102,7 +102,7 @@ def test_piped_output_is_plain_and_not_cut(files):
 
 
 def test_a_terminal_has_colours_and_whole_numbers(files):
-    """In forty columns too."""
+    """Forty columns are enough."""
     program = "import pty, sys; pty.spawn([sys.executable, '-m', 'ignite_monitor', 'summary', sys.argv[1]])"
     output = run(files / "hurt.h5", program=("-c", program)).stdout
     assert "\x1b[" in output

@@ -208,7 +208,7 @@ def test_pages_of_monitors_follow_one_template(page):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks(path, folder):
-    """From top to bottom, as a script."""
+    """Run the cells from top to bottom, as a script."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     run(source, path.name)

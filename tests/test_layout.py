@@ -50,7 +50,7 @@ def imports_of(*places: str) -> list[tuple[str, str]]:
 
 
 def goes_through_root(name: str) -> bool:
-    """Whether it is the package itself or a name that it exports, and no module or folder in it."""
+    """Check whether the import is the package itself or a name that it exports, and no module or folder in it."""
     root, _, rest = name.partition(".")
     path = ROOT / root / rest.split(".")[0]
     return root == "ignite_monitor" and not (rest and (path.is_dir() or path.with_suffix(".py").is_file()))
@@ -114,7 +114,7 @@ def test_no_circle_of_imports():
 
 
 def test_who_imports_ignite():
-    """What computes knows no engine."""
+    """Modules that compute do not know the engine."""
     allowed = ("ignite_monitor/events/", "ignite_monitor/monitor/", "ignite_monitor/hdf5/")
     users = {file for file, name in imports_of("ignite_monitor") if within(name, "ignite")}
     rest = {file for file in users if not file.startswith(allowed) and not file.endswith("/handler.py")}
@@ -145,7 +145,7 @@ def test_nothing_imports_the_tests():
 
 
 def test_no_test_module_imports_another():
-    """What several of them need is in a module whose name starts with an underscore."""
+    """Shared code is in modules whose name starts with an underscore."""
     result = imports_of("tests")
     assert result
     assert [(file, name) for file, name in result if re.match(r"tests\.(\w+\.)*test_\w+", name)] == []

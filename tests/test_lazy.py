@@ -1,4 +1,4 @@
-"""What importing the package costs: a name of the root is imported when it is asked for, and what it needs with it."""
+"""Cost of importing the package: a name of the root is imported, with its requirements, at its first use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Nowhere())
 
 
 def python(source, *arguments):
-    """What a new interpreter prints that has neither torch nor Ignite."""
+    """Return the output of a new interpreter without torch and Ignite."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + source, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

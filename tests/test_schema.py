@@ -1,4 +1,4 @@
-"""What is published is what the schemas say, and what they say reaches help, charts and reports."""
+"""Published keys are those of the schemas, and the schemas' texts reach help, charts and reports."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_monitor_publishes_the_keys_of_its_schema(kind, published):
 
 
 def test_everything_was_on(published):
-    """What is there under circumstances only is there in the run above too, but for what the CPU has not."""
+    """Conditional keys are published in the run above too, but for those that the CPU does not have."""
     for kind in KINDS:
         prefix, names = published[kind]
         lacking = [

@@ -1,4 +1,4 @@
-"""What a TensorBoard server that runs gives back through its HTTP API."""
+"""Values returned by the HTTP API of a running TensorBoard server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many operations a monitor launches in an iteration: the number is the cost on a GPU, the same in every run."""
+"""Number of operations that monitors launch in an iteration: the cost on a GPU, the same in every run."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """With six blocks it has 77 parameters."""
+    """Transformer of six blocks with 77 parameters."""
 
     def __init__(self, blocks: int = 2, width: int = 16, records: bool = True) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class NoDeviceError(Exception):
 
 
 class _DeviceModule:
-    """What torch asks of a device's module."""
+    """The functions that torch calls on a device's module."""
 
     def is_available(self) -> bool:
         return True
@@ -138,7 +138,7 @@ def synchronizations() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def operations(device: str = NAME) -> Iterator[Counter[str]]:
-    """What is launched on a device meanwhile: name -> how often, without views; one of many tensors counts as one."""
+    """Count operations launched on a device: name -> number, without views; a foreach operation counts as one."""
     counts: Counter[str] = Counter()
 
     class Count(TorchDispatchMode):
@@ -156,7 +156,7 @@ def operations(device: str = NAME) -> Iterator[Counter[str]]:
 
 
 def launched() -> int:
-    """How many operations the device has run, those included that run where no dispatch mode sees them."""
+    """Return the number of operations that the device has run, including those that no dispatch mode sees."""
     return int(_library.launched())
 
 

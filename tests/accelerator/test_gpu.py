@@ -1,4 +1,4 @@
-"""What only a GPU has: CUDA graphs, its own optimizers. Of the rest the code runs here as well."""
+"""Behaviour that needs a GPU: CUDA graphs, its own optimizers. All other code runs on the simulated device."""
 
 from __future__ import annotations
 

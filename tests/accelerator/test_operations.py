@@ -1,4 +1,4 @@
-"""How many operations monitors launch, and that moments on a device are those of the CPU."""
+"""Number of operations that monitors launch, and equality of moments on a device and on the CPU."""
 
 from __future__ import annotations
 

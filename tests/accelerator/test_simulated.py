@@ -1,4 +1,4 @@
-"""What runs on a GPU runs here on a simulated one, in a process of its own, of which it is a device for good."""
+"""Tests on a simulated GPU, in a process of its own, because a device can't be removed from a process."""
 
 from __future__ import annotations
 

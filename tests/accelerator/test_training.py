@@ -1,4 +1,4 @@
-"""What monitors do to a training on an accelerator: skip, clip, log, resume, and else nothing."""
+"""Monitors in training on an accelerator: skip, clip, log, resume, and change nothing else."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_other_optimizers_read_the_flag_once(device):
 
 @pytest.mark.parametrize("loggers", [1, 3])
 def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
-    """Of values that are logged in the middle of a run; at its end flags are looked at."""
+    """Values are logged in the middle of a run; flags are read at its end."""
     caplog.set_level(logging.ERROR)
     training = Training(device)
     writers, counts, counting = [ListLogger() for _ in range(loggers)], [], contextlib.ExitStack()
@@ -132,7 +132,7 @@ def test_autocast(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_low_precision(dtype, device):
-    """Where weights do not move, all differ by rounding alone."""
+    """Weights that do not move differ by rounding alone."""
     rows = []
     for item in (Device("cpu"), device):
         torch.manual_seed(0)

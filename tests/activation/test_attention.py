@@ -235,7 +235,7 @@ def peak(folder, function):
 
 @pytest.mark.parametrize("how", ["plain", "causal", "additive grouped"])
 def test_memory(how, tmp_path):
-    """Of 2,048 tokens and 8 heads the attention matrices are 8 × 2048 × 2048 numbers."""
+    """For 2,048 tokens and 8 heads the attention matrices have 8 × 2048 × 2048 elements."""
     dtype = torch.float32 if how == "plain" else torch.bfloat16
     whole = 8 * 2048 * 2048 * dtype.itemsize
     query = draw(1, 2048, 8, 64, dtype=dtype).transpose(1, 2)

@@ -23,7 +23,7 @@ from tests._helpers import assert_same, unset_default_device
 
 
 class Seen:
-    """What a handler would do: keep the names of the modules that run, and sum entropies by name."""
+    """Stand-in for a handler: keep the names of the modules that run, and sum entropies by name."""
 
     def __init__(self, model):
         self.names, self.total, self.rows, self.calls, self.arguments = [], {}, {}, [], []
@@ -394,7 +394,7 @@ def ignore(*args):
 
 
 def test_modes_of_others_stay_as_they_are():
-    """In whatever order modes are entered and left, everyone finds his own on top."""
+    """Modes may be entered and left in any order."""
     calls = AttentionCalls(lambda: "here", ignore)
     first, second, third = Mine(), Mine(), Mine()
     with first:

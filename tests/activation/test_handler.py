@@ -1,4 +1,4 @@
-"""What ActivationHandler publishes, against plain computations in float64."""
+"""Metrics of ActivationHandler, compared with plain computations in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def expected(parts):
 
 
 def run(model, step=None, batches=1, size=8, event=None, kind=ActivationHandler, **kwargs):
-    """What is published in each iteration, as floats."""
+    """Return the published values of each iteration, as floats."""
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(size, 6, generator=generator) for _ in range(batches)]
     handler, optimizer = kind(model, **kwargs), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
     @property
     def has_routers(self) -> bool:
-        """Whether it is a mixture of experts whose routers are known."""
+        """Check whether the model is a mixture of experts with known routers."""
         return self in [CASES[f"transformers {name}"] for name in MIXTURES]
 
 

@@ -119,7 +119,7 @@ class Recorded(Training):
 
 
 class Monitored(Training):
-    """With all monitors; what they publish in each iteration."""
+    """Train with all monitors, and record the metrics of each iteration."""
 
     def __init__(self, case: Case, directory: Path) -> None:
         super().__init__(case)

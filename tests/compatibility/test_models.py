@@ -25,7 +25,7 @@ FAMILIES |= {"activation", "gradient", "parameter", "parameter_difference", "rcc
 
 
 def loads(tokens: dict[str, Tensor]) -> Values:
-    """Of RoutingHandler, from the number of tokens that each expert is called with."""
+    """Compute the loads of RoutingHandler from the number of tokens of every expert."""
     values: Values = {}
     for router, counts in tokens.items():
         shares = [count / float(counts.sum()) for count in counts.tolist()]

@@ -56,7 +56,7 @@ def exact(model, batch):
 
 
 def measured(model, optimizer, batch):
-    """What is published in an iteration."""
+    """Return the metrics of an iteration."""
     monitor = CurvatureHandler(model, optimizer, lanczos_steps=40, loss=mse_loss)
     (values,) = run_monitored(make_step(model, optimizer), [batch], monitor)
     return values
@@ -100,7 +100,7 @@ def test_of_adam_the_preconditioned_one_counts():
 
 @pytest.mark.parametrize("along_second", [1, 30, 3000])
 def test_the_second_eigenvalue_is_not_taken_for_the_largest(along_second):
-    """With the default number of products, where the gradient has nothing of the first eigenvector."""
+    """Uses the default number of products, with a gradient orthogonal to the first eigenvector."""
     steps = inspect.signature(CurvatureHandler).parameters["lanczos_steps"].default
     others = torch.linspace(-1, 1, 4000, dtype=torch.float64)
     eigenvalues = torch.cat([torch.tensor([10.0, 8.5], dtype=torch.float64), 7.2 * others * others.abs()])
@@ -114,7 +114,7 @@ def test_the_second_eigenvalue_is_not_taken_for_the_largest(along_second):
 
 
 def test_dropout_has_the_same_masks():
-    """Where the loss is of one mask, its Hessian is that of the thinned model."""
+    """For a loss with one dropout mask, the Hessian is that of the thinned model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 1)).double()
     batch = tuple(item.double() for item in data())
@@ -181,7 +181,7 @@ def test_default_is_one_iteration_in_two_thousand():
 
 
 def three_iterations(model, optimizer, *, monitored=True, **kwargs):
-    """What is published in each of three iterations, and the weights."""
+    """Return the metrics of three iterations, and the weights."""
     monitors = [CurvatureHandler(model, optimizer, **({"loss": mse_loss} | kwargs))] * monitored
     seen = run_monitored(make_step(model, optimizer), [data(seed) for seed in range(3)], *monitors)
     return seen, [parameter.detach() for parameter in model.parameters()]

@@ -57,7 +57,7 @@ def launch(worker: str, folder: Path, names: Iterable[str]) -> list[tuple[int, s
 
 @functools.cache
 def imported() -> Any:
-    """Where processes are forked from one that has imported what each needs, which takes longer than most scenarios."""
+    """Fork processes from one that has imported all modules, because the import takes longer than most scenarios."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "ignite.distributed", "ignite.handlers"])
     with unittest.mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
@@ -116,7 +116,7 @@ def run_scenarios(
     own_groups: bool = False,
     stays: Iterable[str] = (),
 ) -> None:
-    """What a worker does as ``python -m tests.distributed.WORKER FOLDER RANK NAME …``.
+    """Run the scenarios of a worker: ``python -m tests.distributed.WORKER FOLDER RANK NAME …``.
 
     A rank whose scenario raises ends: the other one does not wait for it, and fails too.
 

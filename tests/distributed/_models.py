@@ -97,7 +97,7 @@ def run(train_step: Callable[[Engine, Any], Any], batches: Any, *monitors: Any, 
 
 @contextmanager
 def synchronised(model: Any, whether: bool = True) -> Iterator[None]:
-    """Whether the gradients of a backward are reduced over ranks, or stay those of this one."""
+    """Check whether the gradients of a backward are reduced over ranks."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(whether)
         yield

@@ -128,12 +128,12 @@ def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, A
 
 
 def collectives() -> int:
-    """How many this process has taken part in, DistributedDataParallel's and Ignite's included."""
+    """Count the collectives of this process, including those of DistributedDataParallel and Ignite."""
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
 def counted_in_each_iteration(train_step: Any, *monitors: Any, finish: Callable[[], Any] = lambda: None) -> list[int]:
-    """How many collectives there are from the end of one iteration to that of the next."""
+    """Count the collectives from the end of one iteration to the end of the next."""
     counts: list[int] = []
     engine = Engine(train_step)
     for monitor in monitors:
@@ -279,7 +279,7 @@ def test_a_rank_that_lags_delays_the_other_one(results, name):
 
 @pytest.mark.parametrize("name", CONDITIONAL)
 def test_no_collective_is_added_where_only_some_ranks_come(results, name):
-    """In no iteration does a monitor make more or fewer of them on one rank than on the other."""
+    """In every iteration, a monitor makes the same number of collectives on both ranks."""
     first, second = results(name)
     assert first == second
     added = {with_them - without for with_them, without in zip(first["monitored"], first["plain"], strict=True)}

@@ -179,7 +179,7 @@ def train(case: Case, rank: int | None) -> dict[str, Any]:
 
 
 def zero_still(model: nn.Module, engine: Engine) -> None:
-    """Of three iterations a parameter's gradient is 0, so that it freezes."""
+    """Set a parameter's gradient to 0 in three iterations, so that it freezes."""
     for name, parameter in model.named_parameters():
         if name.endswith("still") and engine.state.iteration in (3, 4, 5):
             parameter.grad.zero_()
@@ -349,7 +349,7 @@ def clipped(model: Any, rank: int) -> dict[str, Any]:
 
 
 def histograms(model: nn.Module, rank: int) -> dict[str, Any]:
-    """What is drawn in the last iteration, and of what: this rank's outputs, and whole weights and gradients."""
+    """Return the histograms of the last iteration: this rank's outputs, and whole weights and gradients."""
     tensors: dict[str, torch.Tensor] = {}
     optimizer, handler = sgd(model), HistogramHandler(model)
     model.register_forward_hook(lambda *args: tensors.update({"activations/_root_": args[2].detach().clone()}))

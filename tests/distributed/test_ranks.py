@@ -110,7 +110,7 @@ def fsdp() -> Any:
 
 
 def loss_at(iteration: int) -> float:
-    """Of the last rank it is huge once."""
+    """Multiply the loss of the last rank once."""
     return 100.0 if iteration == SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
 
 
@@ -128,7 +128,7 @@ def skipping(make, **kwargs: Any):
 
 
 class OneTensor(nn.Module):
-    """Of the first layer's bias the gradient is 30 times as large at one forward pass; its output is the same."""
+    """Multiply the gradient of the first layer's bias by 30 in one forward pass, without a change of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class OneTensor(nn.Module):
 
 
 def single_tensors(wrap, rank: int | None, **kwargs: Any) -> dict[str, Any]:
-    """With a threshold per tensor, and how many collectives that takes; and without."""
+    """Train with and without thresholds for single tensors, and count collectives."""
     counts = {}
     for per_parameter in (False, True):
         with counted_collectives() as calls:
@@ -185,7 +185,7 @@ def inner_model(rank: int) -> dict[str, Any]:
 
 
 def refused(rank: int) -> dict[str, Any]:
-    """What can't work with a wrapper."""
+    """Handlers that do not support a wrapper."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     with pytest.raises(ValueError, match=r"Argument reduction should.*DistributedDataParallel"):
@@ -211,7 +211,7 @@ def dropped(rank: int) -> dict[str, Any]:
 
 
 def freed(rank: int) -> dict[str, Any]:
-    """What is alive of a run that was dropped without detaching, with monitors and without."""
+    """Return the objects that are alive after a run was dropped without detaching, with monitors and without."""
     alive = {}
     gc.disable()
     for watched in (False, False, True):  # the first use leaves reference cycles of torch's own

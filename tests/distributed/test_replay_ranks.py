@@ -75,11 +75,11 @@ SCENARIOS["drift"] = drift
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_ranks_replay_together_and_train_as_without(results, name):
-    found, alone = results(name), results(f"{name}, alone")
+    matches, alone = results(name), results(f"{name}, alone")
     for rank in range(2):
-        assert found[rank]["rows"] == [{}] + [{KEY: 1.0}] * 5
-        assert_same(found[rank]["weights"], alone[rank]["weights"])
-        assert_same(found[rank]["random"], alone[rank]["random"])
+        assert matches[rank]["rows"] == [{}] + [{KEY: 1.0}] * 5
+        assert_same(matches[rank]["weights"], alone[rank]["weights"])
+        assert_same(matches[rank]["random"], alone[rank]["random"])
 
 
 @pytest.mark.parametrize("name", WRAPS)

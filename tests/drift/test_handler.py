@@ -81,10 +81,10 @@ def test_sums_and_drift_are_those_of_the_formula(direction, sides):
     values[[0, 170]] = math.nan
     values[520:600] -= 0.05 * torch.arange(80)
     seen = run(values, DriftMonitor(output, direction=direction))
-    found = [tuple(metrics[f"drift/{name}"] for name in ("drift", "sum_up", "sum_down")) for metrics in seen]
+    result = [tuple(metrics[f"drift/{name}"] for name in ("drift", "sum_up", "sum_down")) for metrics in seen]
     expected = oracle(values.tolist(), sides)
     assert sum(drift for drift, *_ in expected) >= 1
-    for own, truth in zip(found, expected, strict=True):
+    for own, truth in zip(result, expected, strict=True):
         assert own == pytest.approx(truth, abs=1e-7)
 
 

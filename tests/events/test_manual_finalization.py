@@ -113,7 +113,7 @@ def test_spikes_are_skipped(wrap):
 
 
 def test_gradient_hooks_that_are_called_outside_of_a_backward():
-    """As FSDP2 calls them in ``finalize_backward()``, on gradients that it has just reduced."""
+    """FSDP2 calls them in ``finalize_backward()``, on gradients that it has just reduced."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     norms, published = [], []

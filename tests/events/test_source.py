@@ -595,7 +595,7 @@ def test_attached_inside_a_running_iteration():
 
 
 def test_gradients_can_be_taken_in_handlers():
-    """As in handlers of Ignite's events, though autograd has disabled gradients in the middle of backward."""
+    """Handlers of Ignite's events may call autograd, although it is disabled in the middle of backward."""
     model, optimizer, trainer = make_trainer()
     taken = []
 
@@ -625,15 +625,15 @@ def test_a_layer_replaced_by_a_handler_that_comes_after_the_monitor(caplog):
     updates = WeightUpdateHandler(model, optimizer, sample_size=None)
     updates.attach(trainer)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=3), replace)
-    found, with_ratio = [], []
+    result, with_ratio = [], []
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def keep(engine):
-        found.append(float(engine.state.metrics["grad/norm"]))
+        result.append(float(engine.state.metrics["grad/norm"]))
         with_ratio.append("monitor/update_ratio_max" in engine.state.metrics)
 
     trainer.run([torch.randn(3, 4) for _ in range(5)], max_epochs=1)
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert result == pytest.approx(expected, rel=1e-5)
     assert with_ratio == [True, True, False, True, True]
     assert caplog.text.count("parameters were replaced") == 1
 

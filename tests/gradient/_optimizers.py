@@ -40,7 +40,7 @@ FEW = ["SGD momentum", "AdamW", "fused AdamW", "fused SGD momentum", "RMSprop"]
 
 
 class MuonLike(torch.optim.Optimizer):
-    """As Keller Jordan's Muon, it makes a gradient of zeros where there is none, and steps along its momentum."""
+    """Muon in the manner of Keller Jordan's: a missing gradient becomes zeros, and the step follows its momentum."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.02, "momentum": 0.95})

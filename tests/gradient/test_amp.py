@@ -57,8 +57,8 @@ def test_norms_and_thresholds_are_unscaled_and_unclipped_while_the_scale_grows(n
     oracle = Oracle(mean_std(6.0, 5, 0.99))
     expected = [oracle.expect(norm) for norm in run.truth]
     for key in ("mean", "std", "threshold"):
-        found = recorder.of(f"grad/{key}")
-        assert found == [pytest.approx(v[key], rel=1e-4) if key in v else None for v in expected], key
+        result = recorder.of(f"grad/{key}")
+        assert result == [pytest.approx(v[key], rel=1e-4) if key in v else None for v in expected], key
     assert run.flags == recorder.flags == [values["spike"] == 1 for values in expected]
 
 
@@ -121,7 +121,7 @@ def test_an_overflow_while_accumulating_counts_once(name, where, zero_at):
     recorder = train(run.step, mlp_batches(24, spikes=[where], factor=math.inf), monitor)
     # One value per step, and of what is not finite: what has overflowed stays so until the step.
     published = [i % 3 == 0 or where <= i <= 12 for i in range(1, 25)]
-    expected = [float(i >= where) if there else None for i, there in enumerate(published, 1)]
+    expected = [float(i >= where) if present else None for i, present in enumerate(published, 1)]
     assert recorder.of("grad/nonfinite_count") == expected
     assert recorder.flags == [False] * 24
     assert run.scales[12] < run.scales[11]
@@ -143,8 +143,8 @@ def test_a_finite_spike_beside_a_scaler_is_flagged(name):
 def test_a_disabled_scaler_handles_no_overflow(value):
     run, monitor = build(scaler=GradScaler("cpu", enabled=False), on_spike="skip")
     recorder = train(run.step, mlp_batches(10, spikes=[6], factor=value), monitor)
-    finite = [(found, true) for found, true in zip(recorder.norms, run.truth, strict=True) if math.isfinite(true)]
-    assert [found for found, _ in finite] == pytest.approx([true for _, true in finite], **CLOSE)
+    finite = [(result, true) for result, true in zip(recorder.norms, run.truth, strict=True) if math.isfinite(true)]
+    assert [result for result, _ in finite] == pytest.approx([true for _, true in finite], **CLOSE)
     assert len(finite) == 9
     assert run.flags[5]
     assert recorder.of("grad/skipped_count")[5] == 1

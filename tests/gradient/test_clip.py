@@ -18,7 +18,7 @@ LIMIT = 50.0
 
 
 def scaled_by_hand(model, limit, factors):
-    """What the contract says, in float64: the gradient times limit / norm where the norm exceeds the limit."""
+    """Compute by the contract, in float64: the gradient times threshold / norm if the norm exceeds the threshold."""
     norm = grad_norm(model)
     factors.append(min(1.0, limit / norm))
     for parameter in model.parameters():
@@ -110,7 +110,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(name):
 
 
 class Halved(torch.optim.Optimizer):
-    """Of nobody's: it moves by half the gradient, and takes a closure."""
+    """Optimizer of an unknown class: it moves by half the gradient, and takes a closure."""
 
     def __init__(self, params):
         super().__init__(params, {})

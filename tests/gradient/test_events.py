@@ -1,4 +1,4 @@
-"""What GradMonitor tells of itself: spikes, new resets, and that no step is ever made."""
+"""Events and log messages of GradMonitor: spikes, resets, and a missing optimizer step."""
 
 from __future__ import annotations
 

@@ -230,11 +230,11 @@ def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_
 
 
 def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
-    """As many each, so that their number tells nothing."""
+    """All blocks have the same number of parameters."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
     blocks = [list(model[0].parameters()), list(model[2].parameters())]
     optimizer = torch.optim.SGD(blocks[0], lr=0.1)
-    expected, found = [], []
+    expected, result = [], []
 
     def note(engine):
         expected.append(norm_of(parameter.grad for parameter in optimizer.param_groups[0]["params"]))
@@ -250,8 +250,8 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
         lambda engine: optimizer.param_groups[0].update(params=blocks[engine.state.iteration // 2 % 2]),
     )
     trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda engine: found.append(float(engine.state.metrics["grad/norm"]))
+        Events.ITERATION_COMPLETED, lambda engine: result.append(float(engine.state.metrics["grad/norm"]))
     )
     trainer.run([torch.randn(4, 8) for _ in range(7)], max_epochs=1)
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert result == pytest.approx(expected, rel=1e-5)
     assert monitor.state_dict()["per_parameter"]["names"] == ["2.weight", "2.bias"]

@@ -59,7 +59,7 @@ class Training:
 
 
 def expected(losses):
-    """Whether each is a spike."""
+    """Return whether each step is a spike."""
     return [float(spike) for spike in spikes_in_losses(losses)[0]]
 
 

@@ -35,16 +35,16 @@ def test_equals_the_formula():
     losses[[60, 61, 62, 150]] *= 12
     losses[[30, 90, 200, 210, 220]] = [0.0, -1.0, math.nan, math.inf, -math.inf]
     limits = []
-    found = spikes_of(LossDetector(), [*losses, 1.0], limits=limits)[:-1]
+    result = spikes_of(LossDetector(), [*losses, 1.0], limits=limits)[:-1]
     # -inf is as non-finite as inf, but it is no large loss: it has no logarithm, like every number below zero.
     reference, limit = spikes_in_losses(np.where(losses == -math.inf, 0.0, losses))
-    assert found == reference
+    assert result == reference
     assert limits[-1] == pytest.approx(limit, rel=1e-12)
-    assert [i for i, spike in enumerate(found) if spike] == [60, 61, 62, 150, 200, 210]
+    assert [i for i, spike in enumerate(result) if spike] == [60, 61, 62, 150, 200, 210]
 
 
 def test_a_steep_fall_hides_no_leap():
-    """By the deviation around the mean, which a fall widens, none of these is a spike."""
+    """With the standard deviation around the mean, which a descent increases, none of these is a spike."""
     random = np.random.default_rng(0)
     falling = np.geomspace(5.0, 0.5, 800) * random.lognormal(sigma=0.02, size=800)
     leaps = list(range(500, 800, 50))

@@ -61,11 +61,11 @@ def test_every_tensor_is_compared_with_its_own_norms():
     rows[60, 1] *= 20
     rows[100, 2] *= 20
     rows[120:, 3] *= 25  # a new level
-    found, expected = detected(rows), each_alone(rows)
-    same(found, expected)
-    assert [i for i, row in enumerate(found) if row[1][0]] == [60]
-    assert [i for i, row in enumerate(found) if row[2][0]] == [100]
-    assert [i for i, row in enumerate(found) if row[3][0]] == [*range(120, 130)]
+    result, expected = detected(rows), each_alone(rows)
+    same(result, expected)
+    assert [i for i, row in enumerate(result) if row[1][0]] == [60]
+    assert [i for i, row in enumerate(result) if row[2][0]] == [100]
+    assert [i for i, row in enumerate(result) if row[3][0]] == [*range(120, 130)]
 
 
 def test_tensors_without_a_gradient_and_zero_ones():

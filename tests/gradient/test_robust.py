@@ -22,7 +22,7 @@ class Detections(NamedTuple):
 
 
 def detect(norms, detector=None, **arguments):
-    """What a SpikeDetector says of norms one after the other."""
+    """Return the detections of a SpikeDetector for consecutive norms."""
     detector = detector or SpikeDetector(RobustThreshold(**arguments))
     detections = []
     for norm in torch.as_tensor(np.asarray(norms), dtype=torch.float64).unbind():

@@ -50,7 +50,7 @@ def detections_by(oracles, norms):
 
 
 def expected(norms):
-    """For every step whether it is a spike, and each tensor's share of the excess, from what the contract says."""
+    """Compute by the contract whether each step is a spike, and each tensor's share of the excess."""
     oracles, whole, reported = {}, Oracle(), []
     for of_step in norms:
         seen = detections_by(oracles, of_step)

@@ -62,7 +62,7 @@ def test_update_ratios_know_that_no_step_was_made():
 
 
 class SAMLike(torch.optim.Optimizer):
-    """As sharpness-aware minimization is written: the closure is evaluated where the weights have been moved to."""
+    """Sharpness-aware minimization: the closure is evaluated at perturbed weights."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -128,7 +128,7 @@ def test_a_method_that_was_kept_from_before_is_refused():
 
 
 def test_optimizers_that_pass_steps_on():
-    """As accelerate's do: the given one holds the groups of the one that steps."""
+    """Wrappers such as accelerate's hold the groups of the optimizer that steps."""
     model, inner = build("MuonLike")
 
     class Passing(torch.optim.Optimizer):

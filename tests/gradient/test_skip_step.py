@@ -143,8 +143,8 @@ def test_the_gradients_are_still_there_after_a_skipped_step(name):
         return model, mlp_batches(3, [3], factor)[2]
 
     model, batch = run(1e3)
-    found = [parameter.grad for parameter in model.parameters()]
-    assert_same(found, list(torch.autograd.grad(mse_loss(model, batch), list(model.parameters()))))
+    result = [parameter.grad for parameter in model.parameters()]
+    assert_same(result, list(torch.autograd.grad(mse_loss(model, batch), list(model.parameters()))))
 
 
 def test_gradients_set_by_hand_are_skipped():

@@ -1,4 +1,4 @@
-"""Which norms are spikes, and what enters the statistics."""
+"""Spikes among norms, and the values that update the statistics."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_values_side_by_side_are_compared_as_if_alone():
     saved = SpikeDetector(MeanStdThreshold(k=4.0))
     saved.to(torch.zeros(5, dtype=torch.float64))
     saved.load_state_dict(together.state_dict())
-    detections = [each.detect(torch.tensor(columns[7])) for each in (saved, together)]
+    detections = [item.detect(torch.tensor(columns[7])) for item in (saved, together)]
     assert_same(detections[0].threshold, detections[1].threshold)
 
 
@@ -135,7 +135,7 @@ def test_a_state_with_a_part_missing_is_refused():
 
 
 def test_zeros_and_equal_values_give_no_threshold():
-    """As of a sparse reward or a masked loss: what comes after them is no spike, and is learned."""
+    """Sparse rewards and masked losses give zeros: the next gradient is no spike, and updates the weights."""
     random = np.random.default_rng(0)
     later = calm(40, seed=1)
     detector = SpikeDetector(MeanStdThreshold())

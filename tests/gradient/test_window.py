@@ -1,4 +1,4 @@
-"""Which gradient a detection describes, in train steps that :mod:`tests.stress` does not have."""
+"""Gradients that a detection describes, in train steps that :mod:`tests.stress` does not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def observations(monitor):
 
 
 def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
-    """As that of a generator whose step is left out, through the discriminator that has made its step."""
+    """A generator whose step is skipped passes its gradient through the discriminator, which has made its step."""
     models = nn.Linear(2, 4), make_mlp()
     optimizers = [sgd(model) for model in models]
 

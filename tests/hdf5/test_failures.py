@@ -1,4 +1,4 @@
-"""What is refused, and what goes wrong during a run."""
+"""Refused arguments, and failures during a run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def failed_to_the_end(caplog, path):
 
 
 def test_the_file_is_removed(path, caplog):
-    """What the other copy holds is not lost with it."""
+    """The contents of the standby copy remain."""
     train_with(path, path.unlink, 101)
     assert not caplog.records
     assert as_lists(path)["train/loss"][0] == list(range(1, 301))
@@ -124,7 +124,7 @@ def test_another_file_takes_its_place(path, caplog):
     train_with(path, replace, 101)
     assert path.read_text() == "mine"
     assert "another program has changed it, or put another file in its place" in failed_to_the_end(caplog, path)
-    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
 
 
 def test_a_second_name_is_not_written_to(path):
@@ -143,7 +143,7 @@ def test_no_hard_links(path, monkeypatch):
     monkeypatch.setattr(os, "link", link)
     train_with(path)
     assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
 
 
 @contextlib.contextmanager
@@ -166,7 +166,7 @@ def test_a_disk_that_is_full(path, caplog, limit):
         assert as_lists(path)["train/loss"][0] == list(range(1, 100))
     else:
         assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
     run(path, 400, "a", start=90)
     assert as_lists(path)["train/loss"][0] == list(range(1, 401))
 
@@ -280,4 +280,4 @@ def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, a
     assert (len(first) >= engine.state.iteration - 1, len(second)) == (True, 40)
     for name, (steps, values) in read.items():
         assert {*values} == {step % 7 for step in steps} == {int(name)}
-    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    assert [item.name for item in path.parent.iterdir()] == ["run.h5"]

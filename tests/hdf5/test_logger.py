@@ -1,4 +1,4 @@
-"""What goes in by an HDF5Logger comes out by read_hdf5."""
+"""Values given to an HDF5Logger are returned by read_hdf5."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_can_not_be_written_is_warned_of_once(path):
 
 
 def test_the_file_says_which_monitor_published_a_name(path):
-    """By where a value comes from; a user's value may have the name of a monitor's."""
+    """The source of a value decides; a user's value may have the name of a monitor's."""
     model, optimizer, trainer = make_trainer()
     monitors = [GradMonitor(model, optimizer), GradMonitor(model, optimizer, prefix="g/2", flag="second")]
     monitors += [ActivationHandler(model, activations=True)]
@@ -175,7 +175,7 @@ def test_closing_leaves_nothing_behind_but_what_was_attached(path, caplog):
     monitor.detach()
     handle.remove()
     assert footprint(trainer, model, optimizer) == before
-    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    assert [element.name for element in path.parent.iterdir()] == ["run.h5"]
     descriptors = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert not [name for name in descriptors if name.startswith(str(path.parent))]
     assert read_hdf5(path)["grad/norm"].steps.tolist() == [1, 2, 3]

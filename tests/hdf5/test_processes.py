@@ -74,7 +74,7 @@ def test_killed_at_ten_random_moments_and_resumed(tmp_path):
             last = check(path, completed.value)
     with HDF5Logger(path, "a"):
         pass
-    assert [each.name for each in tmp_path.iterdir()] == ["run.h5"]
+    assert [item.name for item in tmp_path.iterdir()] == ["run.h5"]
 
 
 def test_a_program_that_ends_with_an_error_and_forgets_to_close(tmp_path):
@@ -108,13 +108,13 @@ def test_rank_zero_writes(tmp_path):
     for rank in ranks:
         rank.join(timeout=100)
     assert [rank.exitcode for rank in ranks] == [0, 0]
-    assert [each.value for each in wrong] == [0, 0]
-    assert sorted(each.name for each in tmp_path.iterdir() if "store" not in each.name) == ["run.h5"]
+    assert [item.value for item in wrong] == [0, 0]
+    assert sorted(item.name for item in tmp_path.iterdir() if "store" not in item.name) == ["run.h5"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_does_not_write(tmp_path):
-    """As those of a DataLoader are: they hold a copy of what waits to be written."""
+    """Workers of a DataLoader are forked with a copy of the pending rows."""
     engine, logger = Engine(lambda engine, batch: None), HDF5Logger(tmp_path / "run.h5")
     engine.state.iteration = 1
     logger._write(engine, 1, {"a": 1.0})

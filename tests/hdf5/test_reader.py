@@ -1,4 +1,4 @@
-"""What read_hdf5 gives, and what it refuses."""
+"""Results and errors of read_hdf5."""
 
 from __future__ import annotations
 

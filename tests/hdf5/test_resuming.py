@@ -22,7 +22,7 @@ def test_x_refuses_w_replaces_a_continues(path):
     assert as_lists(path) == {"train/loss": (list(range(1, 21)), [i / 8 for i in range(1, 21)])}
     run(path, 3, "w")
     assert as_lists(path) == {"train/loss": ([1, 2, 3], [1 / 8, 2 / 8, 3 / 8])}
-    assert [each.name for each in path.parent.iterdir()] == ["run.h5"]
+    assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
 
 
 def test_strings_and_changes_of_directory(tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_a_later_evaluation_supersedes_no_training_values(path):
 @pytest.mark.parametrize("error", [RuntimeError, GeneratorExit])
 @pytest.mark.parametrize("same_logger", [True, False])
 def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, same_logger):
-    """As in a notebook, whose traceback keeps the engine."""
+    """In a notebook, the traceback keeps the engine alive."""
     engines, logger = [], HDF5Logger(path)
 
     def train(value, start, fail_at=None):
@@ -130,7 +130,7 @@ def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, same
 
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_sessions_and_iterations(path, is_attached):
-    """Of an evaluator, whose steps are epochs, the iterations of the trainer, attached to the logger or not."""
+    """An evaluator's steps are epochs; iterations of the trainer are stored, attached to the logger or not."""
     for mode, start in (("x", 0), ("a", 10)):
         trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _, evaluator=evaluator: evaluator.run(range(3)))

@@ -93,18 +93,18 @@ def test_histograms_of_what_the_optimizer_step_uses(tmp_path):
         handler.log_to(logger, trainer, tag="mine")
         handler.attach(trainer, Events.ITERATION_STARTED(every=2))
         trainer.run(make_batches(4))
-    found = read(tmp_path)
+    result = read(tmp_path)
     names = [name for name, _ in model.named_parameters()]
-    assert {*found} == {
+    assert {*result} == {
         *(f"mine/histograms/{kind}/{name}" for kind in ("weights", "gradients") for name in names),
         *(f"mine/histograms/activations/{name}" for name in ("_root_", "0", "1", "2")),
     }
-    assert all([*steps] == [2, 4] for steps in found.values())
+    assert all([*steps] == [2, 4] for steps in result.values())
     for step in (2, 4):
         gradient, weight, *activations = truth[step]
-        check(found["mine/histograms/gradients/0.weight"][step], gradient)
-        check(found["mine/histograms/weights/0.weight"][step], weight)
-        check(found["mine/histograms/activations/1"][step], activations[-1])
+        check(result["mine/histograms/gradients/0.weight"][step], gradient)
+        check(result["mine/histograms/weights/0.weight"][step], weight)
+        check(result["mine/histograms/activations/1"][step], activations[-1])
     assert trainer.state.metrics["histograms/activations_count"] == 4
 
 
@@ -136,11 +136,11 @@ def test_tensors_of_all_kinds():
         optimizer.step()  # the second one
 
     trainer = Engine(train_step)
-    found = collect(trainer, HistogramHandler(model))
+    result = collect(trainer, HistogramHandler(model))
     trainer.run([None])
 
     def of(name):
-        histogram = found[f"histograms/{name}"]
+        histogram = result[f"histograms/{name}"]
         return counts_by_limit(histogram["bucket_limits"], histogram["bucket_counts"])
 
     assert of("activations/_root_/0") == counts_by_numpy(seen["hidden"])
@@ -148,7 +148,7 @@ def test_tensors_of_all_kinds():
     assert of("gradients/weight") == counts_by_numpy(seen["narrow"].float())
     edges = bins()
     assert of("activations/_root_/1/extreme") == {edges[1]: 1, edges[len(edges) // 2 + 1]: 3, edges[-1]: 1}
-    assert not any("none" in name or "empty" in name for name in found)
+    assert not any("none" in name or "empty" in name for name in result)
     assert trainer.state.metrics["histograms/activations_count"] == 3
 
 
@@ -166,10 +166,10 @@ def test_selection_of_modules_and_parameters(chosen, modules, parameters):
     model = nn.Sequential(nn.Linear(6, 4), *blocks, nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
-    found = collect(trainer, HistogramHandler(model, **chosen))
+    result = collect(trainer, HistogramHandler(model, **chosen))
     trainer.run(make_batches(1))
     for kind, names in (("activations", modules), ("weights", parameters), ("gradients", parameters)):
-        assert sorted(name.split("/")[2] for name in found if f"/{kind}/" in name) == names
+        assert sorted(name.split("/")[2] for name in result if f"/{kind}/" in name) == names
 
 
 def test_a_gan_has_the_gradients_of_each_own_step():
@@ -192,12 +192,12 @@ def test_a_gan_has_the_gradients_of_each_own_step():
 
     trainer = Engine(train_step)
     handlers = [HistogramHandler(model, prefix=name) for model, name in zip(models, "gd", strict=True)]
-    found = []
+    result = []
     for handler in handlers:
         handler.attach(trainer)
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED,
-        lambda _: found.extend(handlers[i].histograms[f"{'gd'[i]}/gradients/weight"]["sum"] for i in (1, 0)),
+        lambda _: result.extend(handlers[i].histograms[f"{'gd'[i]}/gradients/weight"]["sum"] for i in (1, 0)),
     )
     trainer.run(make_batches(2))
-    assert found == pytest.approx([float(gradient.double().sum()) for gradient in truth])
+    assert result == pytest.approx([float(gradient.double().sum()) for gradient in truth])

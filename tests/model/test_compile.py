@@ -40,8 +40,8 @@ def model_of(compiled, backend):
 
 
 def norm_of(model):
-    """In float64, of the gradients that there are."""
-    return float(torch.stack([each.grad.double().square().sum() for each in model.parameters()]).sum().sqrt())
+    """Compute the norm of all existing gradients in float64."""
+    return float(torch.stack([element.grad.double().square().sum() for element in model.parameters()]).sum().sqrt())
 
 
 def train(backend, monitors=lambda model, optimizer: [], whole=False, compiled="", every=1, **options):
@@ -102,8 +102,8 @@ def test_backward_in_a_compiled_function(backend, whole, compiled):
     assert_same([*model.parameters()], [*plain.parameters()])
     assert seen == norms
     assert flags == [norm > limit for norm in norms]
-    assert [each["grad/norm"] for each in metrics] == pytest.approx(norms, rel=1e-6)
-    assert all(each["monitor/update_ratio_median"] > 0 for each in metrics)
+    assert [element["grad/norm"] for element in metrics] == pytest.approx(norms, rel=1e-6)
+    assert all(element["monitor/update_ratio_median"] > 0 for element in metrics)
 
 
 def test_backward_in_the_graph_itself():
@@ -116,7 +116,7 @@ def test_backward_in_the_graph_itself():
         grad = lambda model, optimizer: [GradMonitor(model, optimizer)]  # noqa: E731
         model, _, _, metrics = train("aot_eager", grad, fullgraph=True)
     assert_same([*model.parameters()], [*plain.parameters()])
-    assert [each["grad/norm"] for each in metrics] == pytest.approx(norms, rel=1e-6)
+    assert [element["grad/norm"] for element in metrics] == pytest.approx(norms, rel=1e-6)
 
 
 def test_skipped_steps_of_a_compiled_train_step():
@@ -206,6 +206,6 @@ def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgr
     assert [item["model"] for item in runs] == [item["function"] for item in runs] == [int(not i) for i in monitored]
     assert_same([*model.parameters()], [*plain.parameters()])  # this backend computes what is written
     if kind != "reference":
-        found = [item.get("activation/0/mean", 0.0) for item in metrics]
-        assert found == pytest.approx([mean * is_on for mean, is_on in zip(means, monitored, strict=True)], rel=1e-5)
+        result = [item.get("activation/0/mean", 0.0) for item in metrics]
+        assert result == pytest.approx([mean * is_on for mean, is_on in zip(means, monitored, strict=True)], rel=1e-5)
         assert all(("activation/2/mean" in item) == is_on for item, is_on in zip(metrics, monitored, strict=True))

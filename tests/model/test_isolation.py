@@ -80,7 +80,7 @@ class Drawing(nn.Module):
         self.generators = [self.own, listed, closed, bound, deep]
 
     def forward(self):
-        values = [float(torch.rand((), generator=each)) for each in self.generators]
+        values = [float(torch.rand((), generator=item)) for item in self.generators]
         numpy, older = self.holder.deep[1], self.holder.older
         values += [self.queue[0].random(), float(numpy.random()), float(older.rand())]
         self.calls += 1

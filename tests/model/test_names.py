@@ -38,9 +38,9 @@ WRAPPINGS = {
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_parameters_have_the_users_own_names(wrapping):
     model = Mine()
-    found = {name: parameter for name, parameter, _ in named_parameters(WRAPPINGS[wrapping](model))}
-    assert list(found) == NAMES
-    assert [id(found[name]) for name in NAMES] == [id(parameter) for parameter in model.parameters()]
+    result = {name: parameter for name, parameter, _ in named_parameters(WRAPPINGS[wrapping](model))}
+    assert list(result) == NAMES
+    assert [id(result[name]) for name in NAMES] == [id(parameter) for parameter in model.parameters()]
     assert unwrapped(WRAPPINGS[wrapping](model)) is model
 
 

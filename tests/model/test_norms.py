@@ -100,8 +100,8 @@ def test_sparse_tensors_count_coalesced():
 
 def test_tensors_that_lie_in_another_order():
     tensor = torch.randn(8, 16, 30, 40, generator=torch.Generator().manual_seed(0))
-    for each in (tensor.to(memory_format=torch.channels_last), tensor.transpose(0, 3), tensor[:, ::2], tensor[:1]):
-        close(total_norm([each.expand(2, *each.shape)]), exact([each, each], 2.0))
+    for element in (tensor.to(memory_format=torch.channels_last), tensor.transpose(0, 3), tensor[:, ::2], tensor[:1]):
+        close(total_norm([element.expand(2, *element.shape)]), exact([element, element], 2.0))
 
 
 def test_nothing_and_zeros():

@@ -49,34 +49,34 @@ def nodes(path: Path) -> list[ast.AST]:
 
 def uses(path: Path) -> set[str]:
     """The private names that a file asks others for: attributes of anything but self, imports, and strings."""
-    found = set()
+    result = set()
     for node in nodes(path):
         if isinstance(node, ast.Attribute):
             base = node.value
             if not (isinstance(base, ast.Name) and base.id in ("self", "cls")):
-                found.add(node.attr)
+                result.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            result.add(node.value)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("torch", "ignite"):
-            found |= {part for alias in node.names for part in (*node.module.split("."), alias.name)}
-    return {name for name in found if is_private(name)}
+            result |= {part for alias in node.names for part in (*node.module.split("."), alias.name)}
+    return {name for name in result if is_private(name)}
 
 
 def defined(path: Path) -> set[str]:
-    """What a file's own classes and functions are called, and what it sets on self."""
-    found = set()
+    """Return the names of a file's classes and functions, and the attributes set on self."""
+    result = set()
     for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-    return found
+            result.add(node.attr)
+    return result
 
 
 def test_all_are_in_one_file():
     others = [path for path in PACKAGE.rglob("*.py") if path != FILE]
-    found = {str(path.relative_to(PACKAGE)): uses(path) & PRIVATE - defined(path) for path in others}
-    assert {path: names for path, names in found.items() if names} == {}
+    result = {str(path.relative_to(PACKAGE)): uses(path) & PRIVATE - defined(path) for path in others}
+    assert {path: names for path, names in result.items() if names} == {}
     assert uses(FILE) & PRIVATE
 
 

@@ -1,4 +1,4 @@
-"""Which tensors are found in what modules return."""
+"""Tensors found in the outputs of modules."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ Pair = namedtuple("Pair", "first second")
     ],
 )
 def test_places(output, expected):
-    found = list(floating_tensors(output))
-    assert [place for place, _ in found] == [place for place, _ in expected]
-    assert all(ours is theirs for (_, ours), (_, theirs) in zip(found, expected, strict=True))
+    result = list(floating_tensors(output))
+    assert [place for place, _ in result] == [place for place, _ in expected]
+    assert all(ours is theirs for (_, ours), (_, theirs) in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What every handler promises: it leaves as it came, stays fresh, resumes, waits for nobody, and touches nothing.
+"""Promises of every handler: removed without a trace, fresh values, resumable, no synchronization, training unchanged.
 
 A new handler is one more line in ``HANDLERS`` of tests/monitor/_handlers.py.
 """
@@ -218,7 +218,7 @@ PLACES = ("forward", "after backward", "after step", "data", *(event.name for ev
 
 
 def test_exceptions_leave_no_hook_and_the_next_run_works(factory):
-    """At one place after the other, in the second iteration or at the end of the first epoch."""
+    """Raise at one place after another, in the second iteration or at the end of the first epoch."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     broken = []
@@ -478,7 +478,7 @@ def trained_alone(name, parts):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_untouched_to_the_last_bit(factory, name, tmp_path):
-    """Where three of four iterations are monitored."""
+    """Three of four iterations are monitored."""
 
     @contextlib.contextmanager
     def attach(model, optimizer, trainer):
@@ -495,7 +495,7 @@ def test_training_is_untouched_to_the_last_bit(factory, name, tmp_path):
 
 
 def run_and_drop(factory, logger=None):
-    """What is alive of a run that was dropped without detaching, by weak references."""
+    """Return the objects, by weak references, that are alive after a run was dropped without detaching."""
     model, optimizer, trainer = make_trainer(parts=factory.parts)
     monitor = factory(model, optimizer)
     monitor.attach(trainer)
@@ -686,7 +686,7 @@ SERVICES = {
 
 
 def test_other_loggers(setup, monkeypatch):
-    """Of every other one log_to() comes before attach(), and of every third one there is a tag."""
+    """For every second logger log_to() precedes attach(), and every third one has a tag."""
     _, _, trainer, monitor = setup
     got: dict[str, dict[int, dict[str, float]]] = {service: {} for service in SERVICES}
     tags = {service: "train" if place % 3 == 1 else None for place, service in enumerate(SERVICES)}

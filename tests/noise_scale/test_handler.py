@@ -39,7 +39,7 @@ def exact(model, x, y):
 
 
 def batches(x, y, size, count, seed=0):
-    """With replacement: the items of a batch are independent."""
+    """Draw batches with replacement, so that their items are independent."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         chosen = torch.randint(len(x), (size,), generator=generator)
@@ -61,14 +61,14 @@ def step_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set_to
 
 
 def measured(monitor):
-    """What is published; nothing where the noise scale is not."""
+    """Return the metrics; none if the noise scale is not reported."""
     if "noise_scale/value" not in monitor.metrics:
         return {}
     return {name.rpartition("/")[2]: float(value) for name, value in monitor.metrics.items()}
 
 
 def watched(step, model, optimizer, batches, event=Events.ITERATION_STARTED, **kwargs):
-    """What is published in each iteration, and which iterations have entered."""
+    """Return the metrics of each iteration, and the iterations that updated the statistics."""
     trainer = Engine(step)
     monitor = GradientNoiseScaleHandler(model, optimizer, **({"micro_batches": 4} | kwargs))
     monitor.attach(trainer, event)

@@ -110,7 +110,7 @@ def test_nan_in_each_backward(kind, first):
 
 
 def trained(model, batches, loss_of=loss_of, *, monitored=True, planting=None, at=2, **options):
-    """What is found, and all that training is made of, when something is planted before an iteration."""
+    """Return the located sources, and the whole training state, for a fault planted before an iteration."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     result, losses, gradients = [], [], []
 
@@ -334,7 +334,7 @@ def test_several_backwards_of_one_forward():
 
 
 def test_dropout_is_that_of_the_training():
-    """Where the mask of dropout decides, a second look with others would find nothing, or something else."""
+    """If the dropout mask decides, a second pass with another mask finds nothing or another source."""
 
     class Deciding(nn.Module):
         def __init__(self):
@@ -512,7 +512,7 @@ def test_a_model_of_which_parts_alone_are_called(caplog):
 
 
 def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
-    """Where the detection is on a device, only a listener has the model looked at."""
+    """If the detection is on a device, only a listener triggers the search."""
     monkeypatch.setattr(transfer, "HOST", set())
     for listens in (False, True):
         caplog.clear()

@@ -16,7 +16,7 @@ from tests._helpers import ListLogger, make_batches, make_model, make_step, run_
 
 
 class Own(torch.optim.Optimizer):
-    """Of no known class, with its own count of steps, in which gradients are used up, as some Muons do it."""
+    """Optimizer of an unknown class with its own step count, which overwrites gradients, as some Muons do."""
 
     def __init__(self, params, **defaults):
         super().__init__(params, {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-3, **defaults})
@@ -53,7 +53,7 @@ OPTIMIZERS = {
 
 
 def truth(optimizer, before, gradients):
-    """Of every parameter of an optimizer that has had a step, in float64."""
+    """Compute in float64 for every parameter of an optimizer that has made a step."""
     rms, epsilon_dominated, cosines, change = [], [], [], 0.0
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -146,7 +146,7 @@ def test_gradients_are_unscaled_and_a_step_that_overflows_is_none(fused):
 
 
 def test_a_fused_step_that_unscales_by_itself():
-    """There nobody else knows the gradient as the step uses it."""
+    """Only the optimizer knows the gradient that its step uses."""
     published = []
     for scale in (1.0, 2.0**14):
         model = make_model()

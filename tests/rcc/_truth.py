@@ -1,4 +1,4 @@
-"""What the refined coordinate check should say, in float64 and from whole evaluations of modules; what it says."""
+"""Refined coordinate check in float64 from whole evaluations of modules, and as published."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def call(model, batch):
 
 
 def measure(handler, batches, around=None):
-    """What is published of one iteration with a forward pass for each batch."""
+    """Return the metrics of one iteration with a forward pass for each batch."""
 
     def train_step(engine, _):
         with around or torch.enable_grad():

@@ -219,7 +219,7 @@ class First(nn.Module):
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_parts_add_up_in_random_networks(data):
-    """What is published of outputs as the sum of both parts is what the outputs themselves have changed by."""
+    """The sum of both parts is the change of the outputs."""
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     width = data.draw(st.integers(1, 6))
     layers, size = [], width
@@ -479,7 +479,7 @@ def test_copies_made_in_a_train_step_are_not_measured(duplicate, caplog):
 
 
 class OwnRMSNorm(nn.Module):
-    """As language models have it, with an offset."""
+    """RMSNorm with an offset, as in language models."""
 
     def __init__(self, features):
         super().__init__()

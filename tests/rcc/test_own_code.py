@@ -169,7 +169,7 @@ def test_hooks_that_only_read_remove_nothing(hook, caplog):
 
 @pytest.mark.parametrize("hook", CHANGING)
 def test_a_reference_with_the_same_hooks_is_right(hook):
-    """What the layer itself does, between what its hooks do."""
+    """Only the layer itself counts, without its hooks."""
     model, x = net(), torch.randn(7, 6)
     reference = copy.deepcopy(model)
     perturb(model)

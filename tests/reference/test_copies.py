@@ -82,7 +82,7 @@ def test_functions_over_own_modules_have_no_copy(keep):
 
 
 def measure_difference(model, other):
-    """Of the last layers' outputs, where the other model is given as the reference."""
+    """Return the difference of the last layers' outputs from those of the given reference."""
     passes, recorder, warnings = watch(model, other)
     with passes.watched():
         model(torch.randn(8, 4))

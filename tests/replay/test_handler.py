@@ -83,7 +83,7 @@ STEPS = {
 
 
 def train(steps, batches, *monitors):
-    """What was published, and the state after a run; monitors are made from model and optimizer."""
+    """Return the metrics and the state after a run; ``monitors`` makes them from model and optimizer."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     make, optimizer_of, step_of = steps
     model = make()
@@ -113,7 +113,7 @@ def test_a_healthy_machine_is_never_different():
 
 @pytest.mark.parametrize(("name", "parts"), [("accumulation", 4), ("over iterations", 1), ("scaler", 2)])
 def test_a_flipped_bit_in_one_pass_is_found(name, parts):
-    """In the first or the second pass, in a random element of a random parameter's gradient; the first is healthy."""
+    """Flips a random bit of a random gradient element in either pass, after a healthy iteration."""
     chance, expected, fault, calls = random.Random(3), [], {}, []
     bits = range(32) if name == "accumulation" else range(23)  # else it may overflow, without a step
 

@@ -38,7 +38,7 @@ def test_it_is_the_sum_that_it_says(dtype, piece, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(items, "_PIECE", piece)
     tensors = [some(dtype, 7), some(dtype, 3, 5).mT, some(dtype, 0), some(dtype, 1).squeeze(), some(dtype, 10_001)]
-    assert [int(hash_bits(each)) for each in tensors] == [by_hand(each) for each in tensors]
+    assert [int(hash_bits(item)) for item in tensors] == [by_hand(item) for item in tensors]
 
 
 def test_every_single_bit_and_every_exchange_is_seen():
@@ -67,7 +67,7 @@ def test_numbers_of_a_parameter_s_state_are_named_so(name):
     for parameter in model.parameters():
         optimizer.state[parameter]["count"] = 1
     assert hash_of((1, 0.5, "a")) == hash_of((1, 0.5, "a")) != hash_of((1, 0.25, "a"))
-    names = [each for each in items_of(model, optimizer) if " of " in each]
+    names = [item for item in items_of(model, optimizer) if " of " in item]
     assert names == [
         "settings of group 0 of the optimizer",
         f"numbers of {name}.weight in the optimizer",

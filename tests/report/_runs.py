@@ -22,7 +22,7 @@ class Recording(dict):
             for place in [0, *(at + 1 for at, letter in enumerate(name) if letter == "/")]:
                 root, key = name[:place].rstrip("/"), name[place:]
                 if schema is ACTIVATION:
-                    known = key.partition("/")[0] in {each.pattern.partition("/")[0] for each in schema.keys}
+                    known = key.partition("/")[0] in {item.pattern.partition("/")[0] for item in schema.keys}
                 else:
                     known = f"/{root}".endswith(f"/{schema.prefix}")
                 known |= all(f"{root}/{sign}" in self for sign in SIGNS.get(schema.kind, ("",)))

@@ -159,7 +159,7 @@ def test_rollbacks_are_marked_in_every_panel(monkeypatch, tmp_path):
 
 
 def test_one_screen_is_no_higher_than_a_screen(tmp_path):
-    run = runs.healthy() | {f"activation/a/metric_{each}": runs.series(runs.noise(40, each), 5) for each in range(14)}
+    run = runs.healthy() | {f"activation/a/metric_{item}": runs.series(runs.noise(40, item), 5) for item in range(14)}
     draw(picture(make_run(run)), tmp_path / "run.png")
     height, width = image.imread(tmp_path / "run.png").shape[:2]
     assert height < 1100

@@ -19,7 +19,7 @@ from tests._helpers import Batch
 
 
 class Net(nn.Module):
-    """With dropout, running statistics, and buffers: one that no state_dict holds, and one that is not finite."""
+    """Model with dropout, running statistics, a buffer outside of state_dict, and a buffer that is not finite."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What goes wrong for longer than a batch, and how well the training ends: thirty iterations later as if undisturbed.
+"""Faults that last longer than a batch: thirty iterations after them, training continues as if undisturbed.
 
 By default every fault and every way of training is met once. With ``FULL_MATRIX=1`` in the environment each fault meets
 each way, with skipped steps and without, from three seeds; healthy runs are longer and many then.

@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3), capturable=False),
-    "two groups": lambda p: torch.optim.RMSprop([{"params": [each], "lr": 1e-3} for each in p]),
+    "two groups": lambda p: torch.optim.RMSprop([{"params": [item], "lr": 1e-3} for item in p]),
 }
 
 
@@ -85,7 +85,7 @@ def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
 
     def note(engine):
         states.append((engine.state.iteration, torch.get_rng_state()))
-        left.append([each.grad for each in training.model.parameters()])
+        left.append([item.grad for item in training.model.parameters()])
 
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, note)
     training.run(make_batches(30), request=[20])  # one micro-batch after a step

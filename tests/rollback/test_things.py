@@ -1,4 +1,4 @@
-"""What may be in ``to_save`` besides a model and a plain optimizer, each with its own way to keep state."""
+"""Objects in ``to_save`` besides a model and a plain optimizer, each with its own state."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Lookahead(torch.optim.Optimizer):
     def load_state_dict(self, state):
         self.optimizer.load_state_dict(state["fast"])
         self.param_groups = self.optimizer.param_groups
-        self.slow, self.steps = [each.clone() for each in state["slow"]], state["steps"]
+        self.slow, self.steps = [item.clone() for item in state["slow"]], state["steps"]
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -135,7 +135,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Prepared(torch.optim.Optimizer):
-    """As accelerate prepares one: torch's constructor is not called, so it has no step hooks of its own."""
+    """Optimizer prepared by accelerate: torch's constructor is not called, so it has no step hooks."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

@@ -118,7 +118,7 @@ def test_losses_whose_square_overflows_update_nothing(huge):
 
 
 class Monitor:
-    """What there is of a GradMonitor after each iteration."""
+    """Metrics of a GradMonitor after each iteration."""
 
     prefix, metrics = "grad", {}
 
@@ -128,10 +128,10 @@ class Monitor:
 
 def test_an_overflow_that_a_scaler_handles_is_no_nonfinite_iteration():
     """It is counted as not finite and is no spike; without a scaler it is both."""
-    watch, monitor, found = Watch(), Monitor(), []
+    watch, monitor, result = Watch(), Monitor(), []
     for monitor.seen in ((0, 0, 0), (0, 1, 0), (1, 2, 0), (1, 2, 0)):  # spikes, non-finite norms, resets
-        found.append(watch.collect(None, [monitor]).is_nonfinite)
-    assert found == [False, False, True, False]
+        result.append(watch.collect(None, [monitor]).is_nonfinite)
+    assert result == [False, False, True, False]
 
 
 @pytest.mark.parametrize(("shift", "peak", "even_far"), [(0.0, 5.0, False), (0.0, 50.0, True), (-100.0, 5.0, True)])

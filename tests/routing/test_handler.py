@@ -153,8 +153,8 @@ def test_compiled_models_are_measured():
     expected = run_monitored(train_step(model), batches(), RoutingHandler(model, routers="gate$"))
     wrapped = torch.compile(compiled, backend="eager")
     wrapped(batches()[0])
-    found = run_monitored(train_step(wrapped), batches(), RoutingHandler(wrapped, routers="gate$"))
-    assert [row == pytest.approx(other) for row, other in zip(found, expected, strict=True)] == [True] * 3
+    result = run_monitored(train_step(wrapped), batches(), RoutingHandler(wrapped, routers="gate$"))
+    assert [row == pytest.approx(other) for row, other in zip(result, expected, strict=True)] == [True] * 3
 
 
 def test_routers_of_transformers_report_the_experts_that_they_chose():

@@ -20,7 +20,7 @@ TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
 
 
 def train(model, handler, batches, lr=0.05):
-    """What the handler publishes in each iteration."""
+    """Return the metrics of each iteration."""
     return run_monitored(make_step(model, torch.optim.Adam(model.parameters(), lr=lr)), batches, handler)
 
 
@@ -149,16 +149,16 @@ def test_rank_one_in_the_inputs_direction_is_one(n):
     x = torch.randn(5, n, dtype=torch.float64)
     for row in range(5):
         weight = torch.outer(torch.randn(7).double(), x[row])
-        found = row_alignment(F.linear, n, x, weight)
-        assert float(found[row]) == pytest.approx(1.0, abs=1e-12)
-        assert float(found.max()) <= 1 + 1e-12  # Cauchy and Schwarz
+        result = row_alignment(F.linear, n, x, weight)
+        assert float(result[row]) == pytest.approx(1.0, abs=1e-12)
+        assert float(result.max()) <= 1 + 1e-12  # Cauchy and Schwarz
 
 
 def test_undefined_rows_are_nan():
     x, weight = torch.randn(5, 16), torch.randn(3, 16)
     x[1] = 0.0
     x[3, 2] = math.inf
-    found = row_alignment(F.linear, 16, x, weight)
-    assert found.isnan().tolist() == [False, True, False, True, False]
+    result = row_alignment(F.linear, 16, x, weight)
+    assert result.isnan().tolist() == [False, True, False, True, False]
     assert row_alignment(F.linear, 16, x, torch.zeros_like(weight)).isnan().all()
     assert row_alignment(F.linear, 16, torch.zeros_like(x), weight).isnan().all()

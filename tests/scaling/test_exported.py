@@ -46,7 +46,7 @@ class Branches(nn.Module):
 
 @functools.cache
 def layers_of(cases, sample_input):
-    """Of many cases in one parametrization: case -> its layers, and the parametrization."""
+    """Return the layers of many cases in one parametrization: case -> its layers, and the parametrization."""
     makes = dict(cases)
     parametrization = parametrize(
         lambda n: Branches([make(n) for make in makes.values()]), widths=WIDTHS, sample_input=sample_input
@@ -201,7 +201,7 @@ def test_weights_that_do_not_grow_are_no_layers():
     parametrization = parametrize(make, widths=WIDTHS, sample_input=X)
     assert kinds_of(parametrization.layers) == {"2": ("embedding", 32), "4": ("readout", 32)}
     (other,) = [group for group in parametrization.param_groups if group["layer_name"] == "_other"]
-    assert [each.shape for each in other["params"]] == [(7, 6), (7,), (3, 7), (3,)]
+    assert [item.shape for item in other["params"]] == [(7, 6), (7,), (3, 7), (3,)]
     assert parametrization.graph["0"].is_fixed
     assert parametrization.solution.r["5"] == 0
 
@@ -259,7 +259,7 @@ OWN_CASES = tuple((name, lambda n, kind=kind, run=run: Factors(n, kind, run)) fo
 
 @pytest.mark.parametrize("case", OWN)
 def test_own_factors_count_in_a(case):
-    """What the model multiplies by and what we do are together n^-a, with the exponents of a model without factors."""
+    """The model's own factors times the added ones are n^-a, with the exponents of a model without factors."""
     parametrization, layers = layers_of(OWN_CASES, TOKENS)
     hooks = multipliers(parametrization.model)
     for name, own in zip(("tokens", "head"), OWN[case][2:], strict=True):
@@ -312,7 +312,7 @@ def test_heads_that_grow_are_reported_wherever_they_are_scaled(cases, caplog):
 
 
 def test_weights_that_are_joined_are_refused():
-    """Which part of the product is whose is not known."""
+    """The share of each parameter in the product is unknown."""
 
     class Joined(nn.Module):
         def __init__(self, n):
@@ -330,7 +330,7 @@ def test_weights_that_are_joined_are_refused():
 
 
 class LoRA(nn.Module):
-    """As PEFT's: a frozen layer, and beside it two matrices of rank 2, of which the second is zero."""
+    """LoRA in the manner of PEFT: a frozen layer, and two matrices of rank 2, of which the second is zero."""
 
     def __init__(self, n):
         super().__init__()
@@ -354,7 +354,7 @@ def test_frozen_base_with_lora(caplog):
         return model
 
     parametrization = parametrize(make, widths=WIDTHS, sample_input=TOKENS)
-    assert {name: (each.layer_type, each.fan_in, each.a, each.c) for name, each in parametrization.layers.items()} == {
+    assert {name: (item.layer_type, item.fan_in, item.a, item.c) for name, item in parametrization.layers.items()} == {
         "1.a": ("hidden", 32, 0, pytest.approx(1)),
         "1.b": ("embedding", 32, 0, pytest.approx(0)),
     }

@@ -60,8 +60,8 @@ def trainer_of(model, optimizer):
 def run(parametrization, optimizer, *attached, steps=6):
     """Learning rates after each iteration, by layer and whether of a bias."""
     engine = trainer_of(parametrization.model, optimizer)
-    for each in attached:
-        each.attach(engine)
+    for item in attached:
+        item.attach(engine)
     seen = []
 
     @engine.on(Events.ITERATION_COMPLETED)
@@ -237,7 +237,7 @@ def test_training_is_bitwise_unchanged_at_the_same_rates(monkeypatch):
         torch.manual_seed(3)
         engine = trainer_of(model, optimizer)
         if watched:
-            monkeypatch.setattr(parametrization, "solve", lambda found: alignments.append(found) or solution)
+            monkeypatch.setattr(parametrization, "solve", lambda result: alignments.append(result) or solution)
             MaxPScheduler(parametrization, optimizer).attach(engine)
         engine.run(batches, max_epochs=2)
         return [*outputs, *model.state_dict().values(), torch.get_rng_state()]
@@ -254,7 +254,7 @@ def test_a_dropped_scheduler_is_freed():
         scheduler.attach(engine)
         engine.add_event_handler(Events.ITERATION_STARTED, cosine(scheduler.as_optimizer()))
         engine.run(make_batches(3))
-        return [weakref.ref(each) for each in (scheduler, parametrization, parametrization.model, engine)]
+        return [weakref.ref(item) for item in (scheduler, parametrization, parametrization.model, engine)]
 
     run_and_drop()  # the first use leaves reference cycles of torch's own
     gc.collect()
@@ -371,7 +371,7 @@ def test_schedules_of_ignite_and_torch(schedule_of, scheduler_first):
     )
     engine.run(make_batches(9))
     assert len({prefactor for prefactor, *_ in used}) > 7
-    for prefactor, found, solution in used:
-        assert found == pytest.approx(expected_rates(solution, prefactor, optimizer), rel=1e-12)
+    for prefactor, result, solution in used:
+        assert result == pytest.approx(expected_rates(solution, prefactor, optimizer), rel=1e-12)
     schedule.load_state_dict(schedule.state_dict())
     assert scheduler.lr_prefactor == alone.param_groups[0]["lr"]

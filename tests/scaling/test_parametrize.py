@@ -40,7 +40,7 @@ def messages(caplog):
 
 
 def test_mlp_has_what_mup_says():
-    """Of width 64: outputs times n^-a, weights of n^-b, Adam's learning rates of n^-c; b = 1/2 everywhere."""
+    """Width 64: outputs times n^-a, weights of n^-b, Adam's learning rates of n^-c; b = 1/2 everywhere."""
     parametrization = made(lr_prefactor=0.1, std_prefactor=2.0, weight_decay=0.2)
     model = parametrization.model
     groups, biases = by_name(parametrization.param_groups), by_name(parametrization.param_groups, bias=True)
@@ -48,9 +48,9 @@ def test_mlp_has_what_mup_says():
     for name, (a, c, bias_c) in expected.items():
         module, group = model[int(name)], groups[name]
         assert (group["fan_in"], group["c"], group["lr"]) == (64, pytest.approx(c), pytest.approx(0.1 * 64**-c))
-        assert [id(each) for each in group["params"]] == [id(module.weight)]
+        assert [id(item) for item in group["params"]] == [id(module.weight)]
         assert biases[name]["lr"] == pytest.approx(0.1 * 64**-bias_c)
-        assert [id(each) for each in biases[name]["params"]] == [id(module.bias)]
+        assert [id(item) for item in biases[name]["params"]] == [id(module.bias)]
         assert module.weight.std().item() == pytest.approx(2 / 8, rel=4 / math.sqrt(2 * module.weight.numel()))
         assert not module.bias.any()
         x = torch.randn(2, module.in_features)
@@ -58,7 +58,7 @@ def test_mlp_has_what_mup_says():
     assert sorted(multipliers(model)) == ["0", "6"]  # none where a is 0
     other = groups["_other"]
     assert (other["lr"], other["c"], other["fan_in"]) == (0.1, 0.0, 1)
-    assert [id(each) for each in other["params"]] == [id(each) for each in model[4].parameters()]
+    assert [id(item) for item in other["params"]] == [id(item) for item in model[4].parameters()]
     assert torch.equal(model[4].weight, torch.ones(64))
     for group in parametrization.param_groups:  # AdamW leaves the same share of every weight, at any width
         assert group["lr"] * group["weight_decay"] == pytest.approx(0.1 * 0.2)
@@ -70,8 +70,8 @@ def test_groups_hold_the_parameters_that_the_model_has_now():
     for module in parametrization.model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = nn.Parameter(parameter.detach().clone())
-    held = {id(each) for group in parametrization.param_groups for each in group["params"]}
-    assert held == {id(each) for each in parametrization.model.parameters()}
+    held = {id(item) for group in parametrization.param_groups for item in group["params"]}
+    assert held == {id(item) for item in parametrization.model.parameters()}
 
 
 def test_multipliers_are_copied_pickled_compiled_and_not_saved():
@@ -128,9 +128,9 @@ def nested(n):
 
 
 def test_given_exponents_by_name_then_last_part_then_type():
-    found = made(nested, c_overrides={"hidden": 1.1, "fc": 1.2, "1.fc": 1.3}).solution.c
-    assert (found["1.fc"], found["2.fc"]) == (1.3, 1.2)
-    assert found["0"] == found["3"] == pytest.approx(0.5)
+    result = made(nested, c_overrides={"hidden": 1.1, "fc": 1.2, "1.fc": 1.3}).solution.c
+    assert (result["1.fc"], result["2.fc"]) == (1.3, 1.2)
+    assert result["0"] == result["3"] == pytest.approx(0.5)
 
 
 class Tied(nn.Module):
@@ -262,12 +262,12 @@ class Awkward(nn.Module):
 def test_refusals_name_the_place_and_given_roles_work(way, match, kinds):
     with pytest.raises((RuntimeError, ValueError), match=match):
         made(lambda n: Awkward(n, way))
-    found = made(lambda n: Awkward(n, way), kinds=kinds)
+    result = made(lambda n: Awkward(n, way), kinds=kinds)
     expected = {"emb": ("embedding", 0.5), "mid": ("hidden", 1.0), "head": ("readout", 0.5)}
     if way == "bilinear":
         expected |= {"mix": ("hidden", 1.0)}
-    assert {name: (layer.layer_type, pytest.approx(layer.c)) for name, layer in found.layers.items()} == expected
-    assert {name: layer.multiplier for name, layer in found.layers.items()}["head"] == 1 / 8
+    assert {name: (layer.layer_type, pytest.approx(layer.c)) for name, layer in result.layers.items()} == expected
+    assert {name: layer.multiplier for name, layer in result.layers.items()}["head"] == 1 / 8
 
 
 def test_old_torch_is_refused_by_name_and_given_roles_work(monkeypatch):

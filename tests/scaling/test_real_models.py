@@ -96,14 +96,14 @@ def test_the_program_gives_the_closed_form_for_random_alignments(name):
             gain = 0.0 if layer.layer_type == "embedding" else min(max(alpha, u, 0.5), 1.0)
             expected[layer.weight] = max(expected.get(layer.weight, -1.0), gain - layer.a)
         c = parametrization.solve(alignment).c
-        found = {layer.weight: c[layer.name] for layer in parametrization.layers.values()}
-        assert found == pytest.approx(expected, abs=1e-6)
+        result = {layer.weight: c[layer.name] for layer in parametrization.layers.values()}
+        assert result == pytest.approx(expected, abs=1e-6)
 
 
 def test_bottlenecks_in_front_of_batch_norm():
     _, parametrization = made("ResNet, Bottleneck (torchvision)")
-    found = {(name.rpartition(".")[2], layer.layer_type, layer.c) for name, layer in parametrization.layers.items()}
-    assert found == {("conv1", "embedding", 0.5), ("conv2", "hidden", 1.0), ("conv3", "hidden", 1.0)}
+    result = {(name.rpartition(".")[2], layer.layer_type, layer.c) for name, layer in parametrization.layers.items()}
+    assert result == {("conv1", "embedding", 0.5), ("conv2", "hidden", 1.0), ("conv3", "hidden", 1.0)}
 
 
 @pytest.mark.parametrize("way", ["default", "batched_mm", "eager"])

@@ -150,7 +150,7 @@ def test_names_and_numbers_of_texts():
 
 @pytest.mark.parametrize(("elements", "kinds"), [(5, []), (6, ["no_gradient"])])
 def test_a_small_part_without_a_gradient_is_no_finding(elements, kinds):
-    """As mask tokens and prompt encoders of released models: 5 and 6 elements beside 99 that have a gradient."""
+    """Mask tokens and prompt encoders of released models: 5 and 6 elements, and 99 with a gradient."""
     model = Parts(token=elements)
     assert sum(p.numel() for p in model.used.parameters()) == 99
     assert checked(*setup(model))[0] == kinds
@@ -297,7 +297,7 @@ def called(wrap, model=None):
 
 
 def experts(model):
-    """In the first three iterations each one is used."""
+    """Each expert is used in one of the first three iterations."""
     turns = itertools.cycle(model)
     return lambda x: next(turns)(x)
 
@@ -362,7 +362,7 @@ def test_one_log_line_without_findings(caplog):
 
 
 def test_model_that_is_never_run():
-    """As in reinforcement learning, where backward and step are in another handler."""
+    """In reinforcement learning, backward and step are in another handler."""
     model, optimizer, _ = make_trainer()
     kinds, check = checked(model.eval(), optimizer, lambda *_: None)
     assert kinds == check.findings == []

@@ -94,7 +94,7 @@ def test_one_direction_a_little_above_a_dense_spectrum(shape, times):
 
 @pytest.mark.parametrize("steps", [4, 8, 24])
 def test_bound_of_a_fixed_number_of_steps_is_honest(steps, monkeypatch):
-    """As on a device, where looking at the bound would synchronize."""
+    """On a device, reading the bound would synchronize."""
     monkeypatch.setattr(norm, "_MOST_STEPS", steps)
     matrix = torch.randn(1, 600, 500)
     result = measure(matrix, "power", 0)

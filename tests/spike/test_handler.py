@@ -16,7 +16,7 @@ from tests._oracle import Oracle
 
 
 def run(values, monitor, handlers=()):
-    """What is in the state after every iteration whose train step returns a value."""
+    """Return the state after every iteration whose train step returns a value."""
     seen = []
     engine = Engine(lambda engine, batch: batch)
     monitor.attach(engine)
@@ -104,7 +104,7 @@ def test_it_sees_what_other_monitors_publish_whatever_their_order():
     GradMonitor(model, optimizer).attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(dict(engine.state.metrics)))
     engine.run(mlp_batches(3))
-    assert [each["spike/value"] for each in seen] == [each["grad/norm"] for each in seen]
+    assert [item["spike/value"] for item in seen] == [item["grad/norm"] for item in seen]
 
 
 def test_a_spike_and_a_regime_change_are_reported(caplog):

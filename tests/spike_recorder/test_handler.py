@@ -1,4 +1,4 @@
-"""What there was when a spike came is kept, and the step can be made again from it."""
+"""State recorded at a spike, and repetition of the step from it."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def train(directory, data, *, spikes=(3,), epochs=1, compared=None, trainer=None
         iteration = engine.state.iteration
         before[iteration] = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
-        each = losses_of(model, batch)
-        record("losses", each)
-        loss = each.mean() * (1e6 if iteration in spikes else 1)
+        item = losses_of(model, batch)
+        record("losses", item)
+        loss = item.mean() * (1e6 if iteration in spikes else 1)
         loss.backward()
-        losses[iteration] = each.detach().clone()
+        losses[iteration] = item.detach().clone()
         if iteration not in spikes:
             optimizer.step()
         return loss.item()
@@ -125,7 +125,7 @@ def test_the_step_made_again_has_the_same_loss_to_the_last_bit(tmp_path):
         again = losses_of(model, spike.batch)
         assert_same(again, losses[iteration])
         (again.mean() * 1e6).backward()
-        norm = sum(float(each.grad.double().pow(2).sum()) for each in model.parameters()) ** 0.5
+        norm = sum(float(item.grad.double().pow(2).sum()) for item in model.parameters()) ** 0.5
         assert spike.norm == pytest.approx(norm, rel=1e-6)
 
 
@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_warning(tmp_path, limit, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(losses) == 9
-    assert [text for each in caplog.records if "can't be recorded" in (text := each.getMessage())] == caplog.messages
+    assert [text for item in caplog.records if "can't be recorded" in (text := item.getMessage())] == caplog.messages
     assert len(caplog.messages) == 1
     assert free == []
     assert files(tmp_path) == ["grad-00000008-rank0.spike.pt"]
@@ -255,8 +255,8 @@ def test_a_large_batch_is_omitted(tmp_path, caplog):
     engine, _ = record_outputs(tmp_path, kind=Small)
     with caplog.at_level(logging.WARNING):
         engine.run([torch.zeros(25), torch.zeros(26), torch.zeros(1000)[:25], torch.zeros(27)])
-    found = [load_spike(tmp_path / name).batch for name in files(tmp_path)]
-    assert [each is None for each in found] == [False, True, False, True]
+    result = [load_spike(tmp_path / name).batch for name in files(tmp_path)]
+    assert [item is None for item in result] == [False, True, False, True]
     assert len(caplog.messages) == 1
     assert os.path.getsize(tmp_path / files(tmp_path)[2]) < os.path.getsize(tmp_path / files(tmp_path)[0]) + 500
 
@@ -273,7 +273,7 @@ class Sample:
 
 
 def one_record(directory, batch, change=None, **options):
-    """What is kept of a batch that a train step was given, and may have changed."""
+    """Return the record of a batch that a train step may have changed."""
 
     def step(engine, given):
         if change is not None:
@@ -384,7 +384,7 @@ def test_nothing_is_kept_after_an_iteration_nor_after_detaching(tmp_path):
     (engine, recorder), seen = record_outputs(tmp_path), []
     engine.add_event_handler(Events.ITERATION_STARTED, lambda engine: seen.append(weakref.ref(engine.state.batch)))
     # Ignite forgets a batch before it asks for the next one.
-    engine.add_event_handler(Events.GET_BATCH_STARTED, lambda _: alive.append([each() is not None for each in seen]))
+    engine.add_event_handler(Events.GET_BATCH_STARTED, lambda _: alive.append([item() is not None for item in seen]))
     alive = []
     gc.disable()
     try:

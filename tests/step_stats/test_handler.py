@@ -146,7 +146,7 @@ def test_learning_rates_are_those_that_the_step_used():
 
 
 def moved_by_a_gradient_of_ones(train):
-    """How far each iteration moves a parameter whose gradient is 1: what SGD took for its learning rate."""
+    """Return the movement of a parameter with gradient 1 in each iteration: the learning rate that SGD used."""
     moves = []
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What a test of it is called."""
+        """Name of the test case."""
         flags = ["clip"] * self.clip + ["skip"] * self.skip + [f"monitor {self.order}"]
         return ", ".join([*(str(item) for item in self[:5]), *flags])
 
@@ -276,7 +276,7 @@ class Run:
         return [*zip(*(item.chunk(count) for item in mine), strict=True)]
 
     def _step(self, made: list[str]) -> None:
-        """What follows the backward that ends an accumulation; without monitors it skips the step itself."""
+        """Run after the backward that ends an accumulation; without monitors the step itself is skipped."""
         scaler, unscaled = self.scaler, False
         for place, (prefix, (optimizer, names)) in enumerate(self.optimizers.items()):
             norm = norm_of(self._gradients[name] for name in names)
@@ -313,7 +313,7 @@ class Run:
         assert all(value != value or "/std" in name or "/threshold" in name for name, value in rest.items()), rest
 
     def _state(self) -> dict[str, Any]:
-        """What must be the same without monitors."""
+        """Return the state that must be the same without monitors."""
         return {
             "parameters": self._whole(self.parameters),
             "gradients": self._whole({name: item.grad for name, item in self.parameters.items()}),
@@ -351,7 +351,7 @@ BOUNDS = {"spectral/error_max", "spectral/update_error_max", "spectral/iteration
 
 
 def truths(case: Case, facts: list[dict[str, Any]]) -> tuple[list[Values], list[dict[str, bool]]]:
-    """What is to be published in each iteration, and the flags after its backward."""
+    """Return the expected metrics of each iteration, and the flags after its backward."""
     optimizers, scaled = optimizers_of(case, dict(net().named_parameters())), case.precision == "scaler"
     events = [Event(**event) for fact in facts for event in fact["events"]]
     held = [names for _, names in optimizers.values()]

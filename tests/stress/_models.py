@@ -164,7 +164,7 @@ class Model(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to build a model."""
+    """Plan of a model."""
 
     blocks: tuple[str, ...]
     shared: int | None  # the block that comes once more at the end

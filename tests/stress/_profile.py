@@ -1,4 +1,4 @@
-"""How many examples the property tests of this folder try.
+"""Number of examples of the property tests in this folder.
 
 Each of them tries a few, the same ones in every run. ``HARD_USE_EXAMPLES=50 pytest tests/stress`` tries 50 times as
 many, others in every run; hypothesis then prints how to repeat one that has failed.

@@ -139,14 +139,14 @@ class ResumedTraining(Training):
 
 
 def written(folder: Path) -> tuple[Series, Series]:
-    """What stands in the HDF5 file and in the event files, without what is not the same twice."""
+    """Return the contents of the HDF5 file and of the event files, without clocks."""
     file = {name: (steps.tolist(), values.tolist()) for name, (steps, values) in read_hdf5(folder / "run.h5").items()}
     board = {name: tuple(map(list, zip(*points, strict=True))) for name, points in scalars(folder / "board").items()}
     return tuple({name: item[name] for name in item if name not in UNSTEADY} for item in (file, board))  # type: ignore[return-value]
 
 
 def train_until_killed(folder: Path, iteration: int, place: str, loads: bool) -> None:
-    """What a process does that is killed in a train step.
+    """Train in a process that is killed in a train step.
 
     Args:
         folder: where the files are.

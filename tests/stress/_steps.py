@@ -108,7 +108,7 @@ OPERATIONS = st.one_of(
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a program is run."""
+    """Setting in which a program is run."""
 
     frozen: str  # what the names of frozen parameters start with
     optimizers: tuple[str, ...]  # their kinds: one for all parameters, or one for body and a, one for b
@@ -286,7 +286,7 @@ class Training:
             parameter.grad = None
 
     def _zero(self, x: Tensor, optimizer: int | None, how: str) -> None:
-        """Of an optimizer, or of the whole model."""
+        """Call zero_grad() of an optimizer or of the whole model."""
         whole = self.model if optimizer is None else self.optimizers[self._place(optimizer)]
         if how in ("none", "zero"):
             whole.zero_grad(set_to_none=how == "none")
@@ -366,7 +366,7 @@ class Training:
         self._make_step(place)
 
     def _aside(self, x: Tensor, kind: str) -> None:
-        """What has nothing to do with gradients: a pass under no_grad, or another engine."""
+        """Run code without gradients: a pass under no_grad, or another engine."""
         if kind == "no_grad":
             with torch.no_grad():
                 self.model(x)

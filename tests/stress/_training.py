@@ -149,7 +149,7 @@ class Training:
         return output, batch[1]
 
     def surroundings(self, folder: Path, **to_save: Any) -> dict[str, Callable[[], Any]]:
-        """What Ignite has to attach: name -> attaching it."""
+        """Ignite's own handlers: name -> function that attaches it."""
         trainer = self.trainer
         saved = {"model": self.model, "optimizer": self.optimizer, "trainer": trainer, **to_save}
         save = Checkpoint(

@@ -1,4 +1,4 @@
-"""What handlers are to publish of a training, in float64, from what is recorded of it without monitors.
+"""Expected metrics of a training run in float64, from what is recorded without monitors.
 
 Of any train step there is one list of events, with gradients and weights. :class:`WindowTruth` has what GradMonitor
 makes of it, and :class:`UpdateTruth` what WeightUpdateHandler does; functions have it of weights and modules' outputs.
@@ -52,7 +52,7 @@ def order_statistics(name: str, values: Iterable[float]) -> Values:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What happens in a run, in order.
+    """Event of a run, in order.
 
     Args:
         kind: "iteration" starts, "backward" ends, "step" starts (with a closure, when that has returned first),
@@ -98,7 +98,7 @@ class Taken:
 
 
 class WindowTruth:
-    """What GradMonitor is to say by the window rule: numbers in comments are its clauses in the architecture.
+    """Expected results of GradMonitor by the window rule: numbers in comments are its clauses in the architecture.
 
     One thing is other than its words say: where another optimizer makes its step with a backward that reached several
     monitored models, the window is marked as used by it, and a step of its own in the same iteration still takes it.
@@ -259,7 +259,7 @@ class WindowTruth:
 
 
 class UpdateTruth:
-    """What WeightUpdateHandler is to publish.
+    """Expected metrics of WeightUpdateHandler.
 
     Args:
         own: names of the parameters that count.
@@ -332,7 +332,7 @@ class UpdateTruth:
 
 
 def statistics_of_step(weights: Iterable[Tensor], rate: float) -> Values:
-    """Of StepStatsHandler, without clocks and memory."""
+    """Compute the metrics of StepStatsHandler, without clocks and memory."""
     floats = [item for item in weights if item.is_floating_point() or item.is_complex()]
     return {"step/lr/group_0": rate, "step/parameter_norm": norm(floats)}
 
@@ -340,7 +340,7 @@ def statistics_of_step(weights: Iterable[Tensor], rate: float) -> Values:
 def spectral(
     model: nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], held: Collection[str], has_step: bool
 ) -> Values:
-    """Of SpectralNormHandler with updates and per_parameter; ``held`` are the names that a step may have moved."""
+    """Compute the metrics of SpectralNormHandler with updates; ``held`` names the parameters that may move."""
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     then, now = _effective(before), _effective(after)
     names = [name for name, item in now.items() if item.ndim > 1 and item.numel() and item.dtype in floats]
@@ -404,7 +404,7 @@ Call = list[tuple[str, Tensor]]  # the floating-point tensors of its output, wit
 
 @dataclasses.dataclass
 class Iteration:
-    """What is recorded of an iteration with one optimizer step."""
+    """Record of an iteration with one optimizer step."""
 
     rng: Tensor
     x: Any
@@ -423,7 +423,7 @@ class Iteration:
 
 
 def updates(iterations: Iterable[Iteration], held: set[str]) -> list[Values]:
-    """Of WeightUpdateHandler; ``held`` are the names of the optimizer's parameters."""
+    """Compute the metrics of WeightUpdateHandler; ``held`` names the optimizer's parameters."""
     events = (event for iteration in iterations for event in iteration.events())
     return UpdateTruth(held, lambda _: held).follow(events).published
 
@@ -501,7 +501,7 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
 
 
 def activations(initial: nn.Module, iteration: Iteration) -> Values:
-    """Of ActivationHandler with everything but attention; ``initial`` is the model as it was when it was made."""
+    """Compute all metrics of ActivationHandler but attention; ``initial`` is the model as it was created."""
     expected, names = run_reference(initial, iteration), dict(initial.named_modules())
     module_tags = dict(zip(names, tags(name or "_root_" for name in names), strict=True))
     values: Values = {}

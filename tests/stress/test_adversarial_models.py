@@ -132,7 +132,7 @@ class Recorded(Training):
 
 
 def is_refused(kind: str, plan: Plan, model: nn.Module) -> bool:
-    """Whether a handler has to refuse a model."""
+    """Check whether a handler has to refuse a model."""
     parameters = list(model.parameters())
     if any(map(is_lazy, parameters)):
         return True
@@ -202,7 +202,7 @@ def published_by(training: Training) -> list[dict[str, float]]:
 
 
 def of_modules(training: Training) -> dict[str, Any]:
-    """What is on a model's modules; lazy ones lose hooks of their own in their first pass."""
+    """Return the hooks of a model's modules; lazy modules remove hooks of their own in their first pass."""
     return {key: value for key, value in training.footprint().items() if key in ("hooks", "module")}
 
 

@@ -60,7 +60,7 @@ def sequences(draw: Any, dtype: torch.dtype) -> list[float]:
 
 @dataclasses.dataclass
 class Run:
-    """What is drawn."""
+    """Generated run."""
 
     dtype: torch.dtype
     norms: list[float]

@@ -72,7 +72,7 @@ def monitored(**kwargs: Any) -> Monitored:
 
 @functools.cache
 def alone(name: str, spread: bool = False) -> dict[int, dict[str, float]]:
-    """What a monitor publishes with no other beside it: iteration -> name -> value."""
+    """Return the metrics of a monitor without others: iteration -> name -> value."""
     if spread and name not in SPREAD:
         return alone(name)
     return monitored(names=(name,), spread=spread, on_board=False).training.published

@@ -45,7 +45,7 @@ def steady(published):
 
 
 def check_files(folder: Path, *expected: Series) -> None:
-    """What stands in the HDF5 file, and in TensorBoard's."""
+    """Check the contents of the HDF5 file and of TensorBoard's."""
     for actual, references in zip(written(folder), expected, strict=False):
         assert actual.keys() == references.keys()
         for name in references:

@@ -223,7 +223,7 @@ def test_frozen_after_patience_and_thawed_as_soon_as_it_moves(caplog, patience):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_frozen_because_no_gradient_reaches_it(given):
-    """As behind a ``detach()`` that should not be there: the optimizer passes over what has no gradient."""
+    """A misplaced ``detach()`` causes this: the optimizer ignores parameters without a gradient."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
