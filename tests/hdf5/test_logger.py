@@ -135,7 +135,7 @@ def test_the_file_says_which_monitor_published_a_name(path):
 
 def test_small_and_rare_writes_stay_small(path):
     run(path, 1000, output=lambda iteration: {f"m{i}": torch.rand(()) for i in range(10)})
-    assert path.stat().st_size < 6 * 10_000
+    assert path.stat().st_size < 8 * 10_000  # less than the values in float64
 
 
 def test_memory_does_not_depend_on_the_number_of_iterations(path):
