@@ -37,8 +37,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     step of an optimizer, scheduler or scaler; then everything is restored. A warning names the tensors that differ.
     Other side effects of the train step before that backward happen twice.
 
-    A difference is not reported before a second pass has been the same, nor if the second pass may have started from
-    another state. Attach the handler on all ranks.
+    A difference is not reported if the second pass may have started from another state, nor at a spike between
+    monitored iterations before a second pass has been the same. Attach the handler on all ranks.
 
     {keys}
 
@@ -145,7 +145,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         self._resolve()
         has_handlers = source.listened or any(callable(getattr(item, "on_spike", None)) for item in source.monitors)
         reasons = {
-            "no second pass was the same before": not self._same_count,
+            "no second pass was the same before": not (self._is_due or self._same_count),
             "handlers may change gradients between backward passes": has_handlers and first.count > 1,
         }
         unknown = first.has_changed()

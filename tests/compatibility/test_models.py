@@ -1,4 +1,4 @@
-"""Every monitor on real models: training to the last bit as without, a few numbers as float64 says.
+"""Every monitor on real models: training is bitwise as without monitors, a few numbers are those of float64.
 
 ``make compatibility`` runs it in an environment of its own, prints what was checked, and writes docs/compatibility.md.
 """
