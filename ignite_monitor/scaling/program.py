@@ -25,6 +25,8 @@ PREFIX = "model."
 """Prefix of the names in an exported program."""
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 _LIBRARIES += (contextlib.__file__, functools.__file__, "<")
+_EINSUM: Any = torch.ops.aten.einsum.default
+_decompositions = functools.cache(lambda: torch.export.default_decompositions())  # as slow as a small model's export
 
 
 class TracingError(RuntimeError):
@@ -55,7 +57,7 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
         warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
         try:
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)
-            exported = exported.run_decompositions(dict([_einsum_decomposition()]))
+            exported = exported.run_decompositions({_EINSUM: _decompositions()[_EINSUM]})
         except Exception as error:
             place = _own_line("".join(traceback.format_exception(error)))
             text = next(iter(str(error).strip().splitlines()), "")
@@ -71,12 +73,6 @@ def exported_program(model: nn.Module, inputs: Any) -> Any:
             if not node.users:
                 exported.graph.erase_node(node)
     return exported
-
-
-@functools.cache  # torch takes as long to make its table as to export a small model
-def _einsum_decomposition() -> tuple[Any, Any]:
-    einsum: Any = torch.ops.aten.einsum.default
-    return einsum, torch.export.default_decompositions()[einsum]
 
 
 class _TensorOutputs(nn.Module):
