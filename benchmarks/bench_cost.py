@@ -91,6 +91,13 @@ def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RollbackH
     return im.RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: 1.0)
 
 
+def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """The checks of a checkpoint, without its file."""
+    handler: Any = im.HealthyCheckpoint({"model": model, "optimizer": optimizer}, lambda *_: None)
+    handler.attach, handler.on_host = lambda engine, event: engine.add_event_handler(event, handler), lambda: None
+    return handler
+
+
 def setup_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.SetupCheck:
     """A check that never ends; in a run it takes three iterations."""
     return im.SetupCheck(model, optimizer, iterations=NEVER)
@@ -122,6 +129,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "SetupCheck": (setup_check, CLIP),
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
     "DriftMonitor": (lambda m, _: im.DriftMonitor(lambda engine: 1.0), CLIP),
+    "HealthyCheckpoint": (checkpoint, CLONE),
     "RollbackHandler between snapshots": (rollback, CLONE),
     NOISE: (lambda m, o: im.GradientNoiseScaleHandler(m, o, micro_batches=2), CLIP),
     CURVATURE: (lambda m, o: im.CurvatureHandler(m, o, loss=loss_of), PASSES),

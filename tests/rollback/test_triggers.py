@@ -134,6 +134,17 @@ def test_an_overflow_that_a_scaler_handles_is_no_nonfinite_iteration():
     assert result == [False, False, True, False]
 
 
+def test_a_reset_at_an_accepted_value_is_no_instability():
+    watch, monitor, reasons = Watch(), Monitor(), []
+    for i, value in enumerate((1.0, 5.0, 5.0, 7.0, 7.1)):
+        monitor.seen = i, 0, max(i - 1, 0)  # spikes, non-finite norms, resets
+        monitor.metrics = {"grad/norm": value, "grad/threshold": 3.0}
+        reasons.append(watch.collect(None, [monitor]).reasons)
+        if value == 7.0:
+            watch.triggers.accept_peak(even_far=True)  # values up to 9
+    assert reasons == [[], [], *[["the statistics of grad were reset"]] * 2, []]
+
+
 @pytest.mark.parametrize(("shift", "peak", "even_far"), [(0.0, 5.0, False), (0.0, 50.0, True), (-100.0, 5.0, True)])
 def test_accepted_values_are_healthy_and_larger_ones_are_not(shift, peak, even_far):
     """The peak and half of its excess above the threshold are accepted; far values by a regime change only."""
