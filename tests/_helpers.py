@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -19,6 +18,8 @@ from ignite.handlers.base_logger import BaseLogger, BaseOutputHandler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+from tests._truth import norm
 
 Batch = tuple[Tensor, Tensor]
 
@@ -194,22 +195,9 @@ def make_trainer(lr: float = 0.05, parts: int = 1) -> tuple[nn.Module, Optimizer
     return model, optimizer, Engine(make_step(model, optimizer, parts))
 
 
-def norm_of(tensors: Iterable[Tensor | None], norm_type: float = 2.0) -> float:
-    """The norm in float64, in pure arithmetic."""
-    values = [abs(value) for tensor in tensors if tensor is not None for value in _numbers(tensor)]
-    if norm_type == math.inf:
-        return max(values)
-    return math.fsum(value**norm_type for value in values) ** (1 / norm_type)
-
-
-def _numbers(tensor: Tensor) -> list[Any]:
-    tensor = tensor.detach().to_dense()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).flatten().tolist()
-
-
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> float:
     """The norm of the gradients that a model's parameters have."""
-    return norm_of((parameter.grad for parameter in model.parameters()), norm_type)
+    return norm((parameter.grad for parameter in model.parameters()), norm_type)
 
 
 def footprint(engine: Engine, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from ignite_monitor import MeanStdThreshold, RobustThreshold, StaticThreshold
+from tests._truth import Event, Values
+
+Moment = tuple[bool, float | None]
 
 # Squares and cubes of deviations this small, or of norms this large, leave float64's range.
 SMALLEST, LARGEST = 1e-100, 5e101
@@ -164,6 +167,188 @@ class Oracle:
             return
         if entering <= LARGEST:
             self.history.append(entering)
+
+
+@dataclasses.dataclass(eq=False)
+class Window:
+    """The newest detection since the last own step."""
+
+    detection: Detection
+    iteration: int
+    shared: bool  # the backward reached other monitored models too
+    used_by_other: bool = False
+    unshared: Window | None = None  # of a shared backward: that of the iteration's last one that was not
+
+
+@dataclasses.dataclass(eq=False)
+class Taken:
+    """The detection that a step took."""
+
+    detection: Detection
+    of_backward: bool
+    again: bool = False
+    skipped: bool = False
+
+
+class WindowTruth:
+    """Expected results of GradMonitor by the window rule: numbers in comments are its clauses in the architecture.
+
+    One thing is other than its words say: where another optimizer makes its step with a backward that reached several
+    monitored models, the window is marked as used by it, and a step of its own in the same iteration still takes it.
+
+    Args:
+        rule: its threshold rule.
+        own: names of the parameters that count.
+        makes_step: whether a step of an optimizer is its own.
+        others: names of the parameters of other monitored models.
+        reported: flag and norm that the monitor reports at each moment, for where rounding decides.
+        scaled: whether there is a GradScaler, whose overflows are no spikes.
+
+    Attributes:
+        moments: flag and norm at each moment.
+        published: of each iteration.
+        announced: the iterations in which a spike was announced.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        own: Iterable[str],
+        makes_step: Callable[[int], bool],
+        others: Iterable[str] = (),
+        reported: Iterable[Moment] = (),
+        scaled: bool = False,
+    ) -> None:
+        self.own, self.others, self.makes_step = set(own), set(others), makes_step
+        self.oracle, self.reported = Oracle(rule, overflow_is_spike=not scaled), list(reported)
+        self.moments: list[Moment] = []
+        self.published: list[Values] = []
+        self.announced: list[int] = []
+        self.window: Window | None = None
+        self.was_announced = False  # the gradient of the window
+        self.without_update: Oracle | None = None  # what was known before a provisional update
+        self.iteration = 0
+        self.has_detected = False  # in this iteration
+        self.skipped_count = 0
+
+    def follow(self, events: Iterable[Event], monitored: Callable[[int], bool] = lambda _: True) -> WindowTruth:
+        for event in events:
+            if event.kind == "iteration":
+                self.iteration += 1
+                self.is_monitored = monitored(self.iteration)
+                self.reported_now: Detection | None = None
+                self.taken: Taken | None = None
+                self.made: Taken | None = None
+                self.has_detected = False
+                if not self.is_monitored:  # 6
+                    self._close()
+                    self.published.append({})
+            elif event.kind == "moment":
+                now = self.reported_now
+                self.moments.append((False, None) if now is None else (now.spike, now.norm))
+            elif self.is_monitored:
+                getattr(self, f"_{event.kind}")(event)
+        return self
+
+    def _detected(self, event: Event) -> Detection:
+        self.has_detected = True
+        place = len(self.moments)
+        reported = self.reported[place][0] if place < len(self.reported) else False
+        norm = math.sqrt(math.fsum(event.norms[name] ** 2 for name in self.own if name in event.norms))
+        return self.oracle.detect(norm, reported)
+
+    def _close(self) -> None:
+        self.window = None
+        self.was_announced = False
+
+    def _announce(self, detection: Detection) -> None:
+        if detection.spike and not self.was_announced:
+            self.was_announced = True
+            self.announced.append(self.iteration)
+
+    def _backward(self, event: Event) -> None:
+        if not self.own.intersection(event.reached):
+            return
+        if self.without_update is not None:  # 7
+            if self.own.intersection(event.before):
+                self.oracle = self.without_update
+            else:
+                self.was_announced = False
+            self.without_update = None
+        detection = self.reported_now = self._detected(event)  # 1
+        if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
+            return
+        shared = bool(self.others.intersection(event.reached))
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        unshared = now.unshared if now is not None and now.shared else now
+        self.window = Window(detection, self.iteration, shared, unshared=unshared if shared else None)
+        if not shared:  # 3
+            self._announce(detection)
+
+    def _step(self, event: Event) -> None:
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        if not self.makes_step(event.optimizer):
+            if now is not None and now.shared:  # 3
+                now.used_by_other = True
+                self.reported_now = None if self.made is None else self.made.detection
+            return
+        if not any(name in event.norms for name in self.own):  # 2
+            self._close()
+            self.reported_now = None if self.made is None else self.made.detection
+            return
+        if now is not None:
+            self.taken = Taken(now.detection, of_backward=True)
+        elif self.made is not None and self.made.of_backward:  # 4
+            self.taken = Taken(self.made.detection, of_backward=True, again=True)
+        else:
+            if self.without_update is not None:  # 2: in place of the provisional update
+                self.oracle, self.without_update = self.without_update, None
+            self.taken = Taken(self._detected(event), of_backward=False)
+        self.reported_now = self.taken.detection
+        if not self.taken.again:
+            self._announce(self.taken.detection)
+
+    def _stepped(self, event: Event) -> None:
+        if not self.makes_step(event.optimizer) or self.taken is None:
+            return
+        if not self.taken.again:
+            self.oracle.observe(self.taken.detection)
+        self.made, self.taken = self.taken, None
+        self._close()
+
+    def _skipped(self, event: Event) -> None:
+        self._stepped(event)
+        if self.makes_step(event.optimizer) and self.made is not None:
+            assert self.made.detection.spike
+            self.made.skipped = True
+            self.skipped_count += 1
+
+    def _returned(self, event: Event) -> None:
+        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
+        final = None if self.made is None else self.made.detection
+        is_used = now is not None and now.used_by_other
+        if is_used:  # 3
+            now = now.unshared if final is None else None
+        if now is not None and (final is None or not now.shared):  # 5
+            detection = now.detection
+            if detection.spike or not math.isfinite(detection.norm):
+                self.without_update = self.oracle.copy()
+                self.oracle.observe(detection)
+                self._announce(detection)
+                final = final or detection
+        if is_used:
+            self._close()
+        if final is None:
+            # That an iteration with a gradient had no step is published.
+            self.published.append({"stepped": 0.0} if self.has_detected else {})
+            return
+        values = final.statistics() | {
+            "spike_count": float(self.oracle.spike_count),
+            "skipped_count": float(self.skipped_count),
+            "nonfinite_count": float(self.oracle.nonfinite_count),
+            "stepped": float(self.made is not None and not self.made.skipped),
+        }
+        self.published.append(values)
 
 
 def shared_growth(row: Iterable[float], means: Iterable[float]) -> float:

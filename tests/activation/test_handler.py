@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
 from tests._helpers import assert_same, make_step, run_monitored
-from tests.stress._truth import statistics
+from tests._truth import statistics
 
 
 def expected(parts):

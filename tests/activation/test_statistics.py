@@ -11,7 +11,7 @@ from ignite_monitor.activation import statistics
 from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.monitor.transfer import NamedValues
-from tests.stress import _truth
+from tests import _truth
 
 
 def measured(parts, together=True, unit=True, how="mean", **options):

@@ -34,8 +34,8 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
+from tests._truth import Iteration, copies
 from tests.compatibility._cases import Case
-from tests.stress._truth import Iteration, copies
 
 ITERATIONS = 4
 CURVED = 3

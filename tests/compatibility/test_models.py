@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tests._helpers import assert_same
+from tests._truth import Values, norm, statistics_of_step, updates
 from tests.compatibility._cases import CASES
 from tests.compatibility._training import RATE, Monitored, Recorded, count_items
-from tests.stress._truth import Values, norm, statistics_of_step, updates
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from ignite_monitor import attach_monitors
 from tests._helpers import assert_same
-from tests.stress._truth import norm, wide
+from tests._truth import norm, update_ratio
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
 
@@ -61,10 +61,7 @@ class Problem:
             kept[:] = [item.detach().clone() for item in model.parameters()]
 
         def end() -> None:
-            moved[self.trainer.state.iteration] = max(
-                norm([wide(now) - wide(then)]) / (norm([then]) + 1e-12)
-                for now, then in zip(model.parameters(), kept, strict=True)
-            )
+            moved[self.trainer.state.iteration] = max(map(update_ratio, kept, model.parameters()))
 
         getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(before)
         self.trainer.add_event_handler(Events.ITERATION_STARTED, start)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from tests._helpers import grad_norm, make_batches, make_model
+from tests._truth import norm
 from tests.distributed._launch import SHARDS
 
 
@@ -51,7 +52,7 @@ def finalize(model):
 
 
 def whole_norm(model):
-    return float(torch.stack([full(p.grad).double().square().sum() for p in model.parameters()]).sum().sqrt())
+    return norm(full(p.grad) for p in model.parameters())
 
 
 def full(tensor):

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.action import scale
 from tests._helpers import assert_same, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train, training_state
+from tests._truth import norm
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 50.0
@@ -193,7 +194,7 @@ def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def note(engine):
-        truth.append(max(float(p.grad.double().norm()) for p in model.parameters()))
+        truth.append(max(norm(p.grad) for p in model.parameters()))
 
     recorder = train(
         make_step(model, optimizer, after_backward=note),

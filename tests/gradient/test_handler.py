@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
-from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, norm_of, train
+from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train
 from tests._oracle import mean_of
+from tests._truth import norm
 
 CLOSE = {"rel": 1e-5}
 
@@ -237,7 +238,7 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
     expected, result = [], []
 
     def note(engine):
-        expected.append(norm_of(parameter.grad for parameter in optimizer.param_groups[0]["params"]))
+        expected.append(norm(parameter.grad for parameter in optimizer.param_groups[0]["params"]))
 
     def square_loss(model, batch):
         return model(batch).square().mean()

@@ -12,8 +12,9 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from ignite_monitor.gradient.detector import SpikeNumbers
-from tests._helpers import assert_same, make_mlp, make_step, mlp_batches, norm_of, train, training_state
+from tests._helpers import assert_same, make_mlp, make_step, mlp_batches, train, training_state
 from tests._oracle import Oracle, mean_of, robust, shared_growth
+from tests._truth import norm
 
 COUNT, BAD, NAME = 45, 40, "0.bias"
 EACH = robust(8.0, 20, 0.99, 2.0)
@@ -32,14 +33,14 @@ class Training:
 
         def note(engine):
             scale = 1.0 if scaler is None else scaler.get_scale()
-            self.norms.append({n: norm_of([p.grad]) / scale for n, p in self.named.items()})
+            self.norms.append({n: norm(p.grad) / scale for n, p in self.named.items()})
 
         self._step = make_step(self.model, self.optimizer, every=every, scaler=scaler, before_step=note)
 
     def step(self, engine, batch):
         self.now = engine.state.iteration
         self._step(engine, batch)
-        self.used.append({n: norm_of([p.grad]) for n, p in self.named.items()})
+        self.used.append({n: norm(p.grad) for n, p in self.named.items()})
 
 
 def detections_by(oracles, norms):

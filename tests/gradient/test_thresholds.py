@@ -1,4 +1,4 @@
-"""Threshold rules against their formulas in NumPy."""
+"""Threshold rules against their definitions over whole histories."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
+from tests._oracle import function, mean_of, mean_std, std_of
 
 
 def feed(rule, norms):
@@ -23,19 +24,16 @@ def feed(rule, norms):
 NORMS = np.random.default_rng(0).lognormal(size=60)
 
 
-def test_mean_plus_k_std_of_the_norms_before():
-    thresholds = feed(MeanStdThreshold(k=2.5, warmup=10, decay=None), NORMS)
-    expected = [math.inf] * 10 + [NORMS[:i].mean() + 2.5 * NORMS[:i].std(ddof=1) for i in range(10, 60)]
-    np.testing.assert_allclose(thresholds, expected, rtol=1e-12)
+def expected(rule, norms):
+    """The threshold before each norm, by the rule's definition."""
+    histories = [norms[:i].tolist() for i in range(len(norms))]
+    limits = [rule.limit(item, mean_of(item, rule.decay), std_of(item, rule.decay)) for item in histories]
+    return [math.inf] * rule.warmup + limits[rule.warmup :]
 
 
-def test_exponentially_weighted():
-    thresholds = feed(MeanStdThreshold(k=3.0, warmup=5, decay=0.8), NORMS)
-    for i in (5, 20, 59):
-        weights = 0.8 ** np.arange(i - 1, -1, -1.0)
-        mean = np.average(NORMS[:i], weights=weights)
-        variance = (weights * (NORMS[:i] - mean) ** 2).sum() / (weights.sum() - (weights**2).sum() / weights.sum())
-        np.testing.assert_allclose(thresholds[i], mean + 3.0 * math.sqrt(variance), rtol=1e-12)
+@pytest.mark.parametrize("rule", [mean_std(2.5, 10, None), mean_std(3.0, 5, 0.8)], ids=["mean + k std", "weighted"])
+def test_mean_plus_k_std_of_the_norms_before(rule):
+    np.testing.assert_allclose(feed(rule.make(), NORMS), expected(rule, NORMS), rtol=1e-12)
 
 
 def test_static_from_the_first_norm_on():
@@ -49,10 +47,7 @@ def test_a_function_is_asked_from_the_third_norm_on():
         asked.append(count.item())
         return 2 * mean + std
 
-    thresholds = feed(CallableThreshold(rule), NORMS[:6])
-    assert thresholds[:2] == [math.inf, math.inf]
-    expected = [2 * NORMS[:i].mean() + NORMS[:i].std(ddof=1) for i in range(2, 6)]
-    np.testing.assert_allclose(thresholds[2:], expected, rtol=1e-12)
+    np.testing.assert_allclose(feed(CallableThreshold(rule), NORMS[:6]), expected(function(2.0), NORMS[:6]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("opinion", [math.nan, math.inf])

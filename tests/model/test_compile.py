@@ -15,7 +15,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.model import _torch
-from tests._helpers import assert_same
+from tests._helpers import assert_same, grad_norm
 
 # Dynamo itself looks at the gradient of whatever a compiled function goes on with after a backward.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
@@ -37,11 +37,6 @@ def model_of(compiled, backend):
     if compiled == "in place":
         model.compile(backend=backend)
     return model, torch.compile(model, backend=backend) if compiled == "wrapped" else model
-
-
-def norm_of(model):
-    """Compute the norm of all existing gradients in float64."""
-    return float(torch.stack([element.grad.double().square().sum() for element in model.parameters()]).sum().sqrt())
 
 
 def train(backend, monitors=lambda model, optimizer: [], whole=False, compiled="", every=1, **options):
@@ -68,7 +63,7 @@ def train(backend, monitors=lambda model, optimizer: [], whole=False, compiled="
         if not whole:
             optimizer.zero_grad()
         loss = function(x)
-        norms.append(norm_of(model))
+        norms.append(grad_norm(model))
         flags.append(getattr(engine.state, "unhealthy_spike", None))
         if not whole:
             optimizer.step()

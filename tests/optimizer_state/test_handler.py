@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold
 from tests._helpers import ListLogger, make_batches, make_model, make_step, run_monitored
+from tests._truth import optimizer_state
 
 
 class Own(torch.optim.Optimizer):
@@ -52,39 +53,6 @@ OPTIMIZERS = {
 }
 
 
-def truth(optimizer, before, gradients):
-    """Compute in float64 for every parameter of an optimizer that has made a step."""
-    rms, epsilon_dominated, cosines, change = [], [], [], 0.0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p not in gradients:
-                continue
-            g, state = gradients[p].double(), optimizer.state[p]
-            change += float((p.detach().double() - before[p].double()).square().sum())
-            v = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-            if v is not None:
-                eps = float(group["eps"])
-                steps = float(state.get("step", group.get("step")))
-                root = (v.double() / (1 - float(group["betas"][1]) ** steps)).sqrt()
-                ratio = torch.where(g == 0, 0.0, g / root.clamp(min=eps))
-                rms.append(float(ratio.square().mean().sqrt()))
-                epsilon_dominated.append(float((root < eps).double().mean()))
-            m = state.get("exp_avg", state.get("momentum_buffer"))
-            if m is not None:
-                cosines.append(float(F.cosine_similarity(g.flatten(), m.double().flatten(), dim=0, eps=0.0)))
-    result = {"update_norm": math.sqrt(change)}
-    for name, values in (("rms", rms), ("epsilon_dominated", epsilon_dominated), ("momentum_cosine", cosines)):
-        values = sorted(item for item in values if math.isfinite(item))
-        if values:
-            middle = len(values) // 2
-            median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
-            result |= {f"{name}_median": median, f"{name}_max": values[-1], f"{name}_min": values[0]}
-            result[f"{name}_p95"] = values[math.ceil(0.95 * len(values)) - 1]
-    wanted = ("update_norm", "rms_median", "rms_p95", "rms_max", "epsilon_dominated_median", "epsilon_dominated_max")
-    wanted += ("momentum_cosine_median", "momentum_cosine_min")
-    return {f"optimizer/{name}": result[name] for name in wanted if name in result}
-
-
 def follow(model, optimizer, handler, batches, scaler=None, clip=None):
     """Train, and return for every iteration what is published and what is true."""
     before, true = {}, []
@@ -97,7 +65,7 @@ def follow(model, optimizer, handler, batches, scaler=None, clip=None):
         step(engine, batch)
         weights = {p: weight for p, (weight, _) in before.items()}
         gradients = {p: gradient for p, (_, gradient) in before.items() if gradient is not None}
-        true.append(truth(optimizer, weights, gradients))
+        true.append(optimizer_state(optimizer, weights, gradients))
 
     clip = math.inf if clip is None and scaler is not None else clip
     step = make_step(model, optimizer, scaler=scaler, clip=clip, before_step=keep)

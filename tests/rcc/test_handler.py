@@ -15,7 +15,8 @@ from torch import nn
 
 from ignite_monitor import RCCHandler
 from ignite_monitor.reference.reference import detached_copy
-from tests.rcc._truth import QUANTITIES, measure, perturb, truth
+from tests._truth import rcc
+from tests.rcc._runs import measure, perturb
 
 
 def check(model, batches, size=0.1, rel=1e-4, floor=1e-5, **arguments):
@@ -23,7 +24,7 @@ def check(model, batches, size=0.1, rel=1e-4, floor=1e-5, **arguments):
     handler = RCCHandler(model, **arguments)
     reference = copy.deepcopy(handler.reference)
     perturb(model, size)
-    expected = {name.replace(" ", "_"): value for name, value in truth(model, reference, batches).items()}
+    expected = {name.replace(" ", "_"): value for name, value in rcc(model, reference, batches).items()}
     result = measure(handler, batches)
     assert set(result) == set(expected)
     for name, value in expected.items():
@@ -202,7 +203,7 @@ def test_small_updates_keep_their_digits(size):
     tokens = torch.arange(50)
     handler = RCCHandler(model)
     perturb(model, size)
-    expected = truth(model, handler.reference, [tokens])
+    expected = rcc(model, handler.reference, [tokens])
     result = measure(handler, [tokens])
     for layer in range(4):
         name = f"rcc/weight_update/{layer}"
@@ -352,7 +353,7 @@ def test_compiled_models():
     reference = copy.deepcopy(handler.reference)
     perturb(model)
     compiled(batch)
-    expected = {name.replace(" ", "_"): value for name, value in truth(model, reference, [batch]).items()}
+    expected = {name.replace(" ", "_"): value for name, value in rcc(model, reference, [batch]).items()}
     assert measure(handler, [batch]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -365,7 +366,7 @@ def test_reference_that_is_given():
     other = copy.deepcopy(model)
     perturb(other)
     x = torch.randn(4, 6)
-    expected = truth(model, other, [x])
+    expected = rcc(model, other, [x])
     other.eval()
     for reference in (other, nn.DataParallel(other)):
         assert measure(RCCHandler(model, reference=reference), [x]) == pytest.approx(expected, rel=1e-4)
@@ -381,9 +382,8 @@ def test_reference_that_is_given():
 def test_include_and_exclude():
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False))
     result = measure(RCCHandler(model, include="[12]", exclude="1"), [torch.randn(2, 6)])
-    assert {name for name in result if "/" in name.removeprefix("rcc/")} == {
-        f"rcc/{quantity}/2" for quantity in (*QUANTITIES, "weight_share")
-    }
+    names = {"weight_update", "input_drift", "weight_share", "input", "input_change", "output_change"}
+    assert {name for name in result if "/" in name.removeprefix("rcc/")} == {f"rcc/{name}/2" for name in names}
     with pytest.raises(ValueError, match="include and exclude"):
         RCCHandler(model, include="nothing")
     with pytest.raises(ValueError, match="include"):

@@ -14,7 +14,8 @@ from torch.func import functional_call
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import assert_same, same
-from tests.rcc._truth import measure, perturb, truth
+from tests._truth import rcc
+from tests.rcc._runs import measure, perturb
 
 # Weights that are lent for a call
 
@@ -69,7 +70,7 @@ def test_the_whole_model_may_be_called_with_lent_weights(caplog):
     handler.attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: result.update(e.state.metrics))
     engine.run([0])
-    expected = truth(other, model, [x])
+    expected = rcc(other, model, [x])
     assert {name: float(value) for name, value in result.items()} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert caplog.records == []
 
@@ -159,7 +160,7 @@ def test_hooks_that_only_read_remove_nothing(hook, caplog):
     original = list(model[2]._forward_hooks.values()) + list(model[2]._forward_pre_hooks.values())
     perturb(model)
     perturb(plain)
-    expected = truth(plain, start, [x])
+    expected = rcc(plain, start, [x])
     assert measure(handler, [x]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert list(model[2]._forward_hooks.values()) + list(model[2]._forward_pre_hooks.values()) == original
     handle.remove()

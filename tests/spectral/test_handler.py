@@ -15,12 +15,9 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
 from tests._helpers import assert_same, make_step, run_monitored
+from tests._truth import copies, spectral, spectral_norm
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
-
-
-def sigma(tensor):
-    return float(torch.linalg.matrix_norm(tensor.detach().double().flatten(1), ord=2))
 
 
 def norm_key(name):
@@ -75,19 +72,14 @@ def test_values_against_float64(batches):
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def check(_):
-        weights = matrices_of(model)
-        norms = {name: sigma(weight) for name, weight in weights.items()}
-        ranks = [float(weight.detach().double().norm()) ** 2 / norms[name] ** 2 for name, weight in weights.items()]
-        values = torch.tensor(list(norms.values()), dtype=torch.float64)
-        got = numbers(handler)
-        assert KEYS | {norm_key(name) for name in norms} == set(got)
+        weights, got = copies(model), numbers(handler)
+        whole = spectral(model, weights, weights, (), has_step=False)
+        expected = {name.removeprefix("spectral/"): value for name, value in whole.items() if "condition" not in name}
+        norms = {name: expected.pop(norm_key(name)) for name in matrices_of(model)}
+        assert set(got) == KEYS | set(map(norm_key, norms))
         for name, norm in norms.items():
             assert abs(got[norm_key(name)] / norm - 1) <= got["error_max"] <= 1.01e-3, name
-        assert got["norm_max"] == pytest.approx(float(values.max()), rel=1e-5)
-        assert got["norm_mean"] == pytest.approx(float(values.mean()), rel=1e-5)
-        assert got["norm_std"] == pytest.approx(float(values.std(correction=0)), rel=1e-5)
-        assert got["stable_rank_min"] == pytest.approx(min(ranks), rel=1e-5)
-        assert got["stable_rank_median"] == pytest.approx(sorted(ranks)[2], rel=1e-5)
+        assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
         host = handler.on_host()
         top = {name: value for name, value in host.items() if name.startswith("spectral/topk/")}
         assert list(top) == [f"spectral/topk/{name}" for name in sorted(norms, key=lambda name: -norms[name])[:2]]
@@ -141,10 +133,10 @@ def test_which_parameters_are_measured(caplog):
         if name.startswith(("norm/", "embedding/"))
     }
     weights = {name: dict(model.named_parameters())[name] for name in ("conv.weight", "frozen", "column", "narrow")}
-    expected = {f"norm/{name}": sigma(weight) for name, weight in weights.items()}
+    expected = {f"norm/{name}": spectral_norm(weight) for name, weight in weights.items()}
     expected |= {
-        "norm/normed.weight": sigma(model.normed.weight),
-        "embedding/embedding.weight": sigma(model.head.weight),
+        "norm/normed.weight": spectral_norm(model.normed.weight),
+        "embedding/embedding.weight": spectral_norm(model.head.weight),
     }
     assert got == pytest.approx(expected, rel=1e-4)
     assert caplog.messages == ["SpectralNormHandler (spectral): complex weights are not reported: waves"]
@@ -166,7 +158,7 @@ def test_weights_stored_by_input():
         "grouped.weight": torch.cat([first.transpose(0, 1), second.transpose(0, 1)]).flatten(1),
         "gpt.weight": model["gpt"].weight.detach().T,
     }
-    expected = {name: sigma(matrix) for name, matrix in matrices.items()}
+    expected = {name: spectral_norm(matrix) for name, matrix in matrices.items()}
     conditions = sorted(expected[name] / (len(matrix) / matrix[0].numel()) ** 0.5 for name, matrix in matrices.items())
     got = measured(model)
     assert {name: got[f"norm/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
@@ -193,7 +185,7 @@ def test_stacked_experts_are_measured_each_for_itself():
     model = Experts()
     got = measured(model)
     expected = {
-        f"norm/{name}/{i}": sigma(matrix)
+        f"norm/{name}/{i}": spectral_norm(matrix)
         for name in ("up", "down", "grid")
         for i, matrix in enumerate(getattr(model, name).flatten(0, -3))
     }
@@ -216,15 +208,15 @@ def test_embeddings_have_no_part_in_the_conditions():
     model = Patches()
     got = measured(model)
     expected = {
-        "embedding/positions": sigma(model.positions[0]),
-        "embedding/embedding.weight": sigma(model.embedding.weight),
-        "norm/proj.weight": sigma(model.proj.weight),
-        "norm/embed_proj": sigma(model.embed_proj),
+        "embedding/positions": spectral_norm(model.positions[0]),
+        "embedding/embedding.weight": spectral_norm(model.embedding.weight),
+        "norm/proj.weight": spectral_norm(model.proj.weight),
+        "norm/embed_proj": spectral_norm(model.embed_proj),
     }
     assert {name: value for name, value in got.items() if name.startswith(("norm/", "embedding/"))} == pytest.approx(
         expected, rel=1e-4
     )
-    largest = max(2 * sigma(model.proj.weight), sigma(model.embed_proj))
+    largest = max(2 * spectral_norm(model.proj.weight), spectral_norm(model.embed_proj))
     assert got["weight_condition_max"] == pytest.approx(largest, rel=1e-4)
 
 
@@ -258,9 +250,9 @@ def test_weights_that_are_computed_are_measured_as_they_act():
     }
     before = copy.deepcopy(model.state_dict())
     got = measured(model)
-    expected = {f"norm/{name}.weight": sigma(weight) for name, weight in weights.items()}
+    expected = {f"norm/{name}.weight": spectral_norm(weight) for name, weight in weights.items()}
     assert {name: value for name, value in got.items() if name.startswith("norm/")} == pytest.approx(expected, rel=1e-4)
-    conditions = [sigma(item) / (item.shape[0] / item[0].numel()) ** 0.5 for item in weights.values()]
+    conditions = [spectral_norm(item) / (item.shape[0] / item[0].numel()) ** 0.5 for item in weights.values()]
     assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
     assert_same([*before.values()], [*model.state_dict().values()])
 
@@ -281,7 +273,7 @@ def test_measuring_parametrized_weights_changes_nothing():
     assert_same([*before.values()], [*model.state_dict().values()])
     assert_same(random_state, torch.get_rng_state())
     assert all(module.training for module in model.modules())
-    assert got["norm/1.weight"] == pytest.approx(sigma(model.eval()[1].weight), rel=1e-4)
+    assert got["norm/1.weight"] == pytest.approx(spectral_norm(model.eval()[1].weight), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
@@ -328,7 +320,7 @@ def test_quick_methods_publish_no_bound(batches, method):
     trainer.run(batches[:2])
     got = numbers(handler)
     assert set(got) == KEYS - {"error_max"}
-    assert got["norm_max"] == pytest.approx(max(map(sigma, matrices_of(model).values())), rel=0.5)
+    assert got["norm_max"] == pytest.approx(max(map(spectral_norm, matrices_of(model).values())), rel=0.5)
 
 
 def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
@@ -344,8 +336,8 @@ def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
 
     trainer.run(batches[:3])
     got = numbers(handler)
-    assert got["norm/extra.weight"] == pytest.approx(sigma(model.extra.weight), rel=1e-4)
-    assert got["norm/hidden.weight"] == pytest.approx(sigma(model.hidden.weight), rel=1e-3)
+    assert got["norm/extra.weight"] == pytest.approx(spectral_norm(model.extra.weight), rel=1e-4)
+    assert got["norm/hidden.weight"] == pytest.approx(spectral_norm(model.hidden.weight), rel=1e-3)
 
 
 @pytest.mark.parametrize("state", [{"weights": "svd"}, {"updates": "nothing"}])

@@ -26,10 +26,10 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from tests._helpers import UNSTEADY, assert_same, norm_of
-from tests._oracle import Oracle, mean_std
+from tests._helpers import UNSTEADY, assert_same
+from tests._oracle import Oracle, WindowTruth, mean_std
+from tests._truth import Event, UpdateTruth, Values, norm, spectral, statistics_of_step
 from tests.distributed import _models
-from tests.stress._truth import Event, UpdateTruth, Values, WindowTruth, spectral, statistics_of_step
 
 FULL = os.environ.get("FULL_MATRIX", "0") != "0"
 AXES = {
@@ -279,9 +279,9 @@ class Run:
         """Run after the backward that ends an accumulation; without monitors the step itself is skipped."""
         scaler, unscaled = self.scaler, False
         for place, (prefix, (optimizer, names)) in enumerate(self.optimizers.items()):
-            norm = norm_of(self._gradients[name] for name in names)
-            overflow = scaler is not None and not math.isfinite(norm)
-            skipped = self.case.skip and self.oracles[prefix].expect(norm)["spike"] == 1 and not overflow
+            own_norm = norm(self._gradients[name] for name in names)
+            overflow = scaler is not None and not math.isfinite(own_norm)
+            skipped = self.case.skip and self.oracles[prefix].expect(own_norm)["spike"] == 1 and not overflow
             if self.case.clip:
                 if scaler is not None:
                     scaler.unscale_(optimizer)

@@ -1,7 +1,7 @@
 """Train steps made of drawn operations: running them, and recording what happens in them.
 
 A program is run twice: with monitors on one model, and without on another. Of the second run :class:`Training` keeps a
-list of events, of which :mod:`tests.stress._truth` has what monitors are to publish.
+list of events, of which :mod:`tests._truth` has what monitors are to publish.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ignite.engine import Engine
 from torch import Tensor, nn
 
-from tests.stress._truth import Event
+from tests._truth import Event
 
 HEADS = ("a", "b")
 

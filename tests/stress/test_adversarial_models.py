@@ -29,14 +29,11 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import assert_same, footprint, hooks_only
-from tests._oracle import mean_std
-from tests.stress._models import BLOCKS, ROWS, WIDTH, Model, Plan, plans
-from tests.stress._profile import examples
-from tests.stress._truth import (
+from tests._oracle import WindowTruth, mean_std
+from tests._truth import (
     Iteration,
     Recorder,
     Values,
-    WindowTruth,
     activations,
     copies,
     dense,
@@ -44,6 +41,8 @@ from tests.stress._truth import (
     statistics_of_step,
     updates,
 )
+from tests.stress._models import BLOCKS, ROWS, WIDTH, Model, Plan, plans
+from tests.stress._profile import examples
 
 HANDLERS = {
     "grad": lambda model, optimizer: GradMonitor(model, optimizer),

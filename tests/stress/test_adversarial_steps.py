@@ -15,7 +15,8 @@ from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, WeightUpdateHandler
 from tests._helpers import assert_same, footprint, hooks_only
-from tests._oracle import Rule, mean_std, static
+from tests._oracle import Moment, Rule, WindowTruth, mean_std, static
+from tests._truth import UpdateTruth
 from tests.stress._profile import examples
 from tests.stress._steps import (
     PROGRAMS,
@@ -32,7 +33,6 @@ from tests.stress._steps import (
     Training,
     Zero,
 )
-from tests.stress._truth import Moment, UpdateTruth, WindowTruth
 
 RULE = static(0.3)
 RULES = st.sampled_from([mean_std(0.5, 2, None), mean_std(1.0, 3, 0.9), RULE])

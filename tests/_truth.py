@@ -1,7 +1,7 @@
-"""Expected metrics of a training run in float64, from what is recorded without monitors.
+"""Expected metrics of one train step in float64, from whole copies of weights, gradients and outputs.
 
-Of any train step there is one list of events, with gradients and weights. :class:`WindowTruth` has what GradMonitor
-makes of it, and :class:`UpdateTruth` what WeightUpdateHandler does; functions have it of weights and modules' outputs.
+The formulas are those of the documentation; the package is not imported. :class:`UpdateTruth` computes the metrics
+of WeightUpdateHandler from the events of a train step, and functions compute the metrics of other monitors.
 """
 
 from __future__ import annotations
@@ -10,29 +10,62 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ignite_monitor.model.names import tags
-from tests._oracle import Detection, Oracle, Rule
-
 Values = dict[str, float]
-Moment = tuple[bool, float | None]
 
 
 def wide(values: Tensor) -> Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+    return values.detach().to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def dense(values: Tensor) -> Tensor:
     return values if values.layout == torch.strided else values.to_dense()
 
 
-def norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(math.fsum(float(wide(dense(item)).abs().square().sum()) for item in tensors))
+def norm(tensors: Tensor | Iterable[Tensor | None], norm_type: float = 2.0) -> float:
+    """Return the norm over all elements of tensors."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+    values = [wide(dense(item)).abs().flatten() for item in tensors if item is not None]
+    if norm_type == math.inf:
+        return float(torch.cat(values).max())
+    return math.fsum(float((item**norm_type).sum()) for item in values) ** (1 / norm_type)
+
+
+def spectral_norm(weight: Tensor) -> float:
+    """Return the largest singular value of a weight as a matrix."""
+    return float(torch.linalg.matrix_norm(wide(weight).flatten(1), 2))
+
+
+def update_ratio(before: Tensor, after: Tensor, eps: float = 1e-12) -> float:
+    return norm(wide(after) - wide(before)) / (norm(before) + eps)
+
+
+def lost_update_fraction(steps: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float | None:
+    """Return the fraction of 16-bit elements with a gradient that a step (before, after, gradient) did not move."""
+    had = same = 0
+    for before, after, gradient in steps:
+        if gradient is not None and before.dtype in (torch.bfloat16, torch.float16):
+            had += int((gradient != 0).sum())
+            same += int(((before == after) & (gradient != 0)).sum())
+    return same / had if had else None
+
+
+def tags(names: Iterable[str]) -> list[str]:
+    """Return names as in keys: other characters than ``A-Za-z0-9_./-`` replaced, repeated names numbered."""
+    result: list[str] = []
+    for name in names:
+        tag, number = re.sub(r"[^A-Za-z0-9_./-]", "_", name), 1
+        while tag + f"_{number}" * (number > 1) in result:
+            number += 1
+        result.append(tag + f"_{number}" * (number > 1))
+    return result
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
@@ -74,188 +107,6 @@ class Event:
     @functools.cached_property
     def norms(self) -> Values:
         return {name: norm([item]) for name, item in self.gradients.items()}
-
-
-@dataclasses.dataclass(eq=False)
-class Window:
-    """The newest detection since the last own step."""
-
-    detection: Detection
-    iteration: int
-    shared: bool  # the backward reached other monitored models too
-    used_by_other: bool = False
-    unshared: Window | None = None  # of a shared backward: that of the iteration's last one that was not
-
-
-@dataclasses.dataclass(eq=False)
-class Taken:
-    """The detection that a step took."""
-
-    detection: Detection
-    of_backward: bool
-    again: bool = False
-    skipped: bool = False
-
-
-class WindowTruth:
-    """Expected results of GradMonitor by the window rule: numbers in comments are its clauses in the architecture.
-
-    One thing is other than its words say: where another optimizer makes its step with a backward that reached several
-    monitored models, the window is marked as used by it, and a step of its own in the same iteration still takes it.
-
-    Args:
-        rule: its threshold rule.
-        own: names of the parameters that count.
-        makes_step: whether a step of an optimizer is its own.
-        others: names of the parameters of other monitored models.
-        reported: flag and norm that the monitor reports at each moment, for where rounding decides.
-        scaled: whether there is a GradScaler, whose overflows are no spikes.
-
-    Attributes:
-        moments: flag and norm at each moment.
-        published: of each iteration.
-        announced: the iterations in which a spike was announced.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        own: Iterable[str],
-        makes_step: Callable[[int], bool],
-        others: Iterable[str] = (),
-        reported: Iterable[Moment] = (),
-        scaled: bool = False,
-    ) -> None:
-        self.own, self.others, self.makes_step = set(own), set(others), makes_step
-        self.oracle, self.reported = Oracle(rule, overflow_is_spike=not scaled), list(reported)
-        self.moments: list[Moment] = []
-        self.published: list[Values] = []
-        self.announced: list[int] = []
-        self.window: Window | None = None
-        self.was_announced = False  # the gradient of the window
-        self.without_update: Oracle | None = None  # what was known before a provisional update
-        self.iteration = 0
-        self.has_detected = False  # in this iteration
-        self.skipped_count = 0
-
-    def follow(self, events: Iterable[Event], monitored: Callable[[int], bool] = lambda _: True) -> WindowTruth:
-        for event in events:
-            if event.kind == "iteration":
-                self.iteration += 1
-                self.is_monitored = monitored(self.iteration)
-                self.reported_now: Detection | None = None
-                self.taken: Taken | None = None
-                self.made: Taken | None = None
-                self.has_detected = False
-                if not self.is_monitored:  # 6
-                    self._close()
-                    self.published.append({})
-            elif event.kind == "moment":
-                now = self.reported_now
-                self.moments.append((False, None) if now is None else (now.spike, now.norm))
-            elif self.is_monitored:
-                getattr(self, f"_{event.kind}")(event)
-        return self
-
-    def _detected(self, event: Event) -> Detection:
-        self.has_detected = True
-        place = len(self.moments)
-        reported = self.reported[place][0] if place < len(self.reported) else False
-        norm = math.sqrt(math.fsum(event.norms[name] ** 2 for name in self.own if name in event.norms))
-        return self.oracle.detect(norm, reported)
-
-    def _close(self) -> None:
-        self.window = None
-        self.was_announced = False
-
-    def _announce(self, detection: Detection) -> None:
-        if detection.spike and not self.was_announced:
-            self.was_announced = True
-            self.announced.append(self.iteration)
-
-    def _backward(self, event: Event) -> None:
-        if not self.own.intersection(event.reached):
-            return
-        if self.without_update is not None:  # 7
-            if self.own.intersection(event.before):
-                self.oracle = self.without_update
-            else:
-                self.was_announced = False
-            self.without_update = None
-        detection = self.reported_now = self._detected(event)  # 1
-        if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
-            return
-        shared = bool(self.others.intersection(event.reached))
-        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
-        unshared = now.unshared if now is not None and now.shared else now
-        self.window = Window(detection, self.iteration, shared, unshared=unshared if shared else None)
-        if not shared:  # 3
-            self._announce(detection)
-
-    def _step(self, event: Event) -> None:
-        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
-        if not self.makes_step(event.optimizer):
-            if now is not None and now.shared:  # 3
-                now.used_by_other = True
-                self.reported_now = None if self.made is None else self.made.detection
-            return
-        if not any(name in event.norms for name in self.own):  # 2
-            self._close()
-            self.reported_now = None if self.made is None else self.made.detection
-            return
-        if now is not None:
-            self.taken = Taken(now.detection, of_backward=True)
-        elif self.made is not None and self.made.of_backward:  # 4
-            self.taken = Taken(self.made.detection, of_backward=True, again=True)
-        else:
-            if self.without_update is not None:  # 2: in place of the provisional update
-                self.oracle, self.without_update = self.without_update, None
-            self.taken = Taken(self._detected(event), of_backward=False)
-        self.reported_now = self.taken.detection
-        if not self.taken.again:
-            self._announce(self.taken.detection)
-
-    def _stepped(self, event: Event) -> None:
-        if not self.makes_step(event.optimizer) or self.taken is None:
-            return
-        if not self.taken.again:
-            self.oracle.observe(self.taken.detection)
-        self.made, self.taken = self.taken, None
-        self._close()
-
-    def _skipped(self, event: Event) -> None:
-        self._stepped(event)
-        if self.makes_step(event.optimizer) and self.made is not None:
-            assert self.made.detection.spike
-            self.made.skipped = True
-            self.skipped_count += 1
-
-    def _returned(self, event: Event) -> None:
-        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
-        final = None if self.made is None else self.made.detection
-        is_used = now is not None and now.used_by_other
-        if is_used:  # 3
-            now = now.unshared if final is None else None
-        if now is not None and (final is None or not now.shared):  # 5
-            detection = now.detection
-            if detection.spike or not math.isfinite(detection.norm):
-                self.without_update = self.oracle.copy()
-                self.oracle.observe(detection)
-                self._announce(detection)
-                final = final or detection
-        if is_used:
-            self._close()
-        if final is None:
-            # That an iteration with a gradient had no step is published.
-            self.published.append({"stepped": 0.0} if self.has_detected else {})
-            return
-        values = final.statistics() | {
-            "spike_count": float(self.oracle.spike_count),
-            "skipped_count": float(self.skipped_count),
-            "nonfinite_count": float(self.oracle.nonfinite_count),
-            "stepped": float(self.made is not None and not self.made.skipped),
-        }
-        self.published.append(values)
 
 
 class UpdateTruth:
@@ -315,16 +166,13 @@ class UpdateTruth:
             values |= order_statistics("grad", norms.values())
         if self._moved:
             pairs = {name: (self._start[name], event.weights[name]) for name in self._moved}
-            ratios = {name: norm([wide(b) - wide(a)]) / (norm([a]) + 1e-12) for name, (a, b) in pairs.items()}
+            ratios = {name: update_ratio(*pair) for name, pair in pairs.items()}
             for name, ratio in ratios.items():
                 self._still[name] = self._still.get(name, 0) + 1 if ratio <= 1e-12 else 0
             values |= order_statistics("update_ratio", ratios.values())
             values["frozen_count"] = float(sum(self._still[name] >= 3 for name in ratios))
-            narrow = [name for name, (a, _) in pairs.items() if a.dtype in (torch.bfloat16, torch.float16)]
-            had = {name: gradient != 0 for name in narrow if (gradient := self._moved[name]) is not None}
-            if any(item.any() for item in had.values()):
-                same = sum(int(((pairs[name][0] == pairs[name][1]) & item).sum()) for name, item in had.items())
-                values["lost_update_fraction"] = same / sum(int(item.sum()) for item in had.values())
+            lost = lost_update_fraction((*pairs[name], gradient) for name, gradient in self._moved.items())
+            values |= {} if lost is None else {"lost_update_fraction": lost}
         return values
 
 
@@ -344,7 +192,7 @@ def spectral(
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     then, now = _effective(before), _effective(after)
     names = [name for name, item in now.items() if item.ndim > 1 and item.numel() and item.dtype in floats]
-    norms = {name: float(torch.linalg.matrix_norm(wide(now[name]).flatten(1), 2)) for name in names}
+    norms = {name: spectral_norm(now[name]) for name in names}
     tables = {
         name
         for name, item in model.named_parameters()
@@ -364,8 +212,7 @@ def spectral(
     conditions = {"weight_condition": [norms[name] / item for name, item in scales.items()]}
     own = [name for name in names if set(held) & set(_made_of(name, after))]
     if has_step and own:
-        moves = {name: (wide(now[name]) - wide(then[name])).flatten(1) for name in own}
-        sizes = {name: float(torch.linalg.matrix_norm(move, 2)) for name, move in moves.items()}
+        sizes = {name: spectral_norm(wide(now[name]) - wide(then[name])) for name in own}
         values["update_norm_max"] = max(sizes.values())
         conditions["update_condition"] = [item / scales[name] for name, item in sizes.items() if name in scales]
     for key, item in conditions.items():
@@ -394,6 +241,35 @@ def _effective(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif not name.endswith("original1"):
             result[name] = weight
     return result
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, before: dict[Tensor, Tensor], gradients: dict[Tensor, Tensor]
+) -> Values:
+    """Compute the metrics of OptimizerStateHandler of the parameters that had a gradient in the last step."""
+    series: dict[str, list[float]] = {"rms": [], "epsilon_dominated": [], "momentum_cosine": []}
+    for group in optimizer.param_groups:
+        for p in gradients.keys() & set(group["params"]):
+            g, state = gradients[p].double(), optimizer.state[p]
+            v = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+            if v is not None:
+                eps, steps = float(group["eps"]), float(state.get("step", group.get("step")))
+                root = (v.double() / (1 - float(group["betas"][1]) ** steps)).sqrt()
+                ratio = torch.where(g == 0, 0.0, g / root.clamp(min=eps))
+                series["rms"].append(float(ratio.square().mean().sqrt()))
+                series["epsilon_dominated"].append(float((root < eps).double().mean()))
+            m = state.get("exp_avg", state.get("momentum_buffer"))
+            if m is not None:
+                cosine = F.cosine_similarity(g.flatten(), m.double().flatten(), dim=0, eps=0.0)
+                series["momentum_cosine"].append(float(cosine))
+    values = {"update_norm": norm([wide(p) - wide(before[p]) for p in gradients])}
+    published = {"rms": ("median", "p95", "max"), "epsilon_dominated": ("median", "max")}
+    for name, ends in (published | {"momentum_cosine": ("median", "min")}).items():
+        finite = [item for item in series[name] if math.isfinite(item)]
+        if finite:
+            summary = order_statistics(name, finite)
+            values |= {f"{name}_{end}": summary[f"{name}_{end}"] for end in ends}
+    return {f"optimizer/{name}": value for name, value in values.items()}
 
 
 # Outputs of modules
@@ -536,3 +412,76 @@ def _difference(actual: Call, expected: Call) -> Call | None:
     if [tensor.shape for _, tensor in actual] != [tensor.shape for _, tensor in expected]:
         return None
     return [(place, wide(one) - wide(other)) for (place, one), (_, other) in zip(actual, expected, strict=True)]
+
+
+# Refined coordinate check
+
+
+@torch.no_grad()
+def rcc(model: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Values:
+    """Compute the metrics of RCCHandler from evaluations of whole layers."""
+    model, reference = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
+    actual, expected = _arguments(model, batches), _arguments(reference, batches)
+    others = dict(reference.named_modules())
+    lengths: dict[str, list[float]] = {}
+    for name, module in model.named_modules():
+        if name not in actual or not [*module.parameters(recurse=False)]:
+            continue
+        for now, then in zip(actual[name], expected[name], strict=True):
+            y_t, crossed, y_0 = _output(module, now), _output(others[name], now), _output(others[name], then)
+            x_t, x_0 = _first(now), _first(then)
+            vectors = {"weight_update": y_t - crossed}
+            if x_t is not None:
+                vectors |= {"input_drift": crossed - y_0, "output_change": y_t - y_0}
+                vectors |= {"input": x_t, "input_change": x_t - x_0}
+            for key, item in vectors.items():
+                rows = item.movedim(_feature_dimension(module), -1).norm(dim=-1).flatten()
+                lengths.setdefault(f"{key}/{name or '_root_'}", []).extend(rows.tolist())
+    values = {key: math.fsum(item) / len(item) for key, item in lengths.items()}
+    for key in [key for key in values if key.startswith("input_drift/")]:
+        update = values[key.replace("input_drift", "weight_update")]
+        share = update / (update + values[key]) if update else 0.0
+        values[key.replace("input_drift", "weight_share")] = share
+    for kind in ("weight_update", "input_drift"):
+        layers = [value for key, value in values.items() if key.startswith(f"{kind}/")]
+        if layers:
+            summary = order_statistics(kind, layers)
+            values |= {f"{kind}_{end}": summary[f"{kind}_{end}"] for end in ("max", "median")}
+    return {f"rcc/{key}": value for key, value in values.items()}
+
+
+def _arguments(model: nn.Module, batches: Sequence[Any]) -> dict[str, list[Any]]:
+    """The arguments of every module's calls."""
+    calls: dict[str, list[Any]] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls.setdefault(name, []).append(copy.deepcopy((args, kwargs))),
+            with_kwargs=True,
+        )
+        for name, module in model.named_modules()
+    ]
+    for batch in batches:
+        if isinstance(batch, dict):
+            model(**batch)
+        else:
+            model(batch.double() if batch.is_floating_point() else batch)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def _first(value: Any) -> Tensor | None:
+    return next((tensor for _, tensor in floating(value)), None)
+
+
+def _output(module: nn.Module, arguments: Any) -> Tensor:
+    args, kwargs = arguments
+    output = _first(copy.deepcopy(module)(*args, **kwargs))
+    assert output is not None
+    return output
+
+
+def _feature_dimension(module: nn.Module) -> int:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return -1 - len(module.kernel_size)
+    return 1 if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.PReLU)) else -1
