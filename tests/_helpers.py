@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from tests._truth import norm
+from tests._truth import copies, norm
 
 Batch = tuple[Tensor, Tensor]
 
@@ -74,69 +74,118 @@ def mse_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
+def square_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
 def make_step(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     parts: int = 1,
     *,
     every: int = 1,
     loss_of: Callable[[nn.Module, Any], Tensor] = mse_loss,
+    factor: Callable[[Engine], float] | None = None,
     scaler: Any = None,
     clip: float | None = None,
     closure: bool = False,
+    by_hand: bool = False,
     zero_at: str = "start",
     set_to_none: bool = True,
     after_backward: Callable[[Engine], Any] = lambda engine: None,
     before_step: Callable[[Engine], Any] = lambda engine: None,
+    after_step: Callable[[Engine], Any] = lambda engine: None,
     leave_out: Callable[[Engine], bool] = lambda engine: False,
 ) -> Callable[[Engine, Any], Tensor]:
     """The train step of most tests.
 
     Args:
+        optimizer: one, or several that make their steps in order.
         parts: number of micro-batches; 1 hands the batch to ``loss_of`` as it is.
         every: iterations to an optimizer step.
         loss_of: loss of the model and a batch.
+        factor: what the loss of an iteration is multiplied by.
         scaler: GradScaler; gradients are unscaled before they are clipped.
         clip: largest norm of the gradients.
         closure: whether the optimizer's step evaluates the gradients.
+        by_hand: whether gradients are computed without a backward, and then set.
         zero_at: whether gradients are cleared at the "start" of an iteration, at its "end", or "never".
         after_backward: called with the engine after the last backward of an iteration.
         before_step: called with the engine before the optimizer's step.
+        after_step: called with the engine after it, before gradients are cleared.
         leave_out: whether no step is made.
     """
 
+    optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+
+    def zero_grad() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none)
+
     def backward(engine: Engine, batch: Any) -> Tensor:
         for part in split(batch, parts) if parts > 1 else [batch]:
-            loss = loss_of(model, part)
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            loss = loss_of(model, part) * (1 if factor is None else factor(engine))
+            scaled = loss if scaler is None else scaler.scale(loss)
+            if by_hand:
+                set_gradients(model, scaled)
+            else:
+                scaled.backward()
         after_backward(engine)
         return loss.detach()
 
     def train_step(engine: Engine, batch: Any) -> Tensor:
         if closure:
-            return optimizer.step(lambda: (optimizer.zero_grad(), backward(engine, batch))[1])
+            before_step(engine)
+            loss = optimizers[0].step(lambda: (zero_grad(), backward(engine, batch))[1])
+            after_step(engine)
+            return loss
         if zero_at == "start" and (every == 1 or engine.state.iteration % every == 1):
-            optimizer.zero_grad(set_to_none)
+            zero_grad()
         loss = backward(engine, batch)
         if every > 1 and engine.state.iteration % every:
             return loss
         if scaler is not None and clip is not None:
-            scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         before_step(engine)
-        if leave_out(engine):
-            pass
-        elif scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        if not leave_out(engine):
+            for optimizer in optimizers:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+        after_step(engine)
         if zero_at == "end":
-            optimizer.zero_grad(set_to_none)
+            zero_grad()
         return loss
 
     return train_step
+
+
+def set_gradients(model: nn.Module, loss: Tensor) -> None:
+    """Set the gradients of all parameters without a backward."""
+    gradients = torch.autograd.grad(loss, [*model.parameters()])
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+
+
+def in_turn(*steps: Callable[[Engine, Any], Any]) -> Callable[[Engine, Any], Any]:
+    """A train step that makes several in order, as those of a GAN's models."""
+    return lambda engine, batch: [step(engine, batch) for step in steps][-1]
+
+
+def moves_of(model: nn.Module, step: Callable[[Engine, Any], Any]) -> tuple[Callable[[Engine, Any], Any], list[Any]]:
+    """Return the train step, and a list of how far each of its calls moves every parameter of the model."""
+    moves: list[dict[str, float]] = []
+
+    def train_step(engine: Engine, batch: Any) -> Any:
+        before = copies(model)
+        output = step(engine, batch)
+        moves.append({name: norm(item - before[name]) for name, item in model.named_parameters()})
+        return output
+
+    return train_step, moves
 
 
 class Recorder:

@@ -26,6 +26,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def dense(values: Tensor) -> Tensor:
+    values = values.full_tensor() if hasattr(values, "full_tensor") else values
     return values if values.layout == torch.strided else values.to_dense()
 
 

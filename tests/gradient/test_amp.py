@@ -10,7 +10,7 @@ import torch
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
-from tests._helpers import assert_same, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train, training_state
+from tests._helpers import assert_same, grad_norm, make_mlp, make_step, mlp_batches, train, training_state
 from tests._oracle import Oracle, mean_of, mean_std
 
 CLOSE = {"rel": 1e-5}
@@ -152,17 +152,6 @@ def test_a_disabled_scaler_handles_no_overflow(value):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_gradients_set_by_hand_before_scaler_step_are_compared_unscaled(name):
-    run, monitor = build(name)
-    truth = []
-
-    def by_hand(engine, batch):
-        loss = run.scaler.scale(mse_loss(run.model, batch))
-        gradients = torch.autograd.grad(loss, list(run.model.parameters()))
-        for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        truth.append(grad_norm(run.model) / run.scaler.get_scale())
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-
-    recorder = train(by_hand, mlp_batches(10), monitor)
-    assert recorder.norms == pytest.approx(truth, **CLOSE)
+    run, monitor = build(name, options={"by_hand": True})
+    recorder = train(run.step, mlp_batches(10), monitor)
+    assert recorder.norms == pytest.approx(run.truth, **CLOSE)

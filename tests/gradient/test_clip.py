@@ -6,12 +6,20 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.gradient.action import scale
-from tests._helpers import assert_same, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train, training_state
+from tests._helpers import (
+    assert_same,
+    grad_norm,
+    make_mlp,
+    make_step,
+    mlp_batches,
+    moves_of,
+    train,
+    training_state,
+)
 from tests._truth import norm
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
@@ -129,29 +137,15 @@ class Halved(torch.optim.Optimizer):
 @pytest.mark.parametrize("factor", [1e3, math.nan])
 def test_any_optimizer(closure, factor):
     model = make_mlp()
-    optimizer, moved, norms = Halved(model.parameters()), [], []
-
-    def evaluate(batch):
-        optimizer.zero_grad()
-        loss = mse_loss(model, batch)
-        loss.backward()
-        norms.append(grad_norm(model))
-        return loss
-
-    def step(engine, batch):
-        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-        if closure:
-            optimizer.step(lambda: evaluate(batch))
-        else:
-            evaluate(batch)
-            optimizer.step()
-        moved.append(float((nn.utils.parameters_to_vector(model.parameters()).detach() - before).norm()))
-
+    optimizer, norms = Halved(model.parameters()), []
+    step = make_step(model, optimizer, closure=closure, after_backward=lambda engine: norms.append(grad_norm(model)))
+    step, moves = moves_of(model, step)
     recorder = train(
         step,
         mlp_batches(5, [5], factor),
         GradMonitor(model, optimizer, threshold=StaticThreshold(5.0), on_spike="clip"),
     )
+    moved = [math.hypot(*item.values()) for item in moves]
     assert moved[:4] == pytest.approx([min(norm, 5.0) / 2 for norm in norms[:4]], rel=1e-4)
     if math.isfinite(factor):
         assert moved[4] == pytest.approx(2.5, rel=1e-4)
@@ -174,17 +168,9 @@ def test_lbfgs_has_the_first_gradient_of_its_step_clipped():
 def test_a_second_step_with_the_same_gradient_does_not_scale_it_again():
     model, norms = make_mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        mse_loss(model, batch).backward()
-        for _ in range(2):
-            optimizer.step()
-            norms.append(grad_norm(model))
-
-    recorder = train(
-        step, mlp_batches(2, [2]), GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
-    )
+    optimizer.register_step_post_hook(lambda *_: norms.append(grad_norm(model)))
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
+    recorder = train(make_step(model, [optimizer] * 2), mlp_batches(2, [2]), monitor)
     assert norms[2:] == pytest.approx([LIMIT, LIMIT], rel=1e-5)
     assert recorder.of("grad/clipped_count")[-1] == 1
 

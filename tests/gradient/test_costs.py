@@ -11,6 +11,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import GradMonitor
+from tests._helpers import make_step, square_loss
 
 ITERATION = 30
 LIMIT = 516  # in torch 2.6; 500 from 2.13 on. 292 are the hooks, one for each gradient
@@ -26,16 +27,11 @@ def calls(attach: Callable[[nn.Module, torch.optim.Optimizer, Engine], Any]) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     count = 0
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
     def profile(frame, event, argument):
         nonlocal count
         count += event == "call"
 
-    engine = Engine(train_step)
+    engine = Engine(make_step(model, optimizer, loss_of=square_loss))
     attach(model, optimizer, engine)
     engine.add_event_handler(Events.GET_BATCH_STARTED(once=ITERATION), lambda: sys.setprofile(profile))
     engine.add_event_handler(Events.GET_BATCH_STARTED(once=ITERATION + 1), lambda: sys.setprofile(None))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
-from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, train
+from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, square_loss, train
 from tests._oracle import mean_of
 from tests._truth import norm
 
@@ -48,13 +48,11 @@ def check_against_own_truth(forward, model, norm_type=2.0):
     """Train with a monitor, and compare with the norms of the gradients in float64; return what was recorded."""
     optimizer, truth, batches = sgd(model), [], mlp_batches(3)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        mse_loss(forward, batch).backward()
+    def compare(engine):
         truth.append(grad_norm(model, norm_type))
         assert float(engine.state.grad_norm) == pytest.approx(truth[-1], **CLOSE)
-        optimizer.step()
 
+    step = make_step(forward, optimizer, after_backward=compare)
     monitor = GradMonitor(model, optimizer, norm_type=norm_type)
     recorder = train(step, batches, monitor)
     assert recorder.norms == pytest.approx(truth, **CLOSE)
@@ -239,9 +237,6 @@ def test_blocks_of_parameters_that_take_turns_in_the_optimizer():
 
     def note(engine):
         expected.append(norm(parameter.grad for parameter in optimizer.param_groups[0]["params"]))
-
-    def square_loss(model, batch):
-        return model(batch).square().mean()
 
     trainer = Engine(make_step(model, optimizer, loss_of=square_loss, before_step=note))
     monitor = GradMonitor(model, optimizer, per_parameter=True)

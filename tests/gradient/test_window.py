@@ -8,7 +8,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._helpers import Recorder, grad_norm, make_mlp, mlp_batches, mse_loss, train
+from tests._helpers import Recorder, grad_norm, in_turn, make_mlp, make_step, mlp_batches, mse_loss, train
 from tests.stress._steps import PUT
 
 CLOSE = {"rel": 1e-5}
@@ -27,19 +27,16 @@ def observations(monitor):
 
 def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
     """A generator whose step is skipped passes its gradient through the discriminator, which has made its step."""
-    models = nn.Linear(2, 4), make_mlp()
+    models = generator, discriminator = nn.Linear(2, 4), make_mlp()
     optimizers = [sgd(model) for model in models]
-
-    def step(engine, batch):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        mse_loss(models[1], batch).backward()
-        optimizers[1].step()
-        factor = 1e6 if engine.state.iteration == 3 else 1e-3
-        (factor * models[1](models[0](torch.ones(3, 2)))).sum().backward()
-        if factor < 1:
-            optimizers[0].step()
-
+    step = in_turn(
+        make_step(discriminator, optimizers[1]),
+        make_step(
+            generator, optimizers[0], loss_of=lambda *_: discriminator(generator(torch.ones(3, 2))).sum(),
+            factor=lambda engine: 1e6 if engine.state.iteration == 3 else 1e-3,
+            leave_out=lambda engine: engine.state.iteration == 3,
+        ),
+    )  # fmt: skip
     monitors = [
         GradMonitor(model, optimizer, threshold=StaticThreshold(1e3), prefix=name, flag=name)
         for model, optimizer, name in zip(models, optimizers, ("generator", "discriminator"), strict=True)
@@ -104,21 +101,17 @@ def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
             if parameter.grad is not None:
                 (set_to_none if how == "none" else PUT[how])(parameter, torch.zeros_like(parameter))
 
-    def step(engine, batch):
-        if zero_at == "start":
-            zero()
-        mse_loss(model, batch).backward()
-        if not engine.state.unhealthy_spike:
-            optimizer.step()
-        if zero_at == "end":
-            zero()
-
+    steps = [
+        lambda *_: zero(),
+        make_step(model, optimizer, zero_at="never", leave_out=lambda engine: engine.state.unhealthy_spike),
+    ]
     monitor = GradMonitor(
         model,
         optimizer,
         threshold=StaticThreshold(50.0),
         on_spike=lambda engine, norm: reported.append(engine.state.iteration),
     )
+    step = in_turn(*steps if zero_at == "start" else reversed(steps))
     recorder = train(step, mlp_batches(8, spikes=[3, 4, 6]), monitor)
     assert recorder.of("grad/spike_count") == [0, 0, 1, 2, 2, 3, 3, 3]
     assert recorder.of("grad/stepped") == [1, 1, 0, 0, 1, 0, 1, 1]
