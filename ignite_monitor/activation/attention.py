@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from itertools import product
 from typing import NamedTuple
 
@@ -36,11 +37,6 @@ class HeadEntropy(NamedTuple):
     rows: Tensor  # number of rows
     largest: Tensor  # largest score in these rows, with the mask added; -inf for a head without rows
 
-    def plus(self, other: HeadEntropy) -> HeadEntropy:
-        """Add the sums of another call."""
-        largest = torch.maximum(self.largest, other.largest)
-        return HeadEntropy(self.total + other.total, self.rows + other.rows, largest)
-
 
 def attention_entropy(call: AttentionArguments) -> HeadEntropy:
     r"""Compute each query's attention entropy, summed over queries and batch, and the largest score, per head.
@@ -62,7 +58,8 @@ def attention_entropy(call: AttentionArguments) -> HeadEntropy:
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         if mask is not None:
             mask = with_heads(mask, dims, call.enable_gqa).expand(*batch, query.shape[-2], key.shape[-2])
-        query, key = (tensor.expand(*batch, *tensor.shape[-2:]) for tensor in (query, key))
+            mask = mask.flatten(0, -4)
+        query, key = (tensor.expand(*batch, *tensor.shape[-2:]).flatten(0, -4) for tensor in (query, key))
         scale = 1 / math.sqrt(max(query.shape[-1], 1)) if call.scale is None else call.scale
         return _sums(query, key, mask, call.is_causal, scale)
 
@@ -76,24 +73,19 @@ def with_heads(tensor: Tensor, dims: int, enable_gqa: bool) -> Tensor:
 
 
 def _sums(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> HeadEntropy:
-    *batch, heads, length, _ = query.shape
-    keys = key.shape[-2]
-    total, rows = torch.zeros(2, heads, dtype=wide_dtype(query.device), device=query.device)
-    sums = HeadEntropy(total, rows, torch.full_like(total, -math.inf))
+    batch, heads, length, _ = query.shape
     if query.numel() == 0 or key.numel() == 0:
-        return sums
-    if len(batch) > 1:
-        for index in range(batch[0]):
-            own = None if mask is None else mask[index]
-            sums = sums.plus(_sums(query[index], key[index], own, is_causal, scale))
-        return sums
-    room = max((_BLOCK if query.device.type == "cpu" else _BLOCK_ON_ACCELERATOR) // (heads * keys), 1)
+        zeros = torch.zeros(heads, dtype=wide_dtype(query.device), device=query.device)
+        return HeadEntropy(zeros, zeros, zeros - math.inf)
+    room = max((_BLOCK if query.device.type == "cpu" else _BLOCK_ON_ACCELERATOR) // (heads * key.shape[-2]), 1)
     samples, step = max(room // length, 1), min(room, length)
-    for first, start in product(range(0, batch[0], samples), range(0, length, step)):
+    parts = []
+    for first, start in product(range(0, batch, samples), range(0, length, step)):
         block = slice(first, first + samples), slice(None), slice(start, start + step)
         own = None if mask is None else mask[block]
-        sums = sums.plus(_block(query[block], key[block[0]], own, start if is_causal else None, scale))
-    return sums
+        parts.append(_block(query[block], key[block[0]], own, start if is_causal else None, scale))
+    total, rows, largest = zip(*parts, strict=True)
+    return HeadEntropy(reduce(torch.add, total), reduce(torch.add, rows), reduce(torch.maximum, largest))
 
 
 def _block(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, scale: float) -> HeadEntropy:

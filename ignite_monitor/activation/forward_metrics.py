@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from numbers import Number
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,12 +26,10 @@ from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
 
-COMPLEX = "complex numbers have no built-in metrics and are not recorded"
-NOT_A_NUMBER = "recorded values should be numbers, or tensors or arrays of numbers"
+NOT_A_NUMBER = "recorded values should be real numbers, or tensors or arrays of them"
 NOT_A_NAME = "recorded names should consist of letters, digits, '-', '_', '.' and '/'"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
 
 Layer = tuple[str, str]  # name in the model without wrappers, ``_root_`` for the whole model; name for loggers
 
@@ -70,7 +68,7 @@ class ForwardMetrics(ModuleHook):
         self._attention = attention
         self._pauses = pauses
         self.activation = Measurement("activation", metrics)
-        self.recorded = Measurement("recorded", MetricSet("activations", {}, (), metrics.aggregate))
+        self.recorded = Measurement("recorded", MetricSet("recorded", {}, metrics.aggregate))
         self.saw_attention = not attention
         self.skipped: dict[str, set[str]] = {}
         self._entropies: list[NamedValues] = []  # of calls
@@ -111,8 +109,7 @@ class ForwardMetrics(ModuleHook):
             return
         name, tag = layer
         with aside() if function_modes() or dispatch_modes() else torch.no_grad():
-            for place, tensor in (("", output),) if type(output) is Tensor else tagged_tensors(output):
-                key = f"{tag}/{place}" if place else tag
+            for key, tensor in ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag):
                 if not is_plain(tensor):
                     self._skip(layer, NOT_PLAIN)
                 elif tensor.is_floating_point():
@@ -143,14 +140,12 @@ class ForwardMetrics(ModuleHook):
             return
         try:
             with aside():
-                tensor = value if isinstance(value, (Tensor, Number)) else torch.as_tensor(value, device="cpu")
-                weight = tensor.numel() if isinstance(tensor, Tensor) else 1
-                if isinstance(tensor, Tensor) and not is_plain(tensor):
+                number = value if isinstance(value, (Tensor, Real)) else torch.as_tensor(value, device="cpu")
+                weight = number.numel() if isinstance(number, Tensor) else 1
+                if isinstance(number, Tensor) and not is_plain(number):
                     self._skip(layer, NOT_PLAIN)
-                elif isinstance(tensor, complex) or (isinstance(tensor, Tensor) and tensor.is_complex()):
-                    self._skip(layer, COMPLEX)
                 elif weight:
-                    number = as_number(tensor, device_of(self._root))
+                    number = as_number(number, device_of(self._root))
                     self.recorded.aggregate(f"{layer[1]}/{name}", self._metrics.aggregate, number, weight)
         except Exception:  # noqa: BLE001 - conversion calls methods of the user's value, which may raise any error
             self._skip(layer, NOT_A_NUMBER)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ignite_monitor.activation.attention_calls import check_attention
-from ignite_monitor.activation.forward_metrics import COMPLEX, ForwardMetrics, Layer
+from ignite_monitor.activation.forward_metrics import ForwardMetrics, Layer
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement, OutputComparison, rows_of, values_of
 from ignite_monitor.activation.metric import AGGREGATES, MetricSet
-from ignite_monitor.activation.statistics import STATISTICS, WITHOUT_STATISTICS
+from ignite_monitor.activation.statistics import WITHOUT_STATISTICS
 from ignite_monitor.checks import check_choice, check_type
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
@@ -38,10 +37,7 @@ from ignite_monitor.monitor.ranks import RankReduction, world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
-_FAST_PATH = (
-    "a hook would take nn.TransformerEncoderLayer in evaluation mode off its fast path, which rounds differently"
-)
-_WITHOUT_UNITS = tuple(name for name in STATISTICS if name != "dead_fraction")
+_FAST_PATH = "a hook would disable the fast path of nn.TransformerEncoderLayer in eval mode, which rounds differently"
 
 Metrics = Mapping[str, Any] | bool | None
 
@@ -54,15 +50,13 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     Built-in metrics, under ``True`` or as ``{"mean": True}``: ``mean``, ``std`` (of a sample), ``max_abs``,
     ``max_over_rms`` (``max_abs`` over the root mean square), ``l2_norm`` (mean norm of the vectors along the last
     dimension), ``dead_fraction`` (activations only: the fraction of units that are 0 throughout the iteration),
-    ``nonfinite_count`` (if positive, the others are not reported). Only by name, not for differences: ``kurtosis``,
-    :math:`E[(x - \bar x)^4] / E[(x - \bar x)^2]^2` over all elements (3 for a normal distribution; not reported if the
-    mean exceeds about 100 standard deviations, as for constants). With a dtype, True for float16:
+    ``nonfinite_count`` (if positive, the others are not reported). Only by name, and not for differences:
+    ``kurtosis``, :math:`E[(x - \bar x)^4] / E[(x - \bar x)^2]^2`; with a dtype, True for float16,
     ``underflow_fraction`` and ``overflow_fraction``.
 
     All forward passes, micro-batches and ranks of an iteration count as one batch. Passes in evaluation mode, under
-    :meth:`paused`, and recomputations by activation checkpointing are not measured. Gradients are measured after each
-    backward. Compiled models run eagerly in monitored iterations. With several ranks, attach the handler on all of
-    them: it takes two collectives per iteration.
+    :meth:`paused`, and recomputations by activation checkpointing are not measured. Compiled models run eagerly in
+    monitored iterations. With several ranks, attach the handler on all of them.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -133,14 +127,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         super().__init__(model, prefix, families)
         check_choice("aggregate", aggregate, *AGGREGATES)
         self._metrics = {
-            family: MetricSet(
-                argument,
-                metrics or {},
-                STATISTICS if family == "activation" else _WITHOUT_UNITS,
-                aggregate,
-                of_dtypes=not family.endswith("_difference"),
-            )
-            for family, (argument, metrics) in given.items()
+            family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
         }
         check_type("attention", attention, bool, "bool")
         if attention:
@@ -163,22 +150,8 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._saw_attention: bool | None = None  # in any measured iteration; None without one
         if reference is not None:
             self._set_reference(reference)
-        self._pauses: list[None] = []
         self._reported: set[tuple[str, str]] = set()
-        self._forward: ForwardMetrics | None = None
-        self._gradients: GradientMetrics | None = None
-        self._of_parameters: list[NamedValues] = []
         self.reset_run_state()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which forward passes are not measured."""
-        self._pauses.append(None)
-        try:
-            with super().paused():
-                yield
-        finally:
-            self._pauses.pop()
 
     # Events
 
@@ -188,6 +161,18 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
         ]
         return [*(of_gradients if self._metrics["gradient"] else []), *super().handlers()]
+
+    def reset_run_state(self) -> None:
+        self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
+        self._modules: dict[str, nn.Module] = {}
+        self._layers: dict[nn.Module, Layer] = {}
+        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
+        self._forward: ForwardMetrics | None = None
+        self._gradients: GradientMetrics | None = None
+        self._of_parameters: list[NamedValues] = []
+        self._differences: OutputComparison | None = None
+        self._passes = None
+        self._over_ranks = RankReduction()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
@@ -209,17 +194,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             self._warn_once(
                 "attention=True saw no attention call (scaled_dot_product_attention, nn.MultiheadAttention)"
             )
-
-    def reset_run_state(self) -> None:
-        self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
-        self._modules: dict[str, nn.Module] = {}
-        self._layers: dict[nn.Module, Layer] = {}
-        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
-        self._forward = self._gradients = None
-        self._of_parameters = []
-        self._differences: OutputComparison | None = None
-        self._comparison = self._passes = None
-        self._over_ranks = RankReduction()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._gradients is not None:
@@ -314,7 +288,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         families = ("parameter", "gradient", "parameter_difference")
         if any(any(self._metrics[family].builtin) for family in families):
             without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]
-            self._report_skipped(COMPLEX, without)
+            self._report_skipped("complex numbers have no built-in metrics", without)
         if self._reference is not None and self._metrics["activation_difference"]:
             compared = {name: self._layers[module][1] for name, module in modules.items() if module in self._layers}
             compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}

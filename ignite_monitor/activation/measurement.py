@@ -132,9 +132,8 @@ class Measurement:
         ]
         if not parts:
             return []
-        together = merged_by_name(
-            parts, functools.partial(grouped, summed=9)
-        )  # one key may have had several numbers of units
+        # One key may have had several numbers of units.
+        together = merged_by_name(parts, functools.partial(grouped, summed=9))
         # Reports name the first non-finite output by the order of the names.
         place_of = [self._order.get(key, i) for i, key in enumerate(together.names)]
         keys, rows = together.rows(sorted(range(len(place_of)), key=place_of.__getitem__))
@@ -199,14 +198,13 @@ class OutputComparison(Comparison):
         return [tensor for _, tensor in floating_tensors(call.output)]
 
     def leave(self, call: Call) -> bool:
-        tensors, tag = tagged_tensors(call.output), self._tags[call.name]
+        tensors = tagged_tensors(call.output, self._tags[call.name])
         initial = [tensor for tensor in call.kept if tensor is not None]
         if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
             raise NotComparableError("its outputs have other shapes than in the reference")
         if not all(map(is_plain, [*(tensor for _, tensor in tensors), *initial])):
             raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
-        for (place, tensor), other in zip(tensors, initial, strict=True):
-            key = f"{tag}/{place}" if place else tag
+        for (key, tensor), other in zip(tensors, initial, strict=True):
             self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())
         return True
 

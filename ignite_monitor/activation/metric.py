@@ -64,33 +64,28 @@ class Metric:
 
 def underflow_fraction(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Fraction of the elements, other than 0, that round to 0 in a dtype."""
-    tensor, rounded = _computable(tensor), _computable(tensor.to(dtype))
-    return ((tensor != 0) & (rounded == 0)).to(wide_dtype(tensor.device)).mean()
+    wide = wide_dtype(tensor.device)
+    return ((tensor.to(wide) != 0) & (tensor.to(dtype).to(wide) == 0)).to(wide).mean()
 
 
 def overflow_fraction(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Fraction of the elements that are finite, but round to more than the largest number of a dtype."""
-    tensor, info = _computable(tensor), torch.finfo(dtype)
+    tensor, info = tensor.to(wide_dtype(tensor.device)), torch.finfo(dtype)
     # Conversion to float8 saturates in some versions of torch, and in others does not.
     step = info.eps * 2.0 ** math.floor(math.log2(info.max))
     beyond = tensor.abs() >= info.max + step / 2
-    return (beyond & tensor.isfinite()).to(wide_dtype(tensor.device)).mean()
-
-
-def _computable(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype with arithmetic, which float8 does not have."""
-    return tensor.float() if tensor.itemsize == 1 else tensor
+    return (beyond & tensor.isfinite()).to(tensor.dtype).mean()
 
 
 _OF_DTYPES = {"underflow_fraction": underflow_fraction, "overflow_fraction": overflow_fraction}
 
 
 class MetricSet:
-    """Metrics of one kind of tensor, from the user's argument."""
+    """Metrics of one kind of tensor, from the handler's argument of that name."""
 
-    def __init__(
-        self, argument: str, given: Any, builtin: tuple[str, ...], aggregate: str, of_dtypes: bool = False
-    ) -> None:
+    def __init__(self, argument: str, given: Any, aggregate: str) -> None:
+        builtin = [name for name in STATISTICS if name != "dead_fraction" or argument == "activations"]
+        is_difference = argument.endswith("_differences")
         if given is True:
             given = dict.fromkeys(builtin, True)
         if not isinstance(given, Mapping):
@@ -108,16 +103,14 @@ class MetricSet:
                 )
             if metric is True and name in builtin:
                 continue
-            if metric is True and name == KURTOSIS and of_dtypes:
+            if metric is True and name == KURTOSIS and not is_difference:
                 self.own[name] = Metric(power_sums)
                 self.own[name].aggregate = KURTOSIS
             elif metric is True or isinstance(metric, torch.dtype):
                 dtype = torch.float16 if metric is True else metric
-                if not of_dtypes or name not in _OF_DTYPES:
-                    raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
-                if not dtype.is_floating_point:
+                if is_difference or name not in _OF_DTYPES or not dtype.is_floating_point:
                     raise ValueError(
-                        f"Argument {argument} should have a floating-point dtype for {name!r}, but {dtype}"
+                        f"Argument {argument} has no built-in {name!r} of {metric}, but {', '.join(builtin)}"
                     )
                 self.own[name] = Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
             elif callable(metric) or isinstance(metric, Metric):

@@ -32,7 +32,7 @@ class Detection(NamedTuple):
 
 
 class SpikeDetector:
-    """Detects spikes by a threshold rule, and updates the rule so that neither a spike nor a regime change blinds it.
+    """Detects spikes by a threshold rule, and updates the rule with the values that are none.
 
     - A value is a spike if it exceeds the rule's threshold, or is not finite.
     - Only the first of several consecutive spikes updates the statistics, clipped to the threshold: they must not widen

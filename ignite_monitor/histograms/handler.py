@@ -128,8 +128,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             if not root.training or in_backward() or is_reference_run():  # checkpointing repeats passes in a backward
                 return
             with aside():
-                for place, tensor in tagged_tensors(output):
-                    name = f"{modules[module]}/{place}" if place else modules[module]
+                for name, tensor in tagged_tensors(output, modules[module]):
                     if is_plain(tensor) and (name in counts or len(counts) < most):
                         counts[name] = count(tensor.detach())
 

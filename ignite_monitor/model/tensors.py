@@ -16,11 +16,11 @@ from ignite_monitor.model.names import tags
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def tagged_tensors(output: Any) -> list[tuple[str, Tensor]]:
-    """The :func:`floating_tensors`, with places as loggers keep them, each different."""
+def tagged_tensors(output: Any, tag: str) -> list[tuple[str, Tensor]]:
+    """The :func:`floating_tensors`, with different names: a module's tag, and the place as loggers keep it."""
     tensors = list(floating_tensors(output))
     places = tags(place for place, _ in tensors)
-    return [(place, tensor) for place, (_, tensor) in zip(places, tensors, strict=True)]
+    return [(f"{tag}/{place}" if place else tag, tensor) for place, (_, tensor) in zip(places, tensors, strict=True)]
 
 
 def floating_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,7 @@ class ReferenceMonitor(Monitor):
         super().__init__(model, prefix, families)
         self._reference: Reference | None = None
         self._passes: ReferencePasses | None = None
+        self._pauses: list[None] = []  # one element for each open paused()
         self._warned_subjects: set[str] = set()  # of all runs
         self._step_count = 0  # monitored iterations of this run
 
@@ -48,7 +50,7 @@ class ReferenceMonitor(Monitor):
         if self._reference is not None:
             warn = functools.partial(self.logger.warning, "%s: %s", self._title)
             self._passes = ReferencePasses(self._reference, names, comparison, warn)
-            self._passes.warned = self._warned_subjects
+            self._passes.warned, self._passes.pauses = self._warned_subjects, self._pauses
 
     def _warn(self, reason: str) -> None:
         self._warn_once(reason.replace("%", "%%"))
@@ -58,9 +60,14 @@ class ReferenceMonitor(Monitor):
         """The reference, a module; None without one."""
         return None if self._reference is None else self._reference.module
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which forward passes are ignored."""
-        return nullcontext() if self._passes is None else self._passes.paused()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which forward passes are not measured."""
+        self._pauses.append(None)
+        try:
+            yield
+        finally:
+            self._pauses.pop()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Weights of the reference; None without a reference, or with a module that was given."""

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ReferencePasses:
     Attributes:
         incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
         seen: whether a pass was compared.
+        pauses: passes are ignored while it has elements.
         outermost: for the newest pass, the module that was called first, a wrapper of the model.
     """
 
@@ -47,13 +48,13 @@ class ReferencePasses:
         self.incomplete: set[str] = set()
         self.warned: set[str] = set()
         self.seen = False
+        self.pauses: Sequence[None] = ()
         self.outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)
         self._reference = reference
         self._names = list(names)
         self._modules = modules_by_name(reference.root)
         self._model_names: dict[nn.Module, str] = {}
         self._warn = warn
-        self._pauses = 0
         self._pass: _Pass | None = None
         self._hooks = contextlib.ExitStack()
 
@@ -73,15 +74,6 @@ class ReferencePasses:
                 yield
         finally:
             self._forget()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore forward passes inside of this context."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
 
     def _warn_of(self, subject: str, text: str) -> None:
         if subject not in self.warned:
@@ -104,7 +96,7 @@ class ReferencePasses:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_reference_run() or in_backward():
             return
-        if module is self._reference.root and module.training and not self._pauses and running_transform() is None:
+        if module is self._reference.root and module.training and not self.pauses and running_transform() is None:
             self._start(module, args, kwargs)
         name = self._model_names.get(module)
         if self._pass is not None and name is not None:
