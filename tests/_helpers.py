@@ -65,8 +65,10 @@ def make_batches(
 mlp_batches = functools.partial(make_batches, seed=0, features=4, outputs=2)
 
 
-def split(batch: Batch, parts: int) -> Iterable[Batch]:
+def split(batch: Any, parts: int) -> Iterable[Any]:
     """A batch in micro-batches."""
+    if isinstance(batch, Tensor):
+        return batch.chunk(parts)
     return zip(*(item.chunk(parts) for item in batch), strict=True)
 
 

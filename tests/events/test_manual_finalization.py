@@ -8,15 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ignite.engine import Engine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
-from tests._helpers import grad_norm, make_batches, make_model
-from tests._truth import norm
+from tests._helpers import grad_norm, make_batches, make_model, make_step, moves_of
 from tests.distributed._launch import SHARDS
 
 
@@ -51,14 +49,6 @@ def finalize(model):
         model.finalize_backward()
 
 
-def whole_norm(model):
-    return norm(full(p.grad) for p in model.parameters())
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_are_measured_when_the_step_starts(wrap, accumulation, caplog):
@@ -66,16 +56,12 @@ def test_gradients_are_measured_when_the_step_starts(wrap, accumulation, caplog)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     norms, events = [], []
 
-    def train_step(engine, batch):
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+    def after_backward(engine):
         assert engine.state.grad_norm is None
         finalize(model)
-        if engine.state.iteration % accumulation == 0:
-            norms.append(whole_norm(model))
-            optimizer.step()
-            optimizer.zero_grad()
 
-    trainer = Engine(train_step)
+    keep = {"before_step": lambda engine: norms.append(grad_norm(model))}
+    trainer = Engine(make_step(model, optimizer, every=accumulation, after_backward=after_backward, **keep))
     monitor = GradMonitor(model, optimizer)
     monitor.attach(trainer)
     for event in (MonitorEvents.GRADIENTS_READY, MonitorEvents.OPTIMIZER_STEP_STARTED):
@@ -95,21 +81,12 @@ def test_gradients_are_measured_when_the_step_starts(wrap, accumulation, caplog)
 def test_spikes_are_skipped(wrap):
     model = wrap()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    weights = []
-
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        finalize(model)
-        before = [full(p.detach()).clone() for p in model.parameters()]
-        optimizer.step()
-        weights.append(all(torch.equal(a, full(p)) for a, p in zip(before, model.parameters(), strict=True)))
-
-    trainer = Engine(train_step)
+    step, moves = moves_of(model, make_step(model, optimizer, after_backward=lambda engine: finalize(model)))
+    trainer = Engine(step)
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0), on_spike="skip")
     monitor.attach(trainer)
     trainer.run(make_batches(4, spikes=[2]))
-    assert weights == [False, True, False, False]
+    assert [max(item.values()) == 0 for item in moves] == [False, True, False, False]
     assert trainer.state.metrics["grad/skipped_count"] == 1
 
 
@@ -119,17 +96,13 @@ def test_gradient_hooks_that_are_called_outside_of_a_backward():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     norms, published = [], []
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        gradients = torch.autograd.grad(F.mse_loss(model(batch[0]), batch[1]), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+    def call_hooks(engine):
+        for parameter in model.parameters():
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 hook(parameter)
         norms.append(grad_norm(model))
-        optimizer.step()
 
-    trainer = Engine(train_step)
+    trainer = Engine(make_step(model, optimizer, by_hand=True, after_backward=call_hooks))
     GradMonitor(model, optimizer).attach(trainer)
     trainer.add_event_handler(
         MonitorEvents.TRAIN_STEP_COMPLETED, lambda engine: published.append(engine.state.metrics["grad/norm"])

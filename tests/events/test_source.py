@@ -50,17 +50,14 @@ def test_gradients_ready_fires_once_before_backward_returns():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log: list[str] = []
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(batch[0]), batch[1])
-        log.append("forward done")
-        loss.backward()
+    model.register_forward_hook(lambda *_: log.append("forward done"))
+
+    def after_backward(engine):
         log.append("backward returned")
         assert float(engine.state.grad_norm) == approx(grad_norm(model))
-        optimizer.step()
-        log.append("step returned")
 
-    trainer = Engine(train_step)
+    after_step = lambda engine: log.append("step returned")  # noqa: E731
+    trainer = Engine(make_step(model, optimizer, after_backward=after_backward, after_step=after_step))
     GradMonitor(model).attach(trainer)
     for event in INSIDE:
         trainer.add_event_handler(event, lambda _, name: log.append(name), event.value)
@@ -324,13 +321,7 @@ def test_two_optimizers_of_one_model_each_fire(scheduler):
     optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[4].parameters())]
     stray = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
-    def train_step(_, batch):
-        model.zero_grad()
-        F.mse_loss(model(batch[0]), batch[1]).backward()
-        for optimizer in [*optimizers, stray]:
-            optimizer.step()
-
-    trainer = Engine(train_step)
+    trainer = Engine(make_step(model, [*optimizers, stray]))
     if scheduler:
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED, LRScheduler(torch.optim.lr_scheduler.StepLR(optimizers[0], 2))

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from ignite_monitor import HistogramHandler
-from tests._helpers import make_batches
+from tests._helpers import in_turn, make_batches, make_step
 
 
 def read(folder):
@@ -72,22 +72,18 @@ def test_histograms_of_what_the_optimizer_step_uses(tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     outputs, truth = [], {}
 
-    def train_step(engine, batch):
-        outputs.clear()
-        for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        gradient = model[0].weight.grad.clone()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    def keep(engine):
+        truth[engine.state.iteration] = [model[0].weight.grad.clone()]
+
+    def evaluate(engine, batch):
+        truth[engine.state.iteration] += [model[0].weight.detach().clone(), *outputs]
         with torch.no_grad():
             model.eval()(batch[0] * 100)
             model.train()
-        truth[engine.state.iteration] = gradient, model[0].weight.detach().clone(), *outputs[:2]
+        outputs.clear()
 
-    trainer = Engine(train_step)
+    step = make_step(model, optimizer, parts=2, scaler=scaler, clip=1e-3, zero_at="end", before_step=keep)
+    trainer = Engine(in_turn(step, evaluate))
     handler = HistogramHandler(model)
     with TensorboardLogger(log_dir=tmp_path) as logger:
         handler.log_to(logger, trainer, tag="mine")
@@ -174,23 +170,20 @@ def test_selection_of_modules_and_parameters(chosen, modules, parameters):
 
 def test_a_gan_has_the_gradients_of_each_own_step():
     """A gradient of the generator's loss is not reported for the discriminator; a fused step gets scaled gradients."""
-    models = [nn.Linear(6, 6), nn.Linear(6, 1)]
+    models = generator, discriminator = nn.Linear(6, 6), nn.Linear(6, 1)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for model in models]
     truth, scaler = [], torch.amp.GradScaler("cpu", init_scale=64.0)
 
-    def train_step(engine, batch):
-        generator, discriminator = models
-        discriminator.zero_grad()
-        scaler.scale(discriminator(generator(batch[0]).detach()).mean()).backward()
-        truth.append(discriminator.weight.grad / 64)
-        scaler.step(optimizers[1])
-        generator.zero_grad()
-        scaler.scale(discriminator(generator(batch[0])).square().mean()).backward()
-        truth.append(generator.weight.grad / 64)
-        scaler.step(optimizers[0])
-        scaler.update()
-
-    trainer = Engine(train_step)
+    losses = {
+        discriminator: lambda _, batch: discriminator(generator(batch[0]).detach()).mean(),
+        generator: lambda _, batch: discriminator(generator(batch[0])).square().mean(),
+    }
+    keep = lambda model: lambda engine: truth.append(model.weight.grad / 64)  # noqa: E731
+    steps = [
+        make_step(model, optimizers[models.index(model)], loss_of=loss_of, scaler=scaler, before_step=keep(model))
+        for model, loss_of in losses.items()
+    ]
+    trainer = Engine(in_turn(*steps))
     handlers = [HistogramHandler(model, prefix=name) for model, name in zip(models, "gd", strict=True)]
     result = []
     for handler in handlers:

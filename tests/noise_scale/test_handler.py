@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from ignite_monitor import GradientNoiseScaleHandler
 from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
-from tests._helpers import mse_loss, split
+from tests._helpers import in_turn, make_step, mse_loss, split
 
 ITEMS = 4096
 
@@ -46,18 +46,9 @@ def batches(x, y, size, count, seed=0):
         yield x[chosen], y[chosen]
 
 
-def step_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, set_to_none=True):
-    every, micro = (parts, 1) if over_iterations else (1, parts)
-
-    def step(engine, batch):
-        if (engine.state.iteration - 1) % every == 0:
-            optimizer.zero_grad(set_to_none=set_to_none)
-        for part in split(batch, micro):
-            (mse_loss(model, part) * scale).backward()
-        if engine.state.iteration % every == 0:
-            optimizer.step()
-
-    return step
+def step_of(model, optimizer, parts=4, scale=0.25, over_iterations=False, **options):
+    every, parts = (parts, 1) if over_iterations else (1, parts)
+    return make_step(model, optimizer, parts, every=every, factor=lambda engine: scale, **options)
 
 
 def measured(monitor):
@@ -185,21 +176,19 @@ def test_what_is_skipped(what):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
-    def step(engine, batch):
-        own_x, own_y = batch
-        if what != "not zeroed" or engine.state.iteration == 1:
-            optimizer.zero_grad()
-        count = 3 if what == "parts" and engine.state.iteration % 2 else 4
-        for part_x, part_y in zip(own_x.chunk(count), own_y.chunk(count), strict=True):
-            loss = (model(part_x) - part_y).square().mean()
-            if what == "penalty":
-                torch.autograd.grad(loss, model.parameters(), retain_graph=True)
-            if what == "overflow" and engine.state.iteration % 5 == 0:
-                loss = loss * math.inf
-            loss.backward()
-        if not loss.isinf():
-            optimizer.step()
+    def loss_of(model, part):
+        loss = mse_loss(model, part)
+        if what == "penalty":
+            torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+        return loss
 
+    def overflows(engine):
+        return what == "overflow" and engine.state.iteration % 5 == 0
+
+    options = {"loss_of": loss_of, "zero_at": "never" if what == "not zeroed" else "start", "leave_out": overflows}
+    options["factor"] = lambda engine: math.inf if overflows(engine) else 1.0
+    three, four = (make_step(model, optimizer, parts, **options) for parts in (3, 4))
+    step = lambda e, batch: (three if what == "parts" and e.state.iteration % 2 else four)(e, batch)  # noqa: E731
     event = Events.ITERATION_STARTED(every=2) if what == "filter" else Events.ITERATION_STARTED
     result, _ = watched(step, model, optimizer, batches(x, y, 48, 160), event)
     expected = exact(model, x, y)
@@ -269,20 +258,11 @@ def test_of_a_gan_only_its_own_backward_passes_count(first):
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         generator = nn.Linear(6, 6)
 
-        def own(batch):
-            optimizer.zero_grad()
-            for part_x, part_y in split(batch, 2):
-                mse_loss(model, (part_x, part_y)).backward()
-            optimizer.step()
-
-        def other(batch):
-            if with_generator:
-                model(generator(batch[0])).mean().backward()
-
-        steps = (own, other) if first == "discriminator" else (other, own)
+        own = make_step(model, optimizer, 2)
+        other = lambda _, batch: with_generator and model(generator(batch[0])).mean().backward()  # noqa: E731
+        step = in_turn(*(own, other) if first == "discriminator" else (other, own))
         count = 3 if with_generator and first == "discriminator" else 2
         items = lambda batch: [32, 32, 64][:count]  # noqa: E731
-        step = lambda engine, batch: [item(batch) for item in steps]  # noqa: E731
         items = items if count == 3 else None
         return watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2, items=items)
 
