@@ -13,7 +13,7 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5, record
 from ignite_monitor.attaching import _ATTACHED
-from tests._helpers import ListLogger, footprint, make_batches, make_trainer
+from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer
 
 
 @pytest.fixture
@@ -136,21 +136,19 @@ def test_gan():
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
     expected, got = {name: [] for name in models}, {name: [] for name in models}
 
-    def step(engine, name, loss):
-        optimizers[name].zero_grad()
-        loss().backward()
-        gradients = [p.grad.double().flatten() for p in models[name].parameters()]
-        expected[name].append(pytest.approx(float(torch.cat(gradients).norm()), rel=1e-6))
-        assert not getattr(engine.state, f"{name}_unhealthy_spike")
-        optimizers[name].step()
+    def step(name, loss_of):
+        def check(engine):
+            expected[name].append(pytest.approx(grad_norm(models[name]), rel=1e-6))
+            assert not getattr(engine.state, f"{name}_unhealthy_spike")
 
-    def train_step(engine, real):
-        generator, discriminator = models.values()
-        fake = generator(torch.randn(8, 3))
-        step(engine, "discriminator", lambda: discriminator(fake.detach()).mean() - discriminator(real).mean())
-        step(engine, "generator", lambda: -discriminator(fake).mean())
+        return make_step(models[name], optimizers[name], loss_of=loss_of, before_step=check)
 
-    trainer = Engine(train_step)
+    def fake():
+        return models["generator"](torch.randn(8, 3))
+
+    of_discriminator = step("discriminator", lambda model, real: model(fake().detach()).mean() - model(real).mean())
+    of_generator = step("generator", lambda *_: -models["discriminator"](fake()).mean())
+    trainer = Engine(in_turn(of_discriminator, of_generator))
     for name, model in models.items():
         attach_monitors(trainer, model, optimizers[name], prefix=name, every=1)
 
@@ -299,13 +297,7 @@ def test_a_forgotten_scaler_is_noticed(caplog, kind):
     model, optimizer, _ = make_trainer()
     scaler = torch.amp.GradScaler("cpu", enabled=kind != "disabled")
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        scaler.scale(F.mse_loss(model(batch[0]), batch[1])).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    trainer = Engine(train_step)
+    trainer = Engine(make_step(model, optimizer, scaler=scaler))
     attach_monitors(trainer, model, optimizer, every=1, scaler=scaler if kind == "given" else None)
     trainer.run(make_batches(5))
     warned = [message for message in caplog.messages if "GradScaler" in message]

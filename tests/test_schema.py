@@ -43,7 +43,7 @@ from ignite_monitor.report.limits import PERSISTENT
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
-from tests._helpers import make_batches, make_trainer
+from tests._helpers import make_batches, make_step, make_trainer
 from tests.monitor._handlers import HANDLERS
 
 KINDS = [
@@ -123,13 +123,7 @@ def published():
     result = {}
 
     def run(model, optimizer, monitors, clip):
-        def train_step(engine, batch):
-            optimizer.zero_grad()
-            F.mse_loss(model(batch[0]), batch[1]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-
-        trainer = Engine(train_step)
+        trainer = Engine(make_step(model, optimizer, clip=clip))
         for monitor in monitors:
             monitor.attach(trainer)
             names = result.setdefault(type(monitor), (monitor.prefix, set()))[1]
@@ -142,18 +136,15 @@ def published():
         model = nn.Linear(6, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
-        def train_step(engine, _):
-            optimizer.zero_grad()
-            for x in torch.randn(2, 16, 6):
-                (model(x) - 3 * x.sum(1, keepdim=True) - torch.randn(16, 1)).square().mean().backward()
-            optimizer.step()
+        def loss_of(model, x):
+            return F.mse_loss(model(x), 3 * x.sum(1, keepdim=True) + torch.randn(16, 1))
 
-        trainer = Engine(train_step)
+        trainer = Engine(make_step(model, optimizer, parts=2, loss_of=loss_of))
         noise = GradientNoiseScaleHandler(model, optimizer, micro_batches=2, items=lambda _: 32)
         curvature = CurvatureHandler(model, optimizer, loss=lambda model, _: model(torch.ones(2, 6)).square().mean())
         for monitor in (noise, curvature):
             monitor.attach(trainer, Events.ITERATION_STARTED)
-        trainer.run(range(40))
+        trainer.run([*torch.randn(40, 32, 6)])
         result |= {type(monitor): (monitor.prefix, set(monitor.on_host())) for monitor in (noise, curvature)}
 
     run_in_parts()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
-from tests._helpers import assert_same, make_step, run_monitored
+from tests._helpers import assert_same, in_turn, make_step, run_monitored, square_loss
 from tests._truth import statistics
 
 
@@ -27,12 +27,12 @@ def expected(parts):
     return statistics([part.detach() for part in parts], True)
 
 
-def run(model, step=None, batches=1, size=8, event=None, kind=ActivationHandler, **kwargs):
+def run(model, step=None, batches=1, size=8, event=None, kind=ActivationHandler, options=None, **kwargs):
     """Return the published values of each iteration, as floats."""
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(size, 6, generator=generator) for _ in range(batches)]
     handler, optimizer = kind(model, **kwargs), torch.optim.SGD(model.parameters(), lr=0.1)
-    train_step = make_step(model, optimizer, loss_of=lambda model, x: model(x).square().mean())
+    train_step = make_step(model, optimizer, loss_of=square_loss, **options or {})
     if step is not None:
         train_step = lambda engine, x: step(handler, optimizer, x)  # noqa: E731
     published = run_monitored(train_step, data, handler, event=event)
@@ -183,15 +183,7 @@ def test_gradients_before_and_after_clipping_though_the_step_zeroes_them(clip, p
     model = mlp()
     gradients = gradients_of(model, data(), pieces)
 
-    def step(handler, optimizer, x):
-        for piece in x.chunk(pieces):
-            model(piece).square().mean().backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    (published,) = run(model, step, gradients=True)
+    (published,) = run(model, options={"parts": pieces, "clip": clip, "zero_at": "end"}, gradients=True)
     factor = min(1.0, (clip or 1e9) / math.sqrt(sum(g.square().sum().item() for g in gradients.values())))
     for name, gradient in gradients.items():
         wanted = expected_of_weights([gradient])
@@ -226,17 +218,8 @@ def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted():
     model = mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     gradients = gradients_of(model, data())
-    calls = []
-
-    def step(handler, optimizer, x):
-        calls.append(1)
-        optimizer.zero_grad()
-        loss = model(x).square().mean() * (math.inf if len(calls) == 2 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    published = run(model, step, batches=2, gradients=True, scaler=scaler)
+    options = {"scaler": scaler, "factor": lambda engine: math.inf if engine.state.iteration == 2 else 1.0}
+    published = run(model, batches=2, options=options, gradients=True, scaler=scaler)
     for name, gradient in gradients.items():
         wanted = expected_of_weights([gradient])
         assert part(published[0], f"gradient/{name}") == pytest.approx(wanted, rel=1e-4, abs=1e-9)
@@ -422,13 +405,11 @@ def test_recording_leaves_training_as_it_is(around, value, caplog):
         torch.manual_seed(0)
         model, gradients = Recording(AROUND[around], RECORDED[value] if recorded else None), []
 
-        def step(handler, optimizer, x):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
+        def keep(engine):
             gradients.extend(item.grad.clone().view(torch.uint8) for item in model.parameters())
-            optimizer.step()
 
-        published = run(model, step, batches=2, event=None if monitored else Events.ITERATION_STARTED(once=9))
+        event = None if monitored else Events.ITERATION_STARTED(once=9)
+        published = run(model, batches=2, event=event, options={"before_step": keep})
         return gradients, published, (model.layer(data()) > 0).double().mean().item()
 
     plain, _, _ = train(False, False)
@@ -659,13 +640,10 @@ def test_a_compiled_model_is_compiled_once_and_measured_eagerly():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen, states = {}, []
 
-    def step(engine, x):
+    def start(engine, x):
         states.append((dict(counters["stats"]), dict(counters["graph_break"]), dict(counters["recompiles"])))
-        optimizer.zero_grad()
-        fast(x).square().mean().backward()
-        optimizer.step()
 
-    engine = Engine(step)
+    engine = Engine(in_turn(start, make_step(fast, optimizer, loss_of=square_loss)))
     ActivationHandler(fast, activations={"mean": True}).attach(engine, Events.ITERATION_STARTED(every=3))
     engine.add_event_handler(
         Events.ITERATION_COMPLETED, lambda e: seen.update({e.state.iteration: set(e.state.metrics)})

@@ -9,6 +9,7 @@ from ignite.handlers import Checkpoint, global_step_from_engine
 from torch import nn
 
 from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler
+from tests._helpers import make_step, square_loss
 
 
 class Run:
@@ -20,7 +21,8 @@ class Run:
         self.model = nn.Linear(4, 1)
         self.model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.trainer = Engine(self.train_step)
+        factor = lambda engine: self.scales.get(engine.state.iteration, 1.0) ** 2  # noqa: E731
+        self.trainer = Engine(make_step(self.model, self.optimizer, loss_of=square_loss, factor=factor))
         self.saved = []
         if monitored:
             GradMonitor(self.model, self.optimizer, threshold=100.0, on_spike="skip").attach(self.trainer)
@@ -29,14 +31,6 @@ class Run:
 
     def save(self, checkpoint, filename, metadata=None):
         self.saved.append(filename)
-
-    def train_step(self, engine, batch):
-        self.optimizer.zero_grad()
-        scale = self.scales.get(engine.state.iteration, 1.0)
-        loss = (scale * self.model(batch)).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
 
     def run(self, iterations=40, event=None, epochs=1):
         self.trainer.add_event_handler(event or Events.ITERATION_COMPLETED(every=10), self.checkpoint)
@@ -72,7 +66,7 @@ def test_a_run_that_stays_unhealthy_keeps_its_last_good_file(caplog):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nothing_is_saved_with_a_tensor_that_is_not_finite(part, value):
     run = Run(monitored=False)
-    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.01, momentum=0.9)
+    run.optimizer.param_groups[0]["momentum"] = 0.9
     run.model.register_buffer("mean", torch.zeros(1))
     run.checkpoint = HealthyCheckpoint({"model": run.model, "optimizer": run.optimizer}, run.save, n_saved=None)
 

@@ -15,7 +15,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.model import _torch
-from tests._helpers import assert_same, grad_norm
+from tests._helpers import assert_same, grad_norm, make_step
 
 # Dynamo itself looks at the gradient of whatever a compiled function goes on with after a backward.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
@@ -171,6 +171,7 @@ def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgr
         model, heads = torch.compile(raw[:2], backend=counting["model"]), [raw[2]]
         function = torch.compile(lambda x: heads[0](x).square().mean(), backend=counting["function"])
         optimizer = torch.optim.SGD(raw.parameters(), 0.1)
+        train_step = make_step(model, optimizer, loss_of=lambda model, given: function(model(given)))
         runs, metrics, means = [], [], []
 
         def step(engine, x):
@@ -179,9 +180,7 @@ def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgr
             with torch.no_grad():
                 first = nn.functional.linear(given.double(), raw[0].weight.double(), raw[0].bias.double())
                 means.append(float(first.mean()))
-            optimizer.zero_grad()
-            function(model(given)).backward()
-            optimizer.step()
+            train_step(engine, given)
             runs.append({name: item.runs - before[name] for name, item in counting.items()})
 
         trainer = Engine(step)

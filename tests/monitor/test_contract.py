@@ -62,6 +62,7 @@ from tests._helpers import (
     ListLogger,
     footprint,
     hooks_only,
+    in_turn,
     make_batches,
     make_model,
     make_step,
@@ -355,15 +356,11 @@ def test_resumed_run_publishes_what_the_uninterrupted_one_does(factory, tmp_path
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         monitor = factory(model, optimizer)
 
-        def train_step(engine, batch):
-            torch.manual_seed(engine.state.iteration)  # for the dropout
-            optimizer.zero_grad()
-            for x, y in split(batch, factory.parts):
-                F.mse_loss(model(x), y).backward()
-            if batch[1].abs().max() < 100 and not getattr(engine.state, "unhealthy_spike", False):
-                optimizer.step()
+        def is_bad(engine):
+            return engine.state.batch[1].abs().max() >= 100 or getattr(engine.state, "unhealthy_spike", False)
 
-        trainer = Engine(train_step)
+        seed_dropout = lambda engine, _: torch.manual_seed(engine.state.iteration)  # noqa: E731
+        trainer = Engine(in_turn(seed_dropout, make_step(model, optimizer, factory.parts, leave_out=is_bad)))
         monitor.attach(trainer)
         seen = {}
         trainer.add_event_handler(
@@ -451,16 +448,10 @@ def trained(name, parts, attach):
     optimizer = OPTIMIZERS[name](model.parameters())
     outputs, gradients = [], []
 
-    def train_step(_, batch):
-        optimizer.zero_grad()
-        for x, y in split(batch, parts):
-            out = model(x)
-            F.mse_loss(out, y).backward()
+    def keep(_):
         gradients.append([p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-        return out.detach().clone()
 
-    trainer = Engine(train_step)
+    trainer = Engine(make_step(model, optimizer, parts, before_step=keep))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: outputs.append(e.state.output))
     with attach(model, optimizer, trainer):
         trainer.run(make_batches(10), max_epochs=2)
@@ -858,14 +849,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     if isinstance(monitor, RollbackHandler):
         pytest.skip("decides on the host, and publishes numbers")
     looks = skips(monitor)
-    step = trainer._process_function
-
-    def train_step(engine, batch):
-        other_model.zero_grad()
-        F.mse_loss(other_model(batch[0]), batch[1]).backward()
-        return step(engine, batch)
-
-    engine = Engine(train_step)
+    unused = torch.optim.SGD(other_model.parameters(), lr=0.1)
+    engine = Engine(in_turn(make_step(other_model, unused, leave_out=lambda _: True), trainer._process_function))
     reads = []
     engine.add_event_handler(Events.ITERATION_STARTED, lambda _: synchronisations.clear())
     loggers = [ListLogger() for _ in range(3)]

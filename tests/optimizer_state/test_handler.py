@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold
-from tests._helpers import ListLogger, make_batches, make_model, make_step, run_monitored
+from tests._helpers import ListLogger, make_batches, make_model, make_step, moves_of, run_monitored, square_loss
 from tests._truth import optimizer_state
 
 
@@ -166,20 +166,9 @@ def test_update_norm_of_a_step_that_moves_the_weights_before_it_calls_its_closur
     model = make_model()
     optimizer = make(model.parameters(), lr=0.1)
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
-    true = []
-
-    def train_step(_, batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(batch[0]), batch[1])
-            loss.backward()
-            return loss
-
-        before = nn.utils.parameters_to_vector(model.parameters()).detach().double()
-        optimizer.step(closure)
-        true.append(float((nn.utils.parameters_to_vector(model.parameters()).detach().double() - before).norm()))
-
-    published = run_monitored(train_step, make_batches(5), handler)
+    step, moves = moves_of(model, make_step(model, optimizer, closure=True))
+    published = run_monitored(step, make_batches(5), handler)
+    true = [math.hypot(*item.values()) for item in moves]
     assert [values["optimizer/update_norm"] for values in published] == pytest.approx(true, rel=1e-4)
 
 
@@ -339,7 +328,7 @@ def test_momentum_of_sparse_gradients_is_skipped():
     model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    step = make_step(model, optimizer, loss_of=lambda model, batch: model(batch).square().mean())
+    step = make_step(model, optimizer, loss_of=square_loss)
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
     *_, published = run_monitored(step, torch.randint(11, (4, 5)), handler)
     moments = [(optimizer.state[item]["momentum_buffer"], item.grad) for item in model[1].parameters()]

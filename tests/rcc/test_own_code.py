@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
-from tests._helpers import assert_same, same
+from tests._helpers import assert_same, make_step, same, square_loss
 from tests._truth import rcc
 from tests.rcc._runs import measure, perturb
 
@@ -220,14 +220,7 @@ def test_a_frozen_encoder_keeps_its_fast_path(caplog):
         model = Frozen().train()
         optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
 
-        def train_step(engine, x, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        engine, losses = Engine(train_step), []
+        engine, losses = Engine(make_step(model, optimizer, loss_of=square_loss)), []
         if watched:
             handler = RCCHandler(model)
             handler.attach(engine)

@@ -22,6 +22,7 @@ from ignite_monitor import (
 from ignite_monitor.demo import WIDTH, TinyGPT
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
+from tests._helpers import in_turn, make_step
 
 
 def mlp():
@@ -78,18 +79,13 @@ def trained(path, model, data, optimizer, every=10, accumulate=1, damage=lambda 
     """
     steps = optimizer(model)
 
-    def train_step(engine, batch):
-        iteration = engine.state.iteration
-        damage(iteration, model, steps)
-        if (iteration - 1) % accumulate == 0:
-            steps.zero_grad()
+    def loss_of(model, batch):
         loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
-        (loss / accumulate).backward()
-        if iteration % accumulate == 0:
-            steps.step()
-        engine.state.metrics["loss"] = loss.item()
+        trainer.state.metrics["loss"] = loss.item()
+        return loss / accumulate
 
-    trainer = Engine(train_step)
+    step = make_step(model, steps, every=accumulate, loss_of=loss_of)
+    trainer = Engine(in_turn(lambda engine, _: damage(engine.state.iteration, model, steps), step))
     with HDF5Logger(path, mode="w") as logger:
         monitor = GradMonitor(model, steps)
         monitor.attach(trainer)

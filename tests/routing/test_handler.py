@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ignite_monitor import RoutingHandler
 from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.routing.decisions import routing_sums, routing_values
-from tests._helpers import run_monitored
+from tests._helpers import in_turn, make_step, run_monitored, square_loss
 
 EXPERTS, K = 5, 2
 DURING = ("evaluation", "reference")  # other passes than those of training
@@ -52,16 +52,8 @@ def router_class(name: str, forward) -> type[nn.Module]:
 
 
 def train_step(model, parts=1, before=lambda batch: None):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(engine, batch):
-        before(batch)
-        optimizer.zero_grad()
-        for part in batch.chunk(parts):
-            model(part).square().mean().backward()
-        optimizer.step()
-
-    return step
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1), parts, loss_of=square_loss)
+    return in_turn(lambda _, batch: before(batch), step)
 
 
 def batches(count=3, rows=12):

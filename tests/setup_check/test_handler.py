@@ -219,15 +219,18 @@ def gan(of_generator=True, detach=True):
     generator, discriminator = nn.Linear(6, 3), nn.Linear(3, 1)
     optimizers = sgd(generator), sgd(discriminator)
 
-    def train_step(_, batch):
+    def loss_of_discriminator(_, batch):
         fake = generator(batch[0])
-        optimizers[1].zero_grad()
-        loss = discriminator(fake.detach() if detach else fake).mean() - discriminator(batch[1]).mean()
-        loss.backward(retain_graph=not detach)
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        (-discriminator(generator(batch[0]))).mean().backward()
-        optimizers[0].step()
+        return discriminator(fake.detach() if detach else fake).mean() - discriminator(batch[1]).mean()
+
+    def loss_of_generator(_, batch):
+        return -discriminator(generator(batch[0])).mean()
+
+    first = make_step(discriminator, optimizers[1], loss_of=loss_of_discriminator)
+    second = make_step(generator, optimizers[0], loss_of=loss_of_generator)
+
+    def train_step(*args):
+        loss, _ = first(*args), second(*args)
         return {"generator": 0.5, "discriminator": loss.item()}
 
     which = 0 if of_generator else 1

@@ -28,7 +28,7 @@ from ignite_monitor import (
     load_spike,
     record,
 )
-from tests._helpers import assert_same, make_step, run_monitored, same
+from tests._helpers import assert_same, make_step, run_monitored, same, square_loss
 
 
 class Net(nn.Module):
@@ -68,20 +68,17 @@ def train(directory, data, *, spikes=(3,), epochs=1, compared=None, trainer=None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     before, losses = {}, {}
 
-    def step(engine, batch):
-        iteration = engine.state.iteration
-        before[iteration] = copy.deepcopy(model.state_dict())
-        optimizer.zero_grad()
-        item = losses_of(model, batch)
-        record("losses", item)
-        loss = item.mean() * (1e6 if iteration in spikes else 1)
-        loss.backward()
-        losses[iteration] = item.detach().clone()
-        if iteration not in spikes:
-            optimizer.step()
-        return loss.item()
+    def loss_of(model, batch):
+        before[engine.state.iteration] = copy.deepcopy(model.state_dict())
+        losses[engine.state.iteration] = losses_of(model, batch)
+        record("losses", losses[engine.state.iteration])
+        return losses[engine.state.iteration].mean()
 
-    engine = Engine(step)
+    def has_spike(engine):
+        return engine.state.iteration in spikes
+
+    factor = lambda engine: 1e6 if has_spike(engine) else 1.0  # noqa: E731
+    engine = Engine(make_step(model, optimizer, loss_of=loss_of, factor=factor, leave_out=has_spike))
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e3))
     monitor.attach(engine)
     recorder = SpikeRecorder(monitor, directory, **options)
@@ -362,14 +359,8 @@ def test_where_a_value_comes_from_that_is_not_finite(tmp_path):
             return x + (x * 0).sqrt()
 
     model = nn.Sequential(nn.Linear(3, 4), Root(), nn.Linear(4, 2))
-
-    def step(engine, batch):
-        model.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss.item()
-
-    engine = Engine(step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = Engine(make_step(model, optimizer, loss_of=square_loss, leave_out=lambda _: True))
     monitor = GradMonitor(model)
     monitor.attach(engine)
     SpikeRecorder(monitor, tmp_path).attach(engine)

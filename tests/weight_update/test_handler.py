@@ -208,14 +208,13 @@ def test_frozen_because_no_gradient_reaches_it(given):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
+    def loss_of(model, batch):
         hidden = model[:3](batch[0])
-        F.mse_loss(model[3](hidden.detach() if engine.state.iteration > 2 else hidden), batch[1]).backward()
-        optimizer.step()
+        return F.mse_loss(model[3](hidden.detach() if run.engine.state.iteration > 2 else hidden), batch[1])
 
     handler = WeightUpdateHandler(model, optimizer if given else None)
-    run = Watched(model, train_step, handler).run(make_batches(6))
+    run = Watched(model, make_step(model, optimizer, loss_of=loss_of), handler)
+    run.run(make_batches(6))
     assert frozen_counts(run) == [0, 0, 0, 0, 4, 4]
     assert [values["update_ratio_min"] == 0 for values in run.published] == [False] * 2 + [True] * 4
     diagnostics = handler.diagnostics
@@ -255,18 +254,10 @@ def test_amp_overflow_is_no_step(fused):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        loss = mse_loss(model, batch)
-        if engine.state.iteration in (2, 3, 4, 5):
-            loss = loss * math.inf
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
+    factor = lambda engine: math.inf if engine.state.iteration in (2, 3, 4, 5) else 1.0  # noqa: E731
+    step = make_step(model, optimizer, factor=factor, scaler=scaler, zero_at="end")
     handler = WeightUpdateHandler(model, optimizer, scaler=scaler, frozen_patience_steps=2)
-    run = Watched(model, train_step, handler).run(make_batches(7))
+    run = Watched(model, step, handler).run(make_batches(7))
     run.check(0, 5, 6)
     for values in run.published[1:5]:
         assert all(math.isnan(values.get(key, math.nan)) for key in KEYS - {"vanishing_count", "exploding_count"})
@@ -280,20 +271,11 @@ def test_step_that_grad_monitor_skipped_is_no_step(first, how):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=how == "fused")
 
-    def train_step(engine, batch):
-        def closure():
-            optimizer.zero_grad()
-            loss = mse_loss(model, batch) * (1e6 if engine.state.iteration in (3, 4, 5) else 1)
-            loss.backward()
-            return loss
-
-        if how != "closure":
-            closure()
-        optimizer.step(*[closure] * (how == "closure"))
-
+    factor = lambda engine: 1e6 if engine.state.iteration in (3, 4, 5) else 1.0  # noqa: E731
+    step = make_step(model, optimizer, factor=factor, closure=how == "closure")
     handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=2)
     monitor = GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(1e4))
-    run = Watched(model, train_step, handler)
+    run = Watched(model, step, handler)
     if first == "grad monitor":
         handler.detach()
         monitor.attach(run.engine)

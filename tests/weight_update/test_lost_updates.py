@@ -10,6 +10,7 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+from tests._helpers import in_turn, make_step
 from tests._truth import lost_update_fraction, update_ratio
 
 KEY = "monitor/lost_update_fraction"
@@ -22,6 +23,24 @@ def make_model(dtype=torch.bfloat16, width=64):
     )
 
 
+def step_of(model, optimizer, true, **options):
+    """Return a train step that appends the true fraction after each step of the optimizer."""
+    kept = []
+
+    def keep(_):
+        kept[:] = [(item.detach().clone(), item.grad.clone()) for item in model.parameters()]
+
+    def compare(_):
+        steps = zip(kept, model.parameters(), strict=True)
+        true.append(lost_update_fraction((before, after, gradient) for (before, gradient), after in steps))
+
+    return make_step(model, optimizer, before_step=keep, after_step=compare, **options)
+
+
+def squares(model, x):
+    return model(x).float().square().mean()
+
+
 class Run:
     """A training, and what was published and is true in each iteration."""
 
@@ -29,17 +48,7 @@ class Run:
         self.published, self.true = [], []
         dtype = next(model.parameters()).dtype
         generator = torch.Generator().manual_seed(1)
-
-        def train_step(engine, batch):
-            before = [item.detach().clone() for item in model.parameters()]
-            for part in batch.chunk(accumulate):
-                model(part).float().square().mean().backward()
-            gradients = [item.grad.clone() for item in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-            self.true.append(lost_update_fraction(zip(before, model.parameters(), gradients, strict=True)))
-
-        self.engine = Engine(train_step)
+        self.engine = Engine(step_of(model, optimizer, self.true, parts=accumulate, loss_of=squares, zero_at="end"))
         handler = make(model, optimizer, **{"sample_size": None, **kwargs})
         handler.attach(self.engine)
         for item in others:
@@ -126,18 +135,10 @@ def test_what_reaches_a_model_after_its_own_step_is_another_model_s():
     optimizers = [torch.optim.SGD(item.parameters(), lr=1e-3) for item in (discriminator, generator)]
     true = []
 
-    def train_step(engine, batch):
-        before = [item.detach().clone() for item in discriminator.parameters()]
-        optimizers[0].zero_grad()
-        discriminator(batch).float()[:, :1].sum().backward()  # reaches one row of the readout
-        gradients = [item.grad.clone() for item in discriminator.parameters()]
-        optimizers[0].step()
-        optimizers[1].zero_grad()
-        discriminator(generator(batch)).float().square().mean().backward()
-        optimizers[1].step()
-        true.append(lost_update_fraction(zip(before, discriminator.parameters(), gradients, strict=True)))
-
-    engine, published = Engine(train_step), []
+    one_row = lambda model, x: model(x).float()[:, :1].sum()  # noqa: E731
+    first = step_of(discriminator, optimizers[0], true, loss_of=one_row)
+    second = make_step(generator, optimizers[1], loss_of=lambda _, x: squares(discriminator, generator(x)))
+    engine, published = Engine(in_turn(first, second)), []
     WeightUpdateHandler(discriminator, optimizers[0], sample_size=None).attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(engine.state.metrics[KEY]))
     engine.run([torch.randn(8, 8).bfloat16() for _ in range(3)])

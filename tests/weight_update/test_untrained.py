@@ -8,6 +8,7 @@ from ignite.engine import Engine
 from torch import nn
 
 from ignite_monitor import WeightUpdateHandler
+from tests._helpers import in_turn, make_step, square_loss
 
 
 class Net(nn.Module):
@@ -32,16 +33,12 @@ def warnings(caplog, model, *optimizers, given=None, iterations=5, deep=lambda i
     caplog.clear()
     first = []
 
-    def train_step(engine, batch):
+    def start(engine, batch):
         model.deep = deep(engine.state.iteration)
         if not first and caplog.messages:
             first.append(engine.state.iteration - 1)
-        model.zero_grad()
-        model(batch).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
 
-    engine = Engine(train_step)
+    engine = Engine(in_turn(start, make_step(model, optimizers, loss_of=square_loss)))
     with WeightUpdateHandler(model, given, frozen_patience_steps=patience).attach(engine):
         engine.run([torch.randn(3, 4)] * iterations)
     return [text for text in caplog.messages if "do not learn" in text], first
