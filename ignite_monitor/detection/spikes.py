@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.model.devices import move, move_like
 
@@ -59,10 +58,8 @@ class SpikeDetector:
         overflow_is_spike: bool = True,
         ignored: float = 0.0,
     ) -> None:
-        check_type("rule", rule, ThresholdRule, "ThresholdRule")
-        check_type("overflow_is_spike", overflow_is_spike, bool, "bool")
         self.rule = rule
-        self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
+        self.max_consecutive_spikes = max_consecutive_spikes
         self.overflow_is_spike = overflow_is_spike
         self.ignored = -math.inf if math.isnan(ignored) else ignored
         self._suspends = rule.warmup < max(self.max_consecutive_spikes, 10)

@@ -31,27 +31,13 @@ from ignite_monitor.model.modes import in_backward
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.monitor.transfer import as_published, bring_to_host, is_on_host
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
-
-_PATIENCE = 50
 
 _NO_GRADIENT = (
     "iteration %d: no gradient of the model was seen, so nothing is published. Either model or optimizer is not that "
     "of the train step; or backward() is called in an event handler, where it is not monitored; or the model is not "
     "trained in every iteration: then attach with a filter."
-)
-_NO_STEP = (
-    f"{_PATIENCE} gradients in a row met no step of %s, so the model is not trained and the threshold statistics are "
-    "not updated. Likely cause: %s."
-)
-_ACCUMULATED_SPIKE = (
-    "the train step returns at a spike while gradients accumulate, so that all later ones are spikes too: call "
-    "optimizer.zero_grad() before that return"
-)
-_OTHER_CAUSES = (
-    "step() is not called; or only in iterations that the filter given to attach() excludes; or all gradients overflow"
 )
 
 
@@ -145,8 +131,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         )
         self._window = GradientWindow()
         self._locator = NonFiniteLocator(model)
-        self._unstepped = 0  # consecutive gradients without a step
-        self._other_optimizer: str | None = None  # that has stepped since
         self._forget_iteration()
 
     def counts(self) -> Tensor:
@@ -241,7 +225,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         tracker = step.tracker
         if not step.is_of(self.optimizer):
             if tracker.shares(step.optimizer):
-                self._other_optimizer = type(step.optimizer).__name__
+                self._window.other_optimizer = type(step.optimizer).__name__
             if self._window.other_step_started():
                 self._show_last(engine)
             return None
@@ -296,7 +280,11 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                     published, is_published = newest, None if is_on_host(flag) else flag
             self._announce(engine, newest)
         detection = published or newest
-        self._warn_of_missing(detection)
+        if self._detector.losses.is_missing():
+            self._warn_once(NO_LOSS, self._iteration)
+        missing_step = self._window.missing_step(detection, self.optimizer)
+        if missing_step is not None:
+            self._log(logging.WARNING, missing_step)
         if published is None:
             self._publish_none()
         else:
@@ -384,24 +372,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         # Without a scaler what is no spike is finite, and needs no further synchronization.
         known = self.scaler is not None or self._is_known_spike(detection.spike)
         is_nonfinite = known and torch.is_nonzero(nonfinite)
-        alone = is_nonfinite and world_size() == 1
-        text = self._locator.locate(not is_nonfinite, self.scaler is not None, alone=alone)
+        text = self._locator.locate(not is_nonfinite, self.scaler is not None)
         self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
         if text is not None:
             self._log(logging.WARNING, text)
-
-    def _warn_of_missing(self, detection: GradientDetection | None) -> None:
-        if self._detector.losses.is_missing():
-            self._warn_once(NO_LOSS, self._iteration)
-        if self._stepped is not False:
-            self._unstepped, self._other_optimizer = 0, None
-            return
-        self._unstepped += 1
-        if self._unstepped == _PATIENCE:
-            name = "an optimizer" if self.optimizer is None else type(self.optimizer).__name__
-            cause = _OTHER_CAUSES
-            if self._other_optimizer is not None:
-                cause = f"{self._other_optimizer}, which holds parameters of the model too, makes the steps"
-            elif detection is not None and is_on_host(detection.spike) and detection.spike:
-                cause = _ACCUMULATED_SPIKE
-            self._log(logging.WARNING, _NO_STEP % (name, cause))

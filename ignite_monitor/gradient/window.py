@@ -35,7 +35,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch.optim import Optimizer
+
 from ignite_monitor.gradient.detector import GradientDetection
+from ignite_monitor.monitor.transfer import is_on_host
+
+_PATIENCE = 50  # consecutive gradients without a step
+_NO_STEP = (
+    "%d gradients in a row met no step of %s, so the model is not trained and the threshold statistics are not "
+    "updated. Likely cause: %s."
+)
+_ACCUMULATED_SPIKE = (
+    "the train step returns at a spike while gradients accumulate, so that all later ones are spikes too: call "
+    "optimizer.zero_grad() before that return"
+)
+_OTHER_CAUSES = (
+    "step() is not called; or only in iterations that the filter given to attach() excludes; or all gradients overflow"
+)
 
 
 class Taken(NamedTuple):
@@ -47,7 +63,7 @@ class Taken(NamedTuple):
 
 
 class GradientWindow:
-    """Follows the detections of one monitor's gradient."""
+    """Follows the detections of one monitor's gradient, and counts gradients without a step."""
 
     def __init__(self) -> None:
         self.newest: GradientDetection | None = None  # of this iteration's newest backward since the own step
@@ -56,7 +72,9 @@ class GradientWindow:
         self.unshared: GradientDetection | None = None  # of this iteration's last backward that was not shared
         self.last: Taken | None = None  # by the last own step of this iteration
         self.announced = False  # whether the gradient has been announced as a spike
+        self.other_optimizer: str | None = None  # name of one that has stepped since the own one
         self._taken: Taken | None = None  # by the own step in progress
+        self._unstepped = 0  # consecutive gradients without an own step
 
     def iteration_started(self, unseen: bool) -> None:
         """A monitored iteration starts, after others that were not monitored or directly after the last one."""
@@ -102,6 +120,21 @@ class GradientWindow:
         if self.last is None or not self.shared:
             return self.unshared if self.used_by_other else self.newest
         return None
+
+    def missing_step(self, detection: GradientDetection | None, optimizer: Optimizer | None) -> str | None:
+        """The train step has returned after a backward: return a warning if 50 gradients in a row met no own step."""
+        if self.last is not None:
+            self._unstepped, self.other_optimizer = 0, None
+            return None
+        self._unstepped += 1
+        if self._unstepped != _PATIENCE:
+            return None
+        cause = _OTHER_CAUSES
+        if self.other_optimizer is not None:
+            cause = f"{self.other_optimizer}, which holds parameters of the model too, makes the steps"
+        elif detection is not None and is_on_host(detection.spike) and detection.spike:
+            cause = _ACCUMULATED_SPIKE
+        return _NO_STEP % (_PATIENCE, "an optimizer" if optimizer is None else type(optimizer).__name__, cause)
 
     def close(self) -> None:
         """Nothing is known of the gradients any more."""

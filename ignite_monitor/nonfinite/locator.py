@@ -19,6 +19,7 @@ from ignite_monitor.model.modes import aside, eager, is_plain
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.norms import any_sharded
 from ignite_monitor.model.tensors import tensors_in
+from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
 
@@ -47,14 +48,13 @@ class NonFiniteLocator:
         self.calls = ModelCalls(model)
         self.newest: NonFiniteSource | None = None
 
-    def locate(self, is_finite: bool, is_overflow: bool, alone: bool) -> str | None:
+    def locate(self, is_finite: bool, is_overflow: bool) -> str | None:
         """Handle the end of a backward pass; return the text of a warning.
 
         Args:
             is_finite: whether its gradient is finite.
             is_overflow: whether a non-finite gradient may be an overflow of a scaled loss, so that only non-finite
                 values in forward are reported.
-            alone: whether the gradient is computed by this process alone.
         """
         self.calls.backward_ended()
         was_finite, self._was_finite = self._was_finite, is_finite
@@ -63,7 +63,7 @@ class NonFiniteLocator:
         if is_finite or not was_finite:
             return None
         try:
-            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, alone)
+            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, world_size() == 1)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.newest = None
             if is_overflow:

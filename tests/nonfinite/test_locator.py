@@ -415,7 +415,7 @@ def test_a_device_whose_rng_state_is_not_kept_is_named():
     locator = NonFiniteLocator(model)
     with locator.calls:
         model(torch.zeros(2, 4, device="meta")).sum().backward()
-        text = locator.locate(False, False, alone=True)
+        text = locator.locate(False, False)
     assert text.endswith("could not be located: RNG state is kept for the CPU and CUDA only")
 
 
