@@ -70,17 +70,13 @@ class DoubleBuffer:
     def write(self, patch: Patch) -> None:
         """Apply a patch to the file; if that fails, the file is unchanged."""
         behind, self._behind = self._behind, None
-        try:
-            self._check_place()
-            if behind is None or not self._is_free() or not self._apply([*behind, *patch], locking=True):
-                self._discard()
-                shutil.copyfile(self.path, self._standby)
-                self._apply(patch, locking=False)
-            if self._publish():
-                self._behind = patch
-        finally:
-            if self._behind is None:
-                self._discard()
+        self._check_place()
+        if behind is None or not self._is_free() or not self._apply([*behind, *patch], locking=True):
+            self._discard()
+            shutil.copyfile(self.path, self._standby)
+            self._apply(patch, locking=False)
+        if self._publish():
+            self._behind = patch
 
     def close(self) -> None:
         """Remove all files but the one with the name."""

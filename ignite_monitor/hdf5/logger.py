@@ -120,8 +120,6 @@ class HDF5Logger(BaseLogger):
         """Append the values of an engine at a step; names have the tag, and a slash, before them."""
         if not isinstance(step, int) or not -(2**63) <= step < 2**63:
             raise TypeError(f"global_step must be int, got {step!r}. Please check the output of global_step_transform.")
-        if not self.is_writing:
-            return
         try:
             names, numbers = flatten(values, self._skip)
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on

@@ -116,8 +116,6 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         ]
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._is_running:
-            return []
         self.reset_run_state()
         self._parameters.update(self._chosen_parameters())
         modules = self._chosen_modules()

@@ -84,7 +84,7 @@ class ReferenceMonitor(Monitor):
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._is_running or self._passes is None:
+        if self._passes is None:
             return []
         self._step_count += 1
         return [eager(), self._passes.watched()]

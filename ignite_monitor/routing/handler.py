@@ -68,8 +68,6 @@ class RoutingHandler(Monitor, schema=ROUTING):
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        if not self._is_running:
-            return []
         routers = self._routers()
         self._decisions = RouterDecisions(unwrapped(self.model), routers)
         return [eager(), outputs_to(routers, self._decisions)]

@@ -110,7 +110,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         engine = self._attached_to()
-        if not self._is_running or engine is None:
+        if engine is None:
             return []
         self._rng_state = capture_rng_state()
         self._batch = KeptBatch(engine.state.batch) if self.batch else None

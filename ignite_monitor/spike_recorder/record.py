@@ -222,6 +222,6 @@ def _copy(value: Any) -> Any:
         return {_copy(key): _copy(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(map(_copy, value))
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
         return _copy(value.item())
     raise CannotBeSavedError(f"it holds a {type(value).__name__}; only tensors, numbers and strings can be saved")
