@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import (
@@ -114,6 +114,16 @@ def test_the_losses_of_a_skipped_step_are_not_those_of_the_next(how):
     assert recorder.of("grad/loss_spike") == expected(training.losses)
     rule = training.monitor.state_dict()["loss"]["rule"]
     assert float(rule["count"]) == 50
+
+
+@pytest.mark.parametrize("spikes", [(101,), (101, 104)])
+def test_iterations_that_are_not_monitored_end_an_accumulation(spikes):
+    reported = []
+    training = Training("module", every=2, on_spike=lambda *_: reported.append(training.losses[-1]))
+    event = Events.ITERATION_STARTED(event_filter=lambda engine, i: i % 4 < 2)
+    recorder = train(training.step, batches_of(110, spikes), training.monitor, event=event)
+    assert [i for i, flag in enumerate(recorder.flags, 1) if flag] == [*spikes]
+    assert reported == [training.losses[i - 1] for i in spikes]
 
 
 def test_norm_and_loss_each_count():

@@ -79,8 +79,10 @@ def test_precision(path):
 
 
 def test_names_of_every_kind(path):
-    names = ["a b", "ä/é", "line\nfeed", 'quote"', "nul\0", "\ud800", "a\\b", "x" * 5000, "", "日本"]
-    run(path, 2, output=lambda _: dict.fromkeys(names, 1.0))
+    names = ["a b", "ä/é", "line\nfeed", 'quote"', "nul\0", "\ud800", "a\\b", "x" * 5000, "", "日本", "😀"]
+    run(
+        path, 2, output=lambda _: dict.fromkeys([*names, "\ud83d\ude00"], 1.0)
+    )  # two surrogates are read as one character
     assert list(read_hdf5(path)) == [f"train/{name}" if name else "train" for name in names]
 
 
