@@ -6,7 +6,8 @@ import copy
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from tests._models import make_model
 from tests._truth import copies, norm
 
 Batch = tuple[Tensor, Tensor]
@@ -30,17 +32,6 @@ UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "mfu", "peak_m
 UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 
 LONG = pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")
-
-
-def make_model(seed: int = 0, features: int = 6) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
-
-
-def make_mlp(seed: int = 0, bias: bool = True) -> nn.Sequential:
-    """A model whose output depends on nothing but weights and input."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8, bias=bias), nn.Tanh(), nn.Linear(8, 2, bias=bias))
 
 
 def make_batches(
@@ -66,10 +57,10 @@ mlp_batches = functools.partial(make_batches, seed=0, features=4, outputs=2)
 
 
 def split(batch: Any, parts: int) -> Iterable[Any]:
-    """A batch in micro-batches."""
+    """A batch in micro-batches: of two ranks with half a batch each, those of the whole batch."""
     if isinstance(batch, Tensor):
-        return batch.chunk(parts)
-    return zip(*(item.chunk(parts) for item in batch), strict=True)
+        return [batch[part::parts] for part in range(parts)]
+    return zip(*(split(item, parts) for item in batch), strict=True)
 
 
 def mse_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -86,6 +77,7 @@ def make_step(
     parts: int = 1,
     *,
     every: int = 1,
+    reduce_last: bool = False,
     loss_of: Callable[[nn.Module, Any], Tensor] = mse_loss,
     factor: Callable[[Engine], float] | None = None,
     scaler: Any = None,
@@ -105,6 +97,7 @@ def make_step(
         optimizer: one, or several that make their steps in order.
         parts: number of micro-batches; 1 hands the batch to ``loss_of`` as it is.
         every: iterations to an optimizer step.
+        reduce_last: whether only the last backward before a step is reduced over ranks.
         loss_of: loss of the model and a batch.
         factor: what the loss of an iteration is multiplied by.
         scaler: GradScaler; gradients are unscaled before they are clipped.
@@ -112,7 +105,7 @@ def make_step(
         closure: whether the optimizer's step evaluates the gradients.
         by_hand: whether gradients are computed without a backward, and then set.
         zero_at: whether gradients are cleared at the "start" of an iteration, at its "end", or "never".
-        after_backward: called with the engine after the last backward of an iteration.
+        after_backward: called with the engine after each backward.
         before_step: called with the engine before the optimizer's step.
         after_step: called with the engine after it, before gradients are cleared.
         leave_out: whether no step is made.
@@ -125,14 +118,16 @@ def make_step(
             optimizer.zero_grad(set_to_none)
 
     def backward(engine: Engine, batch: Any) -> Tensor:
-        for part in split(batch, parts) if parts > 1 else [batch]:
-            loss = loss_of(model, part) * (1 if factor is None else factor(engine))
-            scaled = loss if scaler is None else scaler.scale(loss)
-            if by_hand:
-                set_gradients(model, scaled)
-            else:
-                scaled.backward()
-        after_backward(engine)
+        for place, part in enumerate(split(batch, parts) if parts > 1 else [batch], 1):
+            is_last = place == parts and engine.state.iteration % every == 0
+            with reduced_over_ranks(model, is_last or not reduce_last):
+                loss = loss_of(model, part) * (1 if factor is None else factor(engine))
+                scaled = loss if scaler is None else scaler.scale(loss)
+                if by_hand:
+                    set_gradients(model, scaled)
+                else:
+                    scaled.backward()
+            after_backward(engine)
         return loss.detach()
 
     def train_step(engine: Engine, batch: Any) -> Tensor:
@@ -188,6 +183,18 @@ def moves_of(model: nn.Module, step: Callable[[Engine, Any], Any]) -> tuple[Call
         return output
 
     return train_step, moves
+
+
+@contextmanager
+def reduced_over_ranks(model: Any, reduced: bool) -> Iterator[None]:
+    """Whether a wrapped model's gradients are reduced over ranks in a backward."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(reduced)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with nullcontext() if reduced or not hasattr(model, "no_sync") else model.no_sync():
+            yield
 
 
 class Recorder:

@@ -151,6 +151,11 @@ def test_no_test_module_imports_another():
     assert [(file, name) for file, name in result if re.match(r"tests\.(\w+\.)*test_\w+", name)] == []
 
 
+def test_helpers_of_a_folder_are_for_this_folder():
+    result = [(file, name, re.match(r"tests\.(\w+)\._[a-z]", name)) for file, name in imports_of("tests")]
+    assert [item for *item, helper in result if helper and not item[0].startswith(f"tests/{helper[1]}/")] == []
+
+
 def in_order(names):
     return sorted(set(names), key=lambda name: (not name.isupper(), name[0].islower(), name))
 

@@ -43,8 +43,8 @@ from ignite_monitor.report.limits import PERSISTENT
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
 from ignite_monitor.tensorboard import tensorboard_layout
+from tests._handlers import HANDLERS
 from tests._helpers import make_batches, make_step, make_trainer
-from tests.monitor._handlers import HANDLERS
 
 KINDS = [
     value

@@ -32,8 +32,8 @@ from ignite_monitor import (
     WeightUpdateHandler,
     record,
 )
+from tests._handlers import EarlyDrift
 from tests.accelerator._device import Device
-from tests.monitor._handlers import EarlyDrift
 
 Make = Callable[..., Any]
 Rows = list[dict[str, float]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed._launch import launched
+from tests._ranks import launched
 
 collect_ignore_glob = [] if torch.distributed.is_available() else ["test_*.py"]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
@@ -29,22 +30,19 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
-from tests._helpers import footprint, hooks_only, make_batches
-from tests.distributed._launch import WORLD, run_scenarios
-from tests.distributed._models import ddp, fsdp, net, run, step_of
+from tests._helpers import footprint, hooks_only, make_batches, make_step, mse_loss
+from tests._models import make_mlp
+from tests._ranks import ddp, fsdp, inner_of, run_scenarios, train, unwrapped
 
 COUNT, FAILS = 6, 3
 
 
-def dense() -> nn.Module:
-    return net(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+dense = functools.partial(make_mlp, sizes=(6, 8, 3), activation=nn.ReLU)
+WRAPS = {"ddp": ddp, "fsdp": functools.partial(fsdp, inner=["0"])}
 
 
-MAKE = {"ddp": lambda: ddp(dense()), "fsdp": lambda: fsdp(dense(), inner=["0"])}
-
-
-def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any = torch.abs) -> dict[str, Any]:
-    own: Any = {"mean": True, "own": metric}
+def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    own: Any = {"mean": True, "own": torch.abs}
     return {
         "grad": GradMonitor(model, optimizer, on_spike="skip"),
         "update": WeightUpdateHandler(model, optimizer),
@@ -61,18 +59,20 @@ def all_monitors(model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
 # A rank that fails
 
 
-def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, Any]:
+def failing(wrap: Callable[[Any], Any], where: str, rank: int) -> dict[str, Any]:
     """Train; in the third iteration the second rank does what it should not, and leaves.
 
     Args:
-        make: makes the model.
+        wrap: shares the model among ranks.
         where: where it happens.
         rank: this rank.
     """
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engines: list[Engine] = []
+    before: list[dict[str, Any]] = []
+    footprints: list[Callable[[], dict[str, Any]]] = []
 
     def fail(current: str) -> None:
+        (engine,) = engines
         if current != where or engine.state.iteration != FAILS:
             return
         if where == "lag":
@@ -84,43 +84,39 @@ def failing(make: Callable[[], nn.Module], where: str, rank: int) -> dict[str, A
         else:
             raise RuntimeError(f"rank {rank} failed: {current}")
 
-    def train_step(engine: Engine, batch: Any) -> None:
-        optimizer.zero_grad()
-        fail("before forward")
-        x, y = (part[rank::WORLD] for part in batch)
-        output = model(x)
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = mse_loss(model, batch)
         fail("before backward")
-        F.mse_loss(output, y).backward()
-        fail("after backward")
-        optimizer.step()
-        fail("terminate")
-        fail("lag")
+        return loss
 
-    def metric(values: torch.Tensor) -> torch.Tensor:
-        fail("metric")
-        return values.abs()
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Engine, Any], Any]:
+        train_step = make_step(model, optimizer, loss_of=loss_of, after_backward=lambda _: fail("after backward"))
+        return lambda engine, batch: (train_step(engine, batch), fail("terminate"), fail("lag"))
 
-    engine = Engine(train_step)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: fail("handler"))
-    monitors = all_monitors(model, optimizer, metric)
-    for monitor in monitors.values():
-        monitor.attach(engine)
-    engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda _: fail("handler of the gradients"))
-    F.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3)).backward()  # fully_shard puts on hooks of its own
-    before = hooks_only(footprint(engine, model, optimizer))
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        def note(engine: Engine) -> None:
+            engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda _: fail("handler of the gradients"))
+            mse_loss(model, (torch.ones(2, 6), torch.ones(2, 3))).backward()  # fully_shard puts on hooks of its own
+            footprints.append(lambda: hooks_only(footprint(engine, model, optimizer)))
+            before.append(footprints[0]())
+
+        failing_handler = lambda engine: engine.add_event_handler(  # noqa: E731
+            Events.ITERATION_COMPLETED, lambda _: fail("handler")
+        )
+        return [engines.append, failing_handler, *all_monitors(model, optimizer).values(), note]
+
     ended, message = None, ""
     try:
-        engine.run(make_batches(COUNT))
+        train(dense, wrap, rank, make_batches(COUNT), monitors, step=step)
     except Exception as raised:  # noqa: BLE001
         ended, message = type(raised).__name__, str(raised)
-    after = hooks_only(footprint(engine, model, optimizer))
-    published = {name: float(value) for name, value in engine.state.metrics.items() if not name.startswith("step/")}
+    after, state = footprints[0](), engines[0].state
     return {
         "ended": ended,
         "message": message,
-        "iteration": engine.state.iteration,
-        "published": published,
-        "left": [kind for kind in before if before[kind] != after[kind]],
+        "iteration": state.iteration,
+        "published": {name: float(value) for name, value in state.metrics.items() if not name.startswith("step/")},
+        "left": [kind for kind, value in before[0].items() if value != after[kind]],
     }
 
 
@@ -132,41 +128,47 @@ def collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
-def counted_in_each_iteration(train_step: Any, *monitors: Any, finish: Callable[[], Any] = lambda: None) -> list[int]:
-    """Count the collectives from the end of one iteration to the end of the next."""
-    counts: list[int] = []
-    engine = Engine(train_step)
-    for monitor in monitors:
-        monitor.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: (finish(), counts.append(collectives())))
-    engine.run(make_batches(COUNT))
-    return [now - before for before, now in itertools.pairwise(counts)]
+def counted_in_each_iteration(
+    wrap: Callable[[Any], Any], rank: int, monitors: Callable[[Any, Any], dict[str, Any]], step: Any, logs: bool = False
+) -> dict[str, list[int]]:
+    """Count the collectives from the end of one iteration to the end of the next, with monitors and without."""
+
+    def count(monitored: bool) -> list[int]:
+        named: dict[str, Any] = {}
+        counts: list[int] = []
+
+        def finish() -> None:
+            for monitor in named.values() if logs else ():
+                monitor.on_host()
+                monitor.state_dict()
+            if logs and named:
+                _ = named["update"].diagnostics
+            counts.append(collectives())
+
+        def attached(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+            named.update(monitors(model, optimizer) if monitored else {})
+            return [*named.values(), lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED, finish)]
+
+        train(dense, wrap, rank, make_batches(COUNT), attached, step=step)
+        return [now - before for before, now in itertools.pairwise(counts)]
+
+    return {"monitored": count(True), "plain": count(False)}
 
 
-def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str, Any]:
+def conditional(wrap: Callable[[Any], Any], what: str, rank: int) -> dict[str, Any]:
     """Train with two micro-batches to an iteration; the second rank does something else in every other one.
 
     Args:
-        make: makes the model.
+        wrap: shares the model among ranks.
         what: what it does.
         rank: this rank.
     """
 
-    def run(monitored: bool) -> list[int]:
-        model: Any = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        inner = getattr(model, "module", model)
-
-        def evaluate(x: torch.Tensor) -> None:
-            model.eval()
-            with torch.no_grad():
-                inner(x)
-            model.train()
-
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Engine, Any], Any]:
         def train_step(engine: Engine, batch: Any) -> None:
             differs = rank == 1 and engine.state.iteration % 2 == 0
             optimizer.zero_grad()
-            x, y = (part[rank::WORLD] for part in batch)
+            x, y = batch
             if what in ("micro-batch", "backward"):
                 with model.no_sync():
                     if not (differs and what == "micro-batch"):
@@ -175,81 +177,58 @@ def conditional(make: Callable[[], nn.Module], what: str, rank: int) -> dict[str
                             F.mse_loss(output, y[:2]).backward()
             F.mse_loss(model(x[2:]), y[2:]).backward()
             if what == "evaluates" and differs:
-                evaluate(x)
+                model.eval()
+                with torch.no_grad():
+                    inner_of(model)(x)
+                model.train()
             if not (differs and what == "step"):
                 optimizer.step()
 
         def train_step_without_reduction(engine: Engine, batch: Any) -> None:
             """Two iterations to a step, of the first of which one rank leaves everything out."""
-            x, y = (part[rank::WORLD] for part in batch)
             if engine.state.iteration % 2 == 0:
-                F.mse_loss(model(x), y).backward()
+                mse_loss(model, batch).backward()
                 optimizer.step()
                 return
             optimizer.zero_grad()
             with model.no_sync():
                 if rank == 0 or engine.state.iteration < 4:  # DDP itself communicates in its first forward passes
-                    F.mse_loss(model(x), y).backward()
+                    mse_loss(model, batch).backward()
 
-        monitors = all_monitors(model, optimizer) if monitored else {}
-        logs = what == "logs" and rank == 1
+        return train_step_without_reduction if what == "iteration" else train_step
 
-        def finish() -> None:
-            for monitor in monitors.values() if logs else ():
-                monitor.on_host()
-                monitor.state_dict()
-            if logs and monitors:
-                _ = monitors["update"].diagnostics
-
-        step = train_step_without_reduction if what == "iteration" else train_step
-        return counted_in_each_iteration(step, *monitors.values(), finish=finish)
-
-    return {"monitored": run(True), "plain": run(False)}
+    return counted_in_each_iteration(wrap, rank, all_monitors, step, logs=what == "logs" and rank == 1)
 
 
 def without_wrapper(rank: int) -> dict[str, Any]:
     """Each rank by itself, with two micro-batches to an iteration; only the norm of the gradient is of both."""
-
-    def run(monitored: bool) -> list[int]:
-        model = dense()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def train_step(engine: Engine, batch: Any) -> None:
-            optimizer.zero_grad()
-            for x, y in zip(*(part[rank::WORLD].chunk(2) for part in batch), strict=True):
-                F.mse_loss(model(x), y).backward()
-            optimizer.step()
-
-        return counted_in_each_iteration(train_step, *([GradMonitor(model, optimizer)] if monitored else []))
-
-    return {"monitored": run(True), "plain": run(False)}
+    monitors = lambda model, optimizer: {"grad": GradMonitor(model, optimizer)}  # noqa: E731
+    return counted_in_each_iteration(unwrapped, rank, monitors, functools.partial(make_step, parts=2))
 
 
 def uneven_inputs(rank: int) -> dict[str, Any]:
     """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
-    model: Any = MAKE["ddp"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitors, batches = all_monitors(model, optimizer).values(), make_batches(COUNT)[: 3 + 2 * rank]
-    with model.join():
-        rows = run(step_of(model, optimizer), batches, *monitors)
+    monitors = lambda model, optimizer: [*all_monitors(model, optimizer).values()]  # noqa: E731
+    data = make_batches(COUNT)[: 3 + 2 * rank]
+    rows = train(dense, ddp, rank, data, monitors, around=DistributedDataParallel.join).rows
     return {"published": [sorted({name.split("/")[0] for name in row if "/" in name}) for row in rows]}
 
 
 PLACES = {"ddp": ("after backward", "handler of the gradients", "terminate", "before backward"), "fsdp": ("handler",)}
 FAILING = {
-    f"{world} {place}": functools.partial(failing, MAKE[world], place)
+    f"{world} {place}": functools.partial(failing, WRAPS[world], place)
     for world, places in PLACES.items()
     for place in places
 }
 CONDITIONAL = {
-    f"{world} {what}": functools.partial(conditional, MAKE[world], what)
+    f"{world} {what}": functools.partial(conditional, WRAPS[world], what)
     for world, does in {
         "ddp": ("micro-batch", "backward", "iteration", "evaluates", "step", "logs"),
         "fsdp": ("step", "logs"),
     }.items()
     for what in does
 }
-LAGGING = {f"{world} lag": functools.partial(failing, make, "lag") for world, make in MAKE.items()}
+LAGGING = {f"{world} lag": functools.partial(failing, wrap, "lag") for world, wrap in WRAPS.items()}
 ALONE = {"uneven inputs": uneven_inputs, "plain": without_wrapper}
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.

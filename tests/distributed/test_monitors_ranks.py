@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
@@ -32,20 +34,9 @@ from ignite_monitor import (
     record,
 )
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
-from tests._helpers import assert_same, make_batches
-from tests.distributed._launch import WORLD, run_scenarios
-from tests.distributed._models import (
-    counted_collectives,
-    ddp,
-    fsdp,
-    net,
-    run,
-    share,
-    step_of,
-    synchronised,
-    whole,
-    words,
-)
+from tests._helpers import assert_same, make_batches, make_step
+from tests._models import Net, make_mlp
+from tests._ranks import WORLD, ddp, fsdp, inner_of, run_scenarios, train, whole
 
 COUNT = 6
 
@@ -70,32 +61,6 @@ class Experts(nn.Module):
         return out + self.experts[1](y[large]).sum() if large.any() else out
 
 
-class Words(nn.Module):
-    """Sizes that two ranks can't share evenly, one of them so small that a rank holds nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.first, self.second = nn.Linear(6, 25), nn.Linear(25, 3)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.still = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(self.embedding(x).mean(1)))) * self.scale + self.still
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.first, self.second = nn.Embedding(11, 6), nn.Linear(6, 25), nn.Linear(25, 3, bias=False)
-        self.norm = nn.LayerNorm(6)
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, x):
-        x = self.norm(self.embedding(x))
-        return self.second(torch.tanh(self.first(self.attention(x, x, x)[0].mean(1))))
-
-
 class Branch(nn.Module):
     """The inner layer is for samples that start with what isn't negative."""
 
@@ -107,8 +72,21 @@ class Branch(nn.Module):
         return self.outer(x) if x[0, 0] < 0 else self.outer(self.inner(x))
 
 
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
 def dense() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    return make_mlp(sizes=(6, 6, 3), activation=nn.ReLU)
+
+
+def words_net() -> nn.Module:
+    return Net((6, 25, 3), words=11)
+
+
+def attending() -> nn.Module:
+    return Net((6, 25, 3), norm=nn.LayerNorm, words=11, attention=True)
 
 
 def matrices() -> nn.Module:
@@ -118,7 +96,7 @@ def matrices() -> nn.Module:
 
 
 def moved() -> nn.Module:
-    model = Attention()
+    model = attending()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1))
@@ -136,10 +114,10 @@ class Case(NamedTuple):
         monitors: makes them of model and optimizer.
         wrap: shares the model among the ranks.
         batches: those of both ranks.
-        make_optimizer: of the model.
-        at: of 8 rows the first rank has so many.
-        micro: micro-batches to an iteration.
-        after: called with model and engine after the step.
+        optimizer: makes it of the model.
+        rows: of 8 rows the first rank has so many.
+        parts: micro-batches to an iteration.
+        step: options of the train step, of the model.
         rel: tolerance.
         ignored: names that are not the same in one process.
     """
@@ -148,10 +126,10 @@ class Case(NamedTuple):
     monitors: Callable[[Any, Any], list[Any]]
     wrap: Callable[[nn.Module], Any] = ddp
     batches: Callable[[int], list[Any]] = make_batches
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model, 0.1)
-    at: int = 4
-    micro: int = 1
-    after: Callable[[nn.Module, Engine, Any], None] = lambda *_: None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model, 0.1)
+    rows: int = 4
+    parts: int = 1
+    step: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
     rel: float = 1e-3
     ignored: str = "^$"
 
@@ -160,38 +138,52 @@ def sgd(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def train(case: Case, rank: int | None) -> dict[str, Any]:
-    model = net(case.make) if rank is None else case.wrap(net(case.make))
-    optimizer = case.make_optimizer(model)
-    monitors = case.monitors(model, optimizer)
-    step = step_of(model, optimizer, rank, case.at, micro=case.micro, after_backward=lambda e: zero_still(model, e))
-
-    def train_step(engine: Engine, batch: Any) -> None:
-        step(engine, batch)
-        case.after(model, engine, share(batch, rank, case.at))
-
-    with counted_collectives() as calls:
-        published = run(train_step, case.batches(COUNT), *monitors)
-    tables = [dict(monitor.diagnostics) for monitor in monitors if hasattr(monitor, "diagnostics")]
+def both_or_one(case: Case, rank: int | None) -> dict[str, Any]:
+    run = train(
+        case.make,
+        case.wrap,
+        rank,
+        case.batches(COUNT),
+        case.monitors,
+        optimizer=case.optimizer,
+        step=lambda model, optimizer: make_step(model, optimizer, case.parts, **case.step(model)),
+        rows=case.rows,
+    )
+    tables = [dict(monitor.diagnostics) for monitor in run.monitors if hasattr(monitor, "diagnostics")]
     diagnostics = {name: list(map(float, item)) for table in tables for name, item in table.items()}
-    rows = [{k: x for k, x in row.items() if not k.startswith("step/") or "norm" in k} for row in published]
-    return {"published": rows, "diagnostics": diagnostics, "all_reduces": len(calls)}
+    rows = [{k: x for k, x in row.items() if not k.startswith("step/") or "norm" in k} for row in run.rows]
+    return {"published": rows, "diagnostics": diagnostics, "all_reduces": run.all_reduces}
 
 
-def zero_still(model: nn.Module, engine: Engine) -> None:
-    """Set a parameter's gradient to 0 in three iterations, so that it freezes."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("still") and engine.state.iteration in (3, 4, 5):
-            parameter.grad.zero_()
+def disturbed(model: nn.Module) -> dict[str, Any]:
+    """Set the last bias's gradient to 0 in three iterations, so that it freezes; validate before a step.
+
+    FSDP leaves the root's whole parameters behind.
+    """
+
+    def zero(engine: Engine) -> None:
+        if engine.state.iteration in (3, 4, 5):
+            model.get_parameter(last_bias(model)).grad.zero_()
+
+    def validate(engine: Engine) -> None:
+        if engine.state.iteration == 2:
+            model.eval()
+            with torch.no_grad():
+                model(engine.state.batch[0])
+            model.train()
+
+    return {"after_backward": zero, "before_step": validate}
 
 
-def validate(model: nn.Module, engine: Engine, batch: Any) -> None:
-    """FSDP leaves the root's whole parameters behind."""
-    if engine.state.iteration == 2:
-        model.eval()
-        with torch.no_grad():
-            model(batch[0])
-        model.train()
+def last_bias(model: nn.Module) -> str:
+    return next(name for name, _ in model.named_parameters() if name.endswith("second.bias"))
+
+
+def words(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of two words each, and targets."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randint(0, 11, (8, 2), generator=generator) for _ in range(count)]
+    return [(x, y) for x, (_, y) in zip(inputs, make_batches(count), strict=True)]
 
 
 def with_large_rows(count: int) -> list[Any]:
@@ -202,9 +194,9 @@ def with_large_rows(count: int) -> list[Any]:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    still = [parameter for name, parameter in model.named_parameters() if name.endswith("still")]
-    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("still")]
-    groups = [{"params": others}, {"params": still, "weight_decay": 0.0}]
+    still = model.get_parameter(last_bias(model))
+    others = [parameter for parameter in model.parameters() if parameter is not still]
+    groups = [{"params": others}, {"params": [still], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.01, betas=(0.0, 0.9), weight_decay=0.1)
 
 
@@ -249,39 +241,38 @@ def spectral(model: nn.Module, optimizer: Any) -> list[Any]:
     return [norms, StepStatsHandler(model, optimizer)]
 
 
-def conditional(model: nn.Module) -> nn.Module:
-    return ddp(model, find_unused_parameters=True)
-
-
 def sharded(*inner: str, shape: tuple[int, ...] = (WORLD,)) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: fsdp(model, shape, inner)
+    return functools.partial(fsdp, inner=inner, shape=shape)
 
 
-_UPDATES = {"batches": words, "make_optimizer": adamw, "after": validate}
-_RCC = {"batches": words, "make_optimizer": lambda model: sgd(model, 0.5)}
-_STILL = {"make_optimizer": lambda model: sgd(model, 0.0)}
-_LARGE = {"batches": with_large_rows, "wrap": conditional, "at": 3, **_STILL}
+conditional = functools.partial(ddp, find_unused_parameters=True)
+
+
+_UPDATES = {"batches": words, "optimizer": adamw, "step": disturbed}
+_RCC = {"batches": words, "optimizer": lambda model: sgd(model, 0.5)}
+_STILL = {"optimizer": lambda model: sgd(model, 0.0)}
+_LARGE = {"batches": with_large_rows, "wrap": conditional, "rows": 3, **_STILL}
 _SPECTRAL = {"rel": 2e-3, "ignored": "error|iterations"}
 CASES = {
     # Of rows that are not shared evenly gradients are others, and of the whole output there is less on the first rank.
     "activation ddp": Case(Experts, activation, ignored=r"^grad|experts\.1|_root_", **_LARGE),
     "activation fsdp": Case(dense, activation, sharded()),
-    "routing ddp": Case(Experts, routing(r"experts\.\d"), micro=2, ignored=r"experts\.1", **_LARGE),
-    "routing fsdp": Case(Experts, routing(r"experts\.0"), sharded(), micro=2),
-    "rcc ddp": Case(Attention, rcc(), **_RCC),
-    "rcc static": Case(Attention, rcc(), lambda model: ddp(model, static_graph=True), **_RCC),
-    "rcc uneven": Case(moved, rcc(lambda: net(Attention)), at=3, **_RCC | _STILL),
-    "rcc fsdp": Case(Attention, rcc(lambda: net(Attention)), sharded("first"), **_RCC),
+    "routing ddp": Case(Experts, routing(r"experts\.\d"), parts=2, ignored=r"experts\.1", **_LARGE),
+    "routing fsdp": Case(Experts, routing(r"experts\.0"), sharded(), parts=2),
+    "rcc ddp": Case(attending, rcc(), **_RCC),
+    "rcc static": Case(attending, rcc(), functools.partial(ddp, static_graph=True), **_RCC),
+    "rcc uneven": Case(moved, rcc(lambda: seeded(attending)), rows=3, **_RCC | _STILL),
+    "rcc fsdp": Case(attending, rcc(lambda: seeded(attending)), sharded("first"), **_RCC),
     "spectral ddp": Case(matrices, spectral, **_SPECTRAL),
     "spectral fsdp": Case(matrices, spectral, sharded("0", "2"), **_SPECTRAL),
     "spectral hybrid": Case(matrices, spectral, sharded("0", shape=(1, WORLD)), **_SPECTRAL),
-    "update ddp": Case(Words, updates(), **_UPDATES),
-    "update ddp exact": Case(Words, updates(None), **_UPDATES),
-    "update fsdp": Case(Words, updates(), sharded("first"), **_UPDATES),
-    "update fsdp exact": Case(Words, updates(None), sharded("first"), **_UPDATES),
-    "update hybrid": Case(Words, updates(), sharded("first", shape=(1, WORLD)), **_UPDATES),
-    "update replicated": Case(Words, updates(), sharded("first", shape=(WORLD, 1)), **_UPDATES),
-    "update skipped": Case(Words, updates(skip=True), sharded("first"), **_UPDATES),
+    "update ddp": Case(words_net, updates(), **_UPDATES),
+    "update ddp exact": Case(words_net, updates(None), **_UPDATES),
+    "update fsdp": Case(words_net, updates(), sharded("first"), **_UPDATES),
+    "update fsdp exact": Case(words_net, updates(None), sharded("first"), **_UPDATES),
+    "update hybrid": Case(words_net, updates(), sharded("first", shape=(1, WORLD)), **_UPDATES),
+    "update replicated": Case(words_net, updates(), sharded("first", shape=(WORLD, 1)), **_UPDATES),
+    "update skipped": Case(words_net, updates(skip=True), sharded("first"), **_UPDATES),
 }
 
 
@@ -290,7 +281,7 @@ def test_both_ranks_publish_what_one_process_does(results, name):
     case = CASES[name]
     first, second = results(name)
     assert_same(first, second)
-    alone = train(case, None)
+    alone = both_or_one(case, None)
     assert len(alone["published"][-1]) > 3
     for actual, expected in zip(first["published"], alone["published"], strict=True):
         rows = [{key: x for key, x in row.items() if not re.search(case.ignored, key)} for row in (actual, expected)]
@@ -326,38 +317,42 @@ def test_each_handler_makes_one_collective_for_all_sharded_parameters(results, n
 # Gradients and histograms
 
 
-def clipped(model: Any, rank: int) -> dict[str, Any]:
+def clipped(wrap: Callable[[nn.Module], Any], rank: int) -> dict[str, Any]:
     """Two micro-batches, the first one without reduction, and a step with what clipping leaves."""
     truth: dict[str, float] = {}
 
-    def note(family: str) -> None:
-        for name, item in model.named_parameters():
-            truth[f"{family}/{name.removeprefix('module.')}/norm"] = float(whole(item.grad).double().norm())
+    def make_train_step(model: nn.Module, optimizer: Any) -> Any:
+        def note(family: str) -> None:
+            for name, item in model.named_parameters():
+                if item.grad is not None:  # fully_shard has none before the last backward
+                    truth[f"{family}/{name.removeprefix('module.')}/norm"] = float(whole(item.grad).double().norm())
 
-    def train_step(engine, batch):
-        for part in range(2):
-            with synchronised(model, part == 1):
-                model(batch[0][rank + 2 * part :: 4]).square().mean().backward()
-        note("gradient")
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        note("gradient_after_clip")
-        optimizer.step()
+        before, after = lambda engine: note("gradient"), lambda engine: note("gradient_after_clip")
+        return make_step(model, optimizer, 2, reduce_last=True, clip=1e-3, after_backward=before, before_step=after)
 
-    optimizer = sgd(model)
-    (published,) = run(train_step, make_batches(1), ActivationHandler(model, gradients={"norm": torch.norm}))
-    return {"published": published, "truth": truth}
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        return [ActivationHandler(model, gradients={"norm": torch.norm})]
+
+    return {
+        "published": train(dense, wrap, rank, make_batches(1), monitors, step=make_train_step).rows[0],
+        "truth": truth,
+    }
 
 
-def histograms(model: nn.Module, rank: int) -> dict[str, Any]:
+def histograms(wrap: Callable[[nn.Module], Any], rank: int) -> dict[str, Any]:
     """Return the histograms of the last iteration: this rank's outputs, and whole weights and gradients."""
     tensors: dict[str, torch.Tensor] = {}
-    optimizer, handler = sgd(model), HistogramHandler(model)
-    model.register_forward_hook(lambda *args: tensors.update({"activations/_root_": args[2].detach().clone()}))
-    run(step_of(model, optimizer, rank, 3), make_batches(2), handler)
-    for name, item in model.named_parameters():
+
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        handler = HistogramHandler(model)
+        model.register_forward_hook(lambda *args: tensors.update({"activations/_root_": args[2].detach().clone()}))
+        return [handler]
+
+    run = train(dense, wrap, rank, make_batches(2), monitors, rows=3)
+    for name, item in run.model.named_parameters():
         name = name.removeprefix("module.")
         tensors |= {f"weights/{name}": whole(item), f"gradients/{name}": whole(item.grad)}
-    return {"tensors": tensors, "drawn": handler.histograms}
+    return {"tensors": tensors, "drawn": run.monitors[0].histograms}
 
 
 WRAPS = {"ddp": ddp, "fsdp": sharded()}
@@ -386,21 +381,22 @@ def test_histograms_are_of_own_batches_and_of_whole_parameters(results, wrap):
 def branch(rank: int | None) -> dict[str, Any]:
     """Iterations in which the first sample, which is the first rank's, and the second go different ways, or neither."""
     torch.manual_seed(2)
-    reference, model = Branch(), Branch()
-    x = torch.randn(2, 1, 4)
+    reference, x = Branch(), torch.randn(2, 1, 4)
     x[:, 0, 0] = torch.tensor([-1.0, 1.0])
-    used = model if rank is None else conditional(model)
 
-    def train_step(engine, batch):
-        for item in batch if rank is None else batch[rank : rank + 1]:
-            used(item)
+    def make_train_step(model: nn.Module, optimizer: Any) -> Any:
+        return lambda engine, batch: [model(item) for item in batch]
 
-    return {"published": run(train_step, [x, x.flip(0), -x.abs()], RCCHandler(model, reference=reference))}
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        return [RCCHandler(model, reference=reference)]
+
+    data = [x, x.flip(0), -x.abs()]
+    return {"published": train(Branch, conditional, rank, data, monitors, step=make_train_step, rows=1).rows}
 
 
 def refused(rank: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"^Argument reference should be a module, since the model"):
-        RCCHandler(fsdp(net(Attention)))
+        RCCHandler(fsdp(seeded(attending)))
     return {}
 
 
@@ -442,17 +438,24 @@ def alignment(rank: int | None, own_weights: bool = False, wrap: Any = ddp, join
     if own_weights and rank:
         nn.init.zeros_(parametrization.model[0].weight)
     initial: Any = "init" if wrap is ddp else copy.deepcopy(parametrization.model)
-    model = parametrization.model if rank is None else wrap(parametrization.model)
-    optimizer = torch.optim.Adam(parametrization.param_groups)
-    handlers: list[Any] = [
-        AlignmentHandler(parametrization if joined else model, reference=initial),
-        MaxPScheduler(parametrization, optimizer, reference=initial),
-    ]
-    if not joined:
-        return {"published": run(step_of(model, optimizer, rank), make_batches(4), *handlers)}
-    handlers.append(RCCHandler(parametrization.model))
-    with model.join():
-        return {"published": run(step_of(model, optimizer), make_batches(4)[: 2 + 2 * rank], *handlers)}
+
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        handlers: list[Any] = [
+            AlignmentHandler(parametrization if joined else model, reference=initial),
+            MaxPScheduler(parametrization, optimizer, reference=initial),
+        ]
+        return [*handlers, RCCHandler(parametrization.model)] if joined else handlers
+
+    run = train(
+        lambda: parametrization.model,
+        wrap,
+        rank,
+        make_batches(4)[: 2 + 2 * rank if joined else None],
+        monitors,
+        optimizer=lambda model: torch.optim.Adam(parametrization.param_groups),
+        around=DistributedDataParallel.join if joined else contextlib.nullcontext,
+    )
+    return {"published": run.rows}
 
 
 @pytest.mark.parametrize("name", ["ddp", "own weights", "fsdp"])
@@ -477,21 +480,21 @@ def test_ranks_that_have_run_out_of_data_delay_no_rank(results):
 
 
 def setup_check(rank: int) -> dict[str, Any]:
-    def kinds(model: nn.Module, optimizer: torch.optim.Optimizer, called: nn.Module | None = None) -> list[str]:
-        check = SetupCheck(model, optimizer)
-        step = step_of(called or model, optimizer, rank)
-        run(lambda engine, batch: step(engine, batch), make_batches(5), check)
+    def kinds(wrap: Any, make: Any = dense, optimizer: Any = sgd, of: Any = lambda model: model) -> list[str]:
+        step = lambda model, optimizer: make_step(of(model), optimizer)  # noqa: E731
+        monitors = lambda model, optimizer: [SetupCheck(model, optimizer)]  # noqa: E731
+        (check,) = train(make, wrap, rank, make_batches(5), monitors, optimizer=optimizer, step=step).monitors
         assert check.findings is not None
         return [finding.kind for finding in check.findings]
 
-    wrapped, part, sharded_model, later = ddp(net(dense)), ddp(net(dense)), fsdp(net(dense), inner=["0"]), net(dense)
-    optimizer = sgd(later)
+    later = dense()
+    of_whole = sgd(later)
     return {
-        "ddp": kinds(wrapped, sgd(wrapped)),
-        "bypassed": kinds(wrapped, sgd(wrapped), wrapped.module),
-        "fsdp": kinds(sharded_model, sgd(sharded_model)),
-        "stale": kinds(fsdp(later, inner=["0"]), optimizer),
-        "forgotten": kinds(part, torch.optim.SGD([*part.parameters()][:-1], lr=0.01)),
+        "ddp": kinds(ddp),
+        "bypassed": kinds(ddp, of=inner_of),
+        "fsdp": kinds(sharded("0")),
+        "stale": kinds(sharded("0"), lambda: later, lambda model: of_whole),
+        "forgotten": kinds(ddp, optimizer=lambda model: torch.optim.SGD([*model.parameters()][:-1], lr=0.01)),
     }
 
 
@@ -503,26 +506,33 @@ def test_findings_of_a_setup(results, rank):
 
 def healthy_checkpoint(rank: int) -> dict[str, Any]:
     """The second rank has a spike in iteration 9, and a tensor of its own that is NaN in iterations 19 to 22."""
-    model, own = ddp(net(lambda: nn.Linear(4, 1))), nn.Linear(2, 2)
-    optimizer, saved = sgd(model), []
+    own, saved = nn.Linear(2, 2), []
 
-    def train_step(engine: Engine, batch: Any) -> None:
-        iteration = engine.state.iteration
-        optimizer.zero_grad()
-        scale = 1e4 if rank and iteration == 9 else 1.0
-        F.mse_loss(scale * model(torch.full((2, 4), float(rank + 1))), torch.zeros(2, 1)).backward()
-        optimizer.step()
-        own.bias.data.fill_(torch.nan if rank and 19 <= iteration <= 22 else 0.0)
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.mse_loss(batch[1] * model(batch[0]), torch.zeros(1, 1))
 
-    trainer = Engine(train_step)
-    GradMonitor(model, optimizer, threshold=1e4, on_spike="skip").attach(trainer)
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        def finish(engine: Engine) -> None:
+            own.bias.data.fill_(torch.nan if rank and 19 <= engine.state.iteration <= 22 else 0.0)
 
-    def save(checkpoint: Any, filename: str, metadata: Any = None) -> None:
-        saved.append(trainer.state.iteration)
+        def save(checkpoint: Any, filename: str, metadata: Any = None) -> None:
+            saved.append(trainers[0].state.iteration)
 
-    checkpoint = HealthyCheckpoint({"model": model, "own": own}, save, quiet=5, n_saved=None)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint)
-    trainer.run([None] * 40)
+        trainers: list[Engine] = []
+        checkpoint = HealthyCheckpoint({"model": model, "own": own}, save, quiet=5, n_saved=None)
+        return [
+            trainers.append,
+            lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED, finish),
+            GradMonitor(model, optimizer, threshold=1e4, on_spike="skip"),
+            lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint),
+        ]
+
+    data = [
+        (torch.tensor([[1.0], [2.0]]).expand(2, 4), torch.tensor([[1.0], [1e4 if i == 9 else 1.0]]))
+        for i in range(1, 41)
+    ]
+    step = functools.partial(make_step, loss_of=loss_of)
+    train(lambda: nn.Linear(4, 1), ddp, rank, data, monitors, step=step, rows=1)
     return {"saved": saved}
 
 
@@ -531,20 +541,22 @@ def test_all_ranks_save_together_or_none(results):
 
 
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
-    **{name: lambda rank, case=case: train(case, rank) for name, case in CASES.items()},
-    **{f"clipped {name}": lambda rank, wrap=wrap: clipped(wrap(net(dense)), rank) for name, wrap in WRAPS.items()},
-    **{f"histograms {name}": lambda rank, w=wrap: histograms(w(net(dense)), rank) for name, wrap in WRAPS.items()},
+    **{name: functools.partial(both_or_one, case) for name, case in CASES.items()},
+    **{f"clipped {name}": functools.partial(clipped, wrap) for name, wrap in WRAPS.items()},
+    **{f"histograms {name}": functools.partial(histograms, wrap) for name, wrap in WRAPS.items()},
     "branch": branch,
     "refused": refused,
     # The reference of one rank can't be run.
-    "failing": lambda rank: train(
-        CASES["rcc ddp"]._replace(monitors=rcc(lambda: net(Attention).to("meta" if rank else "cpu"))), rank
+    "failing": lambda rank: both_or_one(
+        CASES["rcc ddp"]._replace(monitors=rcc(lambda: seeded(attending).to("meta" if rank else "cpu"))), rank
     ),
-    "both sharded": lambda rank: train(CASES["rcc fsdp"]._replace(monitors=rcc(lambda: fsdp(net(Attention)))), rank),
+    "both sharded": lambda rank: both_or_one(
+        CASES["rcc fsdp"]._replace(monitors=rcc(lambda: fsdp(seeded(attending), ["first"]))), rank
+    ),
     "alignment ddp": alignment,
-    "alignment own weights": lambda rank: alignment(rank, own_weights=True),
-    "alignment fsdp": lambda rank: alignment(rank, wrap=sharded("2")),
-    "alignment join": lambda rank: alignment(rank, joined=True),
+    "alignment own weights": functools.partial(alignment, own_weights=True),
+    "alignment fsdp": functools.partial(alignment, wrap=sharded("2")),
+    "alignment join": functools.partial(alignment, joined=True),
     "setup": setup_check,
     "checkpoint": healthy_checkpoint,
 }

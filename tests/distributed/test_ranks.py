@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import itertools
 import math
 import signal
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -33,11 +33,10 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.curvature.hessian import Hessian
-from tests._helpers import assert_same, grad_norm, make_batches
+from tests._helpers import assert_same, grad_norm, make_batches, make_step, mse_loss
+from tests._models import Net
 from tests._oracle import Oracle, mean_of
-from tests.distributed import _models
-from tests.distributed._launch import WORLD, launch, launched, run_scenarios
-from tests.distributed._models import Net, counted_collectives, net, run, share, step_of, whole
+from tests._ranks import WORLD, ddp, fsdp, inner_of, launch, launched, run_scenarios, train, unwrapped, whole
 
 COUNT = 26
 SPIKE = 24
@@ -51,45 +50,44 @@ def batches(spike: int | None = None):
     return made
 
 
-def train(
-    model: nn.Module,
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+
+
+def watched(
+    wrap: Callable[[Any], Any],
     rank: int | None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    make: Callable[[], nn.Module] = Net,
     spike: int | None = None,
-    monitored: bool = True,
-    without: int | None = None,
+    inner: bool = False,
+    optimizer: Callable[[Any], Any] = sgd,
     step: Mapping[str, Any] = MappingProxyType({}),
-    watch: nn.Module | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Train on one rank's halves of the batches (None: the whole), and say what was published.
-
-    ``step`` is how the train step of :func:`step_of` is made.
-    """
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
+    """Train with a GradMonitor, of the wrapped model or the ``inner`` one; return what it publishes, and parameters."""
     norms: list[float | None] = []
     fired: list[int] = []
 
-    def look(engine: Engine) -> None:
-        if monitored:
-            norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
+    def note(engine: Engine) -> None:
+        norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
 
-    inner = step_of(model, optimizer, rank, after_backward=look, **step)
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        monitor = GradMonitor(inner_of(model) if inner else model, optimizer, **kwargs)
+        ready = lambda engine: fired.append(engine.state.iteration)  # noqa: E731
+        return [monitor, lambda engine: engine.add_event_handler(MonitorEvents.GRADIENTS_READY, ready)]
 
-    def train_step(engine: Engine, batch: Any) -> None:
-        if monitored and engine.state.iteration == 1:
-            engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda e: fired.append(e.state.iteration))
-        if engine.state.iteration != without:
-            inner(engine, batch)
-
-    monitors = [GradMonitor(watch or model, optimizer, **kwargs)] if monitored else []
-    seen = run(train_step, batches(spike), *monitors)
-    return {"seen": seen, "fired": fired, "norms": norms, "parameters": [*map(whole, model.parameters())]}
+    make_train_step = functools.partial(make_step, after_backward=note, **step)
+    run = train(make, wrap, rank, batches(spike), monitors, optimizer=optimizer, step=make_train_step)
+    parameters = [*map(whole, run.model.parameters())]
+    return {"seen": run.rows, "fired": fired, "norms": norms, "parameters": parameters, "all_reduces": run.all_reduces}
 
 
 # A spike's step is skipped by the train step; and four iterations to a step, the first one of the fifth is a spike.
-SKIPPED_BY_HAND: dict[str, Any] = {"spike": SPIKE, "step": {"skips_spikes": True, "set_to_none": False}}
+SKIPPED_BY_HAND: dict[str, Any] = {
+    "spike": SPIKE,
+    "step": {"leave_out": lambda engine: engine.state.unhealthy_spike, "set_to_none": False},
+}
 ACCUMULATING: dict[str, Any] = {
     "spike": 17,
     "step": {"every": 4},
@@ -101,30 +99,16 @@ def differently(how: dict[str, Any], **step: Any) -> dict[str, Any]:
     return {**how, "step": {**how["step"], **step}}
 
 
-def ddp(unused: bool = False, **kwargs: Any) -> DistributedDataParallel:
-    return _models.ddp(net(unused=unused), **kwargs)
-
-
-def fsdp() -> Any:
-    return _models.fsdp(net())
-
-
 def loss_at(iteration: int) -> float:
     """Multiply the loss of the last rank once."""
     return 100.0 if iteration == SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
 
 
-def skipping(make, **kwargs: Any):
-    def run(rank: int) -> dict[str, Any]:
-        def optimizer(model):
-            return kwargs["optimizer"](model.parameters()) if "optimizer" in kwargs else None
-
-        first, second = make(), make()
-        skipped = train(first, rank, optimizer=optimizer(first), spike=SPIKE, on_spike="skip")
-        without_batch = train(second, rank, optimizer=optimizer(second), spike=SPIKE, monitored=False, without=SPIKE)
-        return {**skipped, "without the batch": without_batch["parameters"]}
-
-    return run
+def skipping(wrap, rank: int, optimizer: Callable[[Any], Any] = sgd) -> dict[str, Any]:
+    skipped = watched(wrap, rank, spike=SPIKE, on_spike="skip", optimizer=optimizer)
+    others = [batch for place, batch in enumerate(batches(SPIKE), 1) if place != SPIKE]
+    model = train(Net, wrap, rank, others, optimizer=optimizer).model
+    return {**skipped, "without the batch": [*map(whole, model.parameters())]}
 
 
 class OneTensor(nn.Module):
@@ -132,7 +116,7 @@ class OneTensor(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.passes = net(), 0
+        self.net, self.passes = Net(), 0
 
     def forward(self, x):
         self.passes += 1
@@ -147,41 +131,33 @@ class OneTensor(nn.Module):
 
 def single_tensors(wrap, rank: int | None, **kwargs: Any) -> dict[str, Any]:
     """Train with and without thresholds for single tensors, and count collectives."""
-    counts = {}
-    for per_parameter in (False, True):
-        with counted_collectives() as calls:
-            result = train(wrap(OneTensor()), rank, per_parameter=per_parameter, **kwargs)
-        counts[per_parameter] = len(calls)
-    return {**result, "collectives": counts[True], "without": counts[False]}
+    without, result = (watched(wrap, rank, make=OneTensor, per_parameter=item, **kwargs) for item in (False, True))
+    return {**result, "without": without["all_reduces"]}
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    return _models.fsdp(model, inner=())
+def own_net(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
+    return Net()
 
 
 def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
     """Each rank trains a model of its own on its own half."""
-    torch.manual_seed(rank)
     own: list[torch.Tensor] = []
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    optimizer.register_step_pre_hook(
-        lambda *_: own.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
-    )
-    seen = run(step_of(model, optimizer, rank), batches(SPIKE), GradMonitor(model, optimizer, **kwargs))
-    return {"seen": seen, "own": own}
+
+    def note(optimizer: Any, *_: Any) -> None:
+        own.append(torch.cat([item.grad.flatten().double() for item in optimizer.param_groups[0]["params"]]))
+
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        optimizer.register_step_pre_hook(note)
+        return [GradMonitor(model, optimizer, **kwargs)]
+
+    run = train(functools.partial(own_net, rank), unwrapped, rank, batches(SPIKE), monitors, optimizer=sgd)
+    return {"seen": run.rows, "own": own}
 
 
 def auto_model(rank: int) -> dict[str, Any]:
-    model = idist.auto_model(net())
-    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1))
-    assert isinstance(model, DistributedDataParallel)
-    return train(model, rank, optimizer=optimizer, spike=SPIKE)
-
-
-def inner_model(rank: int) -> dict[str, Any]:
-    model = ddp()
-    return train(model, rank, watch=model.module, spike=SPIKE)
+    assert isinstance(idist.auto_model(Net()), DistributedDataParallel)
+    return watched(idist.auto_model, rank, optimizer=lambda model: idist.auto_optim(sgd(model)), spike=SPIKE)
 
 
 def refused(rank: int) -> dict[str, Any]:
@@ -189,15 +165,15 @@ def refused(rank: int) -> dict[str, Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     with pytest.raises(ValueError, match=r"Argument reduction should.*DistributedDataParallel"):
-        GradMonitor(ddp(), reduction="sum")
+        GradMonitor(ddp(Net()), reduction="sum")
     for make in (GradMonitor, WeightUpdateHandler, SpectralNormHandler, HistogramHandler):
         with pytest.raises(ValueError, match=r"Argument model should.*FullyShardedDataParallel"):
-            make(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
+            make(FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
     for kind, kwargs in (
         (CurvatureHandler, {"loss": lambda model, batch: None}),
         (GradientNoiseScaleHandler, {"micro_batches": 2}),
     ):
-        model = fsdp()
+        model = fsdp(Net())
         with pytest.raises(ValueError, match="Argument model should not be sharded"):
             kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
     return {}
@@ -206,7 +182,7 @@ def refused(rank: int) -> dict[str, Any]:
 def dropped(rank: int) -> dict[str, Any]:
     """Nothing is detached, nothing is torn down: as a script ends that just stops."""
     global kept
-    kept = ddp_trainer(rank, watched=True)[0]
+    kept = ddp_trainer(rank, monitored=True)[0]
     return {}
 
 
@@ -214,62 +190,56 @@ def freed(rank: int) -> dict[str, Any]:
     """Return the objects that are alive after a run was dropped without detaching, with monitors and without."""
     alive = {}
     gc.disable()
-    for watched in (False, False, True):  # the first use leaves reference cycles of torch's own
-        parts = [weakref.ref(part) for part in ddp_trainer(rank, watched)]
-        alive[watched] = [part() is not None for part in parts]
+    for monitored in (False, False, True):  # the first use leaves reference cycles of torch's own
+        parts = [weakref.ref(part) for part in ddp_trainer(rank, monitored)]
+        alive[monitored] = [part() is not None for part in parts]
     gc.enable()
     return {"bare": alive[False], "watched": alive[True]}
 
 
-def ddp_trainer(rank: int, watched: bool) -> tuple[Engine, nn.Module, nn.Module]:
+def ddp_trainer(rank: int, monitored: bool) -> tuple[Engine, nn.Module, nn.Module]:
     """A trainer that has run, its model, and that without its wrapper."""
-    model = ddp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    trainer = Engine(step_of(model, optimizer, rank))
-    if watched:
-        GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
-    trainer.run(batches())
-    return trainer, model, model.module
+
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [GradMonitor(model, optimizer, on_spike="skip")] if monitored else []
+
+    run = train(Net, ddp, rank, batches(), monitors)
+    return run.engine, run.model, run.model.module
 
 
 def after_the_process_group(rank: int) -> dict[str, Any]:
     """A training of its own on each rank, once the group is gone."""
-    train(ddp(), rank)
+    watched(ddp, rank)
     dist.destroy_process_group()
-    return train(net(), rank)
+    return watched(unwrapped, rank)
 
 
-def noise_scale(model: nn.Module, rank: int | None, micro: int) -> dict[str, Any]:
-    """Micro-batches of two items, as many on each rank; in one process those of both ranks."""
-    ranks = range(WORLD) if rank is None else [rank]
-    micro *= len(ranks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def noise_scale(rank: int | None, micro: int) -> dict[str, Any]:
+    """Micro-batches of a rank; in one process those of both ranks."""
+    micro *= 1 if rank is not None else WORLD
+    data = batches()
+    if rank is None:  # split() gives each micro-batch of a rank's
+        data = [tuple(item.unflatten(0, (WORLD, -1)).transpose(0, 1).flatten(0, 1) for item in both) for both in data]
 
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        own = [[part.split(2)[: micro // len(ranks)] for part in share(batch, item)] for item in ranks]
-        parts = [part for item in own for part in zip(*item, strict=True)]
-        for index, (x, y) in enumerate(parts):
-            syncs = rank is None or index == len(parts) - 1
-            with contextlib.nullcontext() if syncs else model.no_sync():
-                (F.mse_loss(model(x), y) / micro).backward()
-        optimizer.step()
+    def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        loss_of = lambda model, batch: mse_loss(model, batch) / micro  # noqa: E731
+        return make_step(model, optimizer, micro, reduce_last=True, loss_of=loss_of)
 
-    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=micro, items=lambda batch: 2 * micro)
-    run(train_step, batches(), monitor)
-    return {"moments": monitor.state_dict()["moments"], "weights": [item.detach() for item in model.parameters()]}
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [GradientNoiseScaleHandler(model, optimizer, micro_batches=micro)]
+
+    run = train(Net, ddp, rank, data, monitors, step=make_train_step)
+    return {"moments": run.monitors[0].state_dict()["moments"]}
 
 
-def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str, Any]:
+def curvature(rank: int | None, failing: str = "", unused: bool = False) -> dict[str, Any]:
     """Rank 1 may fail in its loss, in a product, or not reach the model."""
     failing = failing if rank == 1 else ""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
-    def loss(model, batch):
-        x, y = share(batch, rank)
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if failing == "unreached":
             return torch.zeros((), requires_grad=True)
-        return F.mse_loss(model(None if failing == "loss" else x), y)
+        return mse_loss(model, (None if failing == "loss" else batch[0], batch[1]))
 
     times, products = Hessian.times, itertools.count()
 
@@ -279,28 +249,39 @@ def curvature(model: nn.Module, rank: int | None, failing: str = "") -> dict[str
         return times(hessian, vector)
 
     with mock.patch.object(Hessian, "times", fails_in_time if failing == "product" else times):
-        monitor, event = CurvatureHandler(model, optimizer, loss=loss), Events.ITERATION_STARTED(every=2)
-        seen = run(step_of(model, optimizer, rank), batches()[:2], monitor, at=event)
-    return {"seen": seen, "weights": [item.detach() for item in model.parameters()]}
+        run = train(
+            functools.partial(Net, unused=unused),
+            functools.partial(ddp, find_unused_parameters=unused),
+            rank,
+            batches()[:2],
+            lambda model, optimizer: [CurvatureHandler(model, optimizer, loss=loss)],
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3),
+            event=Events.ITERATION_STARTED(every=2),
+        )
+    return {"seen": run.rows, "weights": [item.detach() for item in run.model.parameters()]}
 
 
-def fused(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+fsdp_net = functools.partial(fsdp, inner=["first"])
 BUCKETS = {"gradient_as_bucket_view": True}
-SPIKING, MICRO = {"spike": SPIKE}, {"step": {"micro": 2}}
-QUIET = {"step": {"micro": 2, "quiet": True}}
+SPIKING, MICRO = {"spike": SPIKE}, {"step": {"parts": 2}}
+QUIET = {"step": {"parts": 2, "reduce_last": True}}
 # name -> arguments of DistributedDataParallel, or None for fully_shard; and those of the training
 TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "ddp": ({}, SPIKING),
     "ddp static_graph": ({"static_graph": True}, SPIKING),
-    "ddp find_unused_parameters": ({"unused": True, "find_unused_parameters": True}, SPIKING),
+    "ddp find_unused_parameters": (
+        {"find_unused_parameters": True},
+        {"make": functools.partial(Net, unused=True), **SPIKING},
+    ),
     "ddp gradient_as_bucket_view": (BUCKETS, SPIKING),
     "ddp many buckets": ({"bucket_cap_mb": 1e-5}, SPIKING),
     "fsdp": (None, SPIKING),
     "ddp no_sync": ({}, QUIET),
-    "ddp no_sync over iterations": ({}, {"step": {"every": 2, "quiet": True}}),
+    "ddp no_sync over iterations": ({}, {"step": {"every": 2, "reduce_last": True}}),
     "ddp accumulation without no_sync": ({}, MICRO),
     "ddp static_graph accumulation without no_sync": ({"static_graph": True}, MICRO),
     "fsdp without gradient sync": (None, QUIET),
@@ -321,31 +302,31 @@ TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 }
 SCENARIOS: dict[str, Any] = {
     **{
-        name: lambda rank, wrap=wrap, how=how: train(fsdp() if wrap is None else ddp(**wrap), rank, **how)
+        name: functools.partial(watched, fsdp_net if wrap is None else functools.partial(ddp, **wrap), **how)
         for name, (wrap, how) in TRAININGS.items()
     },
     "auto_model": auto_model,
-    "ddp, monitor of the inner model": inner_model,
-    "skip ddp": skipping(ddp),
-    "skip ddp fused": skipping(ddp, optimizer=fused),
-    "skip fsdp": skipping(fsdp),
-    "skip fsdp fused": skipping(fsdp, optimizer=fused),
-    "tensors ddp": lambda rank: single_tensors(DistributedDataParallel, rank),
-    "tensors fsdp": lambda rank: single_tensors(sharded, rank),
-    "tensors clip fsdp": lambda rank: single_tensors(sharded, rank, on_spike="clip"),
-    "tensors skip ddp": lambda rank: single_tensors(DistributedDataParallel, rank, on_spike="skip"),
-    "tensors sum": lambda rank: different_parameters(rank, reduction="sum", per_parameter=True),
-    "tensors mean": lambda rank: different_parameters(rank, reduction="mean", per_parameter=True),
-    "sum": lambda rank: different_parameters(rank, reduction="sum"),
-    "sum inf": lambda rank: different_parameters(rank, reduction="sum", norm_type=float("inf")),
-    "mean": lambda rank: different_parameters(rank, reduction="mean"),
-    "noise scale of two": lambda rank: noise_scale(ddp(), rank, 1),
-    "noise scale of four": lambda rank: noise_scale(ddp(), rank, 2),
-    "curvature": lambda rank: curvature(ddp(), rank),
-    "curvature, unused parameters": lambda rank: curvature(ddp(unused=True, find_unused_parameters=True), rank),
-    "curvature, loss fails": lambda rank: curvature(ddp(), rank, "loss"),
-    "curvature, product fails": lambda rank: curvature(ddp(), rank, "product"),
-    "curvature, unreached loss": lambda rank: curvature(ddp(), rank, "unreached"),
+    "ddp, monitor of the inner model": functools.partial(watched, ddp, inner=True, spike=SPIKE),
+    "skip ddp": functools.partial(skipping, ddp),
+    "skip ddp fused": functools.partial(skipping, ddp, optimizer=fused),
+    "skip fsdp": functools.partial(skipping, fsdp_net),
+    "skip fsdp fused": functools.partial(skipping, fsdp_net, optimizer=fused),
+    "tensors ddp": functools.partial(single_tensors, ddp),
+    "tensors fsdp": functools.partial(single_tensors, fsdp),
+    "tensors clip fsdp": functools.partial(single_tensors, fsdp, on_spike="clip"),
+    "tensors skip ddp": functools.partial(single_tensors, ddp, on_spike="skip"),
+    "tensors sum": functools.partial(different_parameters, reduction="sum", per_parameter=True),
+    "tensors mean": functools.partial(different_parameters, reduction="mean", per_parameter=True),
+    "sum": functools.partial(different_parameters, reduction="sum"),
+    "sum inf": functools.partial(different_parameters, reduction="sum", norm_type=float("inf")),
+    "mean": functools.partial(different_parameters, reduction="mean"),
+    "noise scale of two": functools.partial(noise_scale, micro=1),
+    "noise scale of four": functools.partial(noise_scale, micro=2),
+    "curvature": curvature,
+    "curvature, unused parameters": functools.partial(curvature, unused=True),
+    "curvature, loss fails": functools.partial(curvature, failing="loss"),
+    "curvature, product fails": functools.partial(curvature, failing="product"),
+    "curvature, unreached loss": functools.partial(curvature, failing="unreached"),
     "refused": refused,
     "freed": freed,
     "after the process group": after_the_process_group,
@@ -357,29 +338,25 @@ K, DECAY = 6.0, 0.99  # of the default rule
 
 ALONE = ("after the process group", "dropped")  # have processes of their own
 RUN = NAMES = [name for name in SCENARIOS if name not in ALONE]
-WHOLE = [name for name, (_, how) in TRAININGS.items() if how is SPIKING]
+WHOLE = [name for name, (_, how) in TRAININGS.items() if how is SPIKING or "make" in how]
 WHOLE += ["auto_model", "ddp, monitor of the inner model"]
 
 
 @pytest.fixture(scope="module")
 def one_process():
     """One process with the whole batch."""
-    return train(net(), None, spike=SPIKE)
+    return watched(ddp, None, spike=SPIKE)
 
 
-def independent_norms(spike: int | None = None, micro: int = 1, every: int = 1) -> list[float]:
-    """The gradient norms of a plain loop after each backward: of micro-batches, several iterations to a step."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
-    norms = []
-    for place, (x, y) in enumerate(batches(spike)):
-        if place % every == 0:
-            optimizer.zero_grad()
-        for part in range(micro):
-            F.mse_loss(model(x[part::micro]), y[part::micro]).backward()
-            norms.append(grad_norm(model))
-        if (place + 1) % every == 0:
-            optimizer.step()
+def independent_norms(spike: int | None = None, parts: int = 1, every: int = 1) -> list[float]:
+    """The gradient norms of a run without monitors after each backward: of micro-batches, iterations to a step."""
+    norms: list[float] = []
+
+    def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        note = lambda engine: norms.append(grad_norm(model))  # noqa: E731
+        return make_step(model, optimizer, parts, every=every, after_backward=note)
+
+    train(Net, ddp, None, batches(spike), optimizer=sgd, step=make_train_step)
     return norms
 
 
@@ -436,7 +413,7 @@ def test_no_sync_fires_once_with_the_accumulated_gradient(results):
     ],
 )
 def test_accumulation_within_an_iteration(results, name, synchronised):
-    norms = independent_norms(micro=2)
+    norms = independent_norms(parts=2)
     halves = norms[::2], norms[1::2]
     for result in results(name):
         assert [seen["grad/norm"] for seen in result["seen"]] == approx(halves[1])
@@ -461,17 +438,18 @@ def test_a_clipped_step_is_that_of_one_process_with_its_gradient_scaled_to_the_t
     assert first["seen"] == second["seen"]
     assert first["seen"][-1]["grad/clipped_count"] == 1.0
     threshold = first["seen"][SPIKE - 1]["grad/threshold"]
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=0.1)
-    for place, (x, y) in enumerate(batches(SPIKE), 1):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        if place == SPIKE:
-            norm = grad_norm(model)
-            assert norm > 2 * threshold
-            for parameter in model.parameters():
-                parameter.grad *= threshold / norm
-        optimizer.step()
+
+    def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        def scale(engine: Engine) -> None:
+            if engine.state.iteration == SPIKE:
+                norm = grad_norm(model)
+                assert norm > 2 * threshold
+                for parameter in model.parameters():
+                    parameter.grad *= threshold / norm
+
+        return make_step(model, optimizer, before_step=scale)
+
+    model = train(Net, ddp, None, batches(SPIKE), optimizer=sgd, step=make_train_step).model
     for result in (first, second):
         for actual, references in zip(result["parameters"], model.parameters(), strict=True):
             torch.testing.assert_close(actual, references.detach(), rtol=1e-5, atol=1e-7)
@@ -497,7 +475,7 @@ def test_a_skipped_step_leaves_the_parameters_as_without_the_batch(results, name
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("own skip")])
 def test_a_spike_that_the_train_step_skips_counts_once_though_gradients_are_zeroed_in_place(results, name):
-    alone = train(net(), None, **SKIPPED_BY_HAND)["seen"]
+    alone = watched(ddp, None, **SKIPPED_BY_HAND)["seen"]
     assert alone[-1]["grad/spike_count"] == 1
     for result in results(name):
         for seen, expected in zip(result["seen"], alone, strict=True):
@@ -506,7 +484,7 @@ def test_a_spike_that_the_train_step_skips_counts_once_though_gradients_are_zero
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("accumulating")])
 def test_a_spike_counts_once_while_iterations_accumulate(results, name):
-    alone = train(net(), None, **ACCUMULATING)["seen"]
+    alone = watched(ddp, None, **ACCUMULATING)["seen"]
     # One value per step, and of the parts that are flagged.
     published = [0 if i % 4 == 0 else None for i in range(1, 17)] + [1, 1, 1, 1, None, None, None, 1, None, None]
     assert [seen.get("grad/spike_count") for seen in alone] == published
@@ -517,7 +495,7 @@ def test_a_spike_counts_once_while_iterations_accumulate(results, name):
 
 @pytest.mark.parametrize(("name", "micro"), [("noise scale of two", 1), ("noise scale of four", 2)])
 def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
-    expected = noise_scale(net(), None, micro)
+    expected = noise_scale(None, micro)
     assert (expected["moments"] != 0).all()
     for result in results(name):
         # Parts of two ranks have the scale of their own loss, those of one process half of it.
@@ -527,7 +505,7 @@ def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
 
 @pytest.mark.parametrize("name", ["curvature", "curvature, unused parameters"])
 def test_curvature_is_that_of_the_ranks_batches_together(results, name):
-    alone = curvature(net(unused="unused" in name), None)["seen"]
+    alone = curvature(None, unused="unused" in name)["seen"]
     assert [len(seen) for seen in alone] == [0, 7]
     for result in results(name):
         for seen, expected in zip(result["seen"], alone, strict=True):
@@ -538,7 +516,7 @@ def test_curvature_is_that_of_the_ranks_batches_together(results, name):
 
 @pytest.mark.parametrize("name", ["loss fails", "product fails", "unreached loss"])
 def test_a_rank_whose_curvature_fails_stops_no_rank(results, name):
-    alone = curvature(net(), None)
+    alone = curvature(None)
     for result in results(f"curvature, {name}"):
         for seen, expected in zip(result["seen"], alone["seen"], strict=True):
             # What was known before is right all the same.
@@ -589,11 +567,11 @@ def test_a_training_after_the_process_group_has_ended(tmp_path):
 @pytest.mark.parametrize("name", ["tensors ddp", "tensors fsdp", "tensors clip fsdp", "tensors skip ddp"])
 def test_tensors_are_compared_the_same_on_all_ranks(results, name):
     reaction = {"on_spike": "clip"} if "clip" in name else {"on_spike": "skip"} if "skip" in name else {}
-    alone = train(OneTensor(), None, per_parameter=True, **reaction)
+    alone = watched(ddp, None, make=OneTensor, per_parameter=True, **reaction)
     ranks = results(name)
     assert ranks[0]["seen"] == ranks[1]["seen"]
     for result in ranks:
-        assert result["collectives"] == result["without"]
+        assert result["all_reduces"] == result["without"]
         assert [seen["flag"] for seen in result["seen"]] == [place == SPIKE for place in range(1, COUNT + 1)]
         culprits = {k: v for k, v in result["seen"][SPIKE - 1].items() if "culprit" in k}
         assert culprits == {"grad/culprit/net.first.bias": pytest.approx(1.0, abs=0.05)}

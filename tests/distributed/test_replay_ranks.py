@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,36 +11,38 @@ from ignite.engine import Engine
 
 from ignite_monitor import DriftMonitor, MonitorEvents, ReplayCheckHandler
 from ignite_monitor.model.isolation import is_reference_run
-from tests._helpers import assert_same, make_batches, make_model, run_monitored, same
-from tests.distributed import _models
-from tests.distributed._launch import run_scenarios
-from tests.distributed._models import ddp, fsdp, step_of
+from tests._helpers import assert_same, make_batches, make_step, same
+from tests._models import Net, make_model
+from tests._ranks import ddp, fsdp, run_scenarios, train, whole
 
 KEY = "replay/reproducible"
 FAULT = 4  # iteration
 
 
-def train(wrap, rank: int, is_watched: bool, faulty: int | None = None) -> dict[str, Any]:
+def replayed(wrap, rank: int, is_watched: bool, faulty: int | None = None, make: Any = make_model) -> dict[str, Any]:
     """Train with two micro-batches, of which only the last one is reduced over ranks where that is possible."""
-    model = wrap()
-    optimizer = torch.optim.AdamW(model.parameters())
-    handler = ReplayCheckHandler(model, optimizer)
 
-    def disturb(module, args, output):
-        return output * 1.001 if is_reference_run() and state["iteration"] == FAULT else output
+    def monitors(model, optimizer):
+        engines = []
 
-    if faulty == rank:
-        model.register_forward_hook(disturb)
-    step, state = step_of(model, optimizer, rank, micro=2, quiet=not getattr(model, "static_graph", False)), {}
-    torch.manual_seed(rank)
+        def disturb(module, args, output):
+            return output * 1.001 if is_reference_run() and engines[0].state.iteration == FAULT else output
 
-    def train_step(engine, batch):
-        state["iteration"] = engine.state.iteration
-        step(engine, batch)
+        if faulty == rank:
+            model.register_forward_hook(disturb)
+        handlers = [ReplayCheckHandler(model, optimizer)] if is_watched else []
+        return [engines.append, *handlers, lambda engine: torch.manual_seed(rank)]
 
-    rows = run_monitored(train_step, make_batches(6), *([handler] if is_watched else []))
-    weights = {name: _models.whole(item) for name, item in model.state_dict().items()}
-    return {"rows": rows, "weights": weights, "random": torch.rand(3)}
+    def step(model, optimizer):
+        return make_step(model, optimizer, 2, reduce_last=not getattr(model, "static_graph", False))
+
+    run = train(make, wrap, rank, make_batches(6), monitors, optimizer=adamw, step=step)
+    weights = {name: whole(item) for name, item in run.model.state_dict().items()}
+    return {"rows": run.rows, "weights": weights, "random": torch.rand(3)}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
 
 
 def drift(rank: int) -> dict[str, Any]:
@@ -59,17 +62,17 @@ def drift(rank: int) -> dict[str, Any]:
     return {"detected": detected, "counts": monitor.counts()}
 
 
-WRAPS = {
-    "ddp": lambda: ddp(make_model()),
-    "views": lambda: ddp(make_model(), gradient_as_bucket_view=True),
-    "static": lambda: ddp(make_model(), static_graph=True),
-    "fsdp": lambda: fsdp(_models.net()),
+WRAPS: dict[str, Any] = {
+    "ddp": functools.partial(replayed, ddp),
+    "views": functools.partial(replayed, functools.partial(ddp, gradient_as_bucket_view=True)),
+    "static": functools.partial(replayed, functools.partial(ddp, static_graph=True)),
+    "fsdp": functools.partial(replayed, functools.partial(fsdp, inner=["first"]), make=Net),
 }
 SCENARIOS: dict[str, Any] = {}
-for name, wrap in WRAPS.items():
-    SCENARIOS[name] = lambda rank, wrap=wrap: train(wrap, rank, True)
-    SCENARIOS[f"{name}, alone"] = lambda rank, wrap=wrap: train(wrap, rank, False)
-    SCENARIOS[f"{name}, faulty"] = lambda rank, wrap=wrap: train(wrap, rank, True, faulty=1)
+for name, scenario in WRAPS.items():
+    SCENARIOS[name] = functools.partial(scenario, is_watched=True)
+    SCENARIOS[f"{name}, alone"] = functools.partial(scenario, is_watched=False)
+    SCENARIOS[f"{name}, faulty"] = functools.partial(scenario, is_watched=True, faulty=1)
 SCENARIOS["drift"] = drift
 
 

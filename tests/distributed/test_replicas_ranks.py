@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
@@ -11,40 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor import ReplicaCheckHandler, StepStatsHandler
-from tests.distributed import _models
-from tests.distributed._launch import WORLD, run_scenarios
-from tests.distributed._models import counted_collectives, run
+from tests._helpers import make_batches, make_step, run_monitored
+from tests._models import Net
+from tests._ranks import WORLD, ddp, fsdp, run_scenarios, train
 
 CHECKS = 10_000 if os.environ.get("FULL_MATRIX", "0") != "0" else 150
 AT = 4  # the iteration before which something is changed
 COUNT = 6
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
-        self.norm, self.dropout = nn.BatchNorm1d(9), nn.Dropout(0.1)
-        self.register_buffer("table", torch.arange(5.0), persistent=False)
-
-    def forward(self, x):
-        return self.second(self.dropout(torch.tanh(self.norm(self.first(x)))))
+def net_with_table() -> nn.Module:
+    model = Net(norm=nn.BatchNorm1d, dropout=0.1)
+    model.register_buffer("table", torch.arange(5.0), persistent=False)
+    return model
 
 
-def ddp() -> nn.Module:
-    return _models.ddp(_models.net(Net))
+fsdp_net = functools.partial(fsdp, inner=["first"])
+hybrid = functools.partial(fsdp_net, shape=(WORLD, 1))
 
 
-def fsdp(shape: tuple[int, ...] = (WORLD,)) -> nn.Module:
-    return _models.fsdp(_models.net(Net), shape)
-
-
-def train(
-    model: nn.Module,
+def checked(
+    wrap: Callable[[Any], Any],
     rank: int,
     change: Callable[..., None] | None = None,
     count: int = COUNT,
@@ -52,35 +44,42 @@ def train(
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train on other batches on every rank; one of them changes something."""
-    torch.manual_seed(rank if seeds else 1)
-    random.seed(1)
-    np.random.seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def train_step(engine, batch):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(WORLD * engine.state.iteration + rank)
-        F.mse_loss(model(torch.randn(4, 6, generator=generator)), torch.zeros(4, 3)).backward()
-        optimizer.step()
-        if change is not None and engine.state.iteration == AT and rank == 1:
-            with torch.no_grad():
-                change(model, optimizer, engine)
-
-    check = ReplicaCheckHandler(model, optimizer, **arguments)
     reported: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: reported.append(entry.getMessage())  # type: ignore[method-assign]
-    check.logger.addHandler(handler)
-    with counted_collectives() as calls:
-        published = run(train_step, [None] * count, check)
-    check.logger.removeHandler(handler)
-    in_sync, differing = ([row.get(f"replicas/{name}") for row in published] for name in ("in_sync", "differing_count"))
-    return {"in_sync": in_sync, "differing": differing, "warnings": reported, "all_reduces": len(calls)}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Engine, Any], Any]:
+        train_step = make_step(model, optimizer)
+
+        def changing(engine: Engine, batch: Any) -> None:
+            train_step(engine, batch)
+            if change is not None and engine.state.iteration == AT and rank == 1:
+                with torch.no_grad():
+                    change(model, optimizer, engine)
+
+        return changing
+
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        torch.manual_seed(rank if seeds else 1)
+        random.seed(1)
+        np.random.seed(1)
+        check = ReplicaCheckHandler(model, optimizer, **arguments)
+        check.logger.addHandler(handler)
+        return [check]
+
+    run = train(net_with_table, wrap, rank, make_batches(count), monitors, optimizer=adamw, step=step)
+    run.monitors[0].logger.removeHandler(handler)
+    in_sync, differing = ([row.get(f"replicas/{name}") for row in run.rows] for name in ("in_sync", "differing_count"))
+    return {"in_sync": in_sync, "differing": differing, "warnings": reported, "all_reduces": run.all_reduces}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def wait(rank: int) -> dict[str, Any]:
     """Every rank waits for its data, the second one 50 ms, on a clock that moves for nothing else."""
-    model = ddp()
+    model = ddp(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stats = StepStatsHandler(model, optimizer, slowest_rank=True)
     now = [0.0]
@@ -92,7 +91,7 @@ def wait(rank: int) -> dict[str, Any]:
                 now[0] += 0.05 if rank else 0.003
                 yield item
 
-    rows = run(lambda *_: None, Batches([None, None]), stats)
+    rows = run_monitored(lambda *_: None, Batches([None, None]), stats)
     return {name: [item[f"step/data_wait_{name}"] for item in rows] for name in ("ms", "max_ms", "rank")}
 
 
@@ -152,22 +151,22 @@ CHANGES: dict[str, tuple[Callable[..., None], str]] = {
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{
         # Without its moment AdamW makes no further step.
-        f"ddp {name}": lambda rank, name=name, change=change: train(
-            ddp(), rank, change, AT if name == "lost" else COUNT, random_state=name == "random"
+        f"ddp {name}": functools.partial(
+            checked, ddp, change=change, count=AT if name == "lost" else COUNT, random_state=name == "random"
         )
         for name, (change, _) in CHANGES.items()
     },
     **{
-        f"hybrid {name}": lambda rank, change=CHANGES[name][0]: train(fsdp((WORLD, 1)), rank, change)
+        f"hybrid {name}": functools.partial(checked, hybrid, change=CHANGES[name][0])
         for name in ("weight", "moment", "buffer")
     },
-    "ddp healthy": lambda rank: train(ddp(), rank, count=CHECKS),
-    "ddp seeds": lambda rank: train(ddp(), rank, seeds=True),
-    "ddp excluded": lambda rank: train(ddp(), rank, CHANGES["weight"][0], exclude=r"^(module\.)?first\.weight"),
-    "ddp error": lambda rank: train(ddp(), rank, break_state),
-    "hybrid healthy": lambda rank: train(fsdp((WORLD, 1)), rank, count=CHECKS // 25),
+    "ddp healthy": functools.partial(checked, ddp, count=CHECKS),
+    "ddp seeds": functools.partial(checked, ddp, seeds=True),
+    "ddp excluded": functools.partial(checked, ddp, change=CHANGES["weight"][0], exclude=r"^(module\.)?first\.weight"),
+    "ddp error": functools.partial(checked, ddp, change=break_state),
+    "hybrid healthy": functools.partial(checked, hybrid, count=CHECKS // 25),
     "waits": wait,
-    "fsdp healthy": lambda rank: train(fsdp(), rank),
+    "fsdp healthy": functools.partial(checked, fsdp_net),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import sys
@@ -13,98 +14,88 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor import GradMonitor, SpikeRecorder, StaticThreshold, load_spike, record
-from tests._helpers import same
-from tests.distributed._launch import run_scenarios
-from tests.distributed._models import ddp, fsdp
+from tests._helpers import make_batches, make_step, same
+from tests._models import Net
+from tests._ranks import ddp, fsdp, inner_of, run_scenarios, share, train
 
 
 class Norm(nn.LayerNorm):
     nan_rank: int | None = None
+    communicates = False
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = super().forward(x)
+        if self.communicates:
+            mean = output.detach().mean()
+            torch.distributed.all_reduce(mean)
+            output = output + mean * 0
         return output * math.nan if torch.distributed.get_rank() == self.nan_rank else output
 
 
-class Net(nn.Module):
-    def __init__(self, sync: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.norm = Norm(8)
-        self.sync = sync
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x))
-        if self.sync:
-            mean = x.detach().mean()
-            torch.distributed.all_reduce(mean)
-            x = x + mean * 0
-        return self.last(F.dropout(x, 0.5, self.training))
+def make_net(communicates: bool = False) -> Net:
+    model = Net(norm=Norm, dropout=0.5)
+    model.norm.communicates = communicates
+    return model
 
 
-def train(used: nn.Module, rank: int, nan_rank: int | None = None, factor: float = 1.0) -> dict[str, Any]:
+def recorded(
+    wrap: Any, rank: int, nan_rank: int | None = None, factor: float = 1.0, communicates: bool = False
+) -> dict[str, Any]:
     """A spike in the third of five iterations, whose step is skipped: log lines, and contents of the files."""
-    model: Any = getattr(used, "module", used)
-    optimizer = torch.optim.SGD(used.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    batches = [(torch.randn(6, 4, generator=generator), torch.arange(6) % 3) for _ in range(5)]
     directory = Path(tempfile.mkdtemp(dir=sys.argv[1]))
     before: dict[str, Tensor] = {}
     losses: list[Tensor] = []
     reported: list[str] = []
-
-    def step(engine: Engine, batch: tuple[Tensor, Tensor]) -> None:
-        is_planted = engine.state.iteration == 3
-        model.norm.nan_rank = nan_rank if is_planted else None
-        if is_planted and not isinstance(next(used.parameters()), torch.distributed.tensor.DTensor):
-            before.update(copy.deepcopy(model.state_dict()))
-        optimizer.zero_grad()
-        item = F.cross_entropy(used(batch[0]), batch[1], reduction="none")
-        record("losses", item)
-        losses.append(item.detach())
-        (item.mean() * (factor if is_planted else 1.0)).backward()
-        if not is_planted:
-            optimizer.step()
-
-    torch.manual_seed(10 + rank)
-    engine = Engine(step)
-    monitor = GradMonitor(used, optimizer, threshold=StaticThreshold(1e3))
     listener = logging.Handler()
     listener.emit = lambda item: reported.append(item.getMessage())  # type: ignore[method-assign]
-    monitor.logger.addHandler(listener)
-    monitor.attach(engine)
-    SpikeRecorder(monitor, directory).attach(engine)
-    engine.run(batches)
-    monitor.logger.removeHandler(listener)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        is_planted, inner = len(losses) == 2, inner_of(model)
+        inner.norm.nan_rank = nan_rank if is_planted else None
+        if is_planted and wrap is ddp:
+            before.update(copy.deepcopy(inner.state_dict()))
+        item = F.mse_loss(model(batch[0]), batch[1], reduction="none").mean(1)
+        record("losses", item)
+        losses.append(item.detach())
+        return item.mean() * (factor if is_planted else 1.0)
+
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        torch.manual_seed(10 + rank)
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e3))
+        monitor.logger.addHandler(listener)
+        return [monitor, SpikeRecorder(monitor, directory)]
+
+    step = functools.partial(make_step, loss_of=loss_of, leave_out=lambda engine: engine.state.iteration == 3)
+    data = make_batches(5, size=12)
+    run = train(functools.partial(make_net, communicates), wrap, rank, data, monitors, step=step, rows=6)
+    run.monitors[0].logger.removeHandler(listener)
     torch.distributed.barrier()
     spike = load_spike(directory / f"grad-00000003-rank{rank}.spike.pt")
     result = {
         "files": sorted(item.name for item in directory.iterdir()),
         "source": spike.source,
-        "own": (spike.iteration, spike.rank) == (3, rank) and same(spike.batch, batches[2]),
+        "own": (spike.iteration, spike.rank) == (3, rank) and same(spike.batch, share(data[2], rank, 6)),
         "warnings": reported,
         "finite": bool(losses[-1].isfinite().all()),
     }
     if before and nan_rank is None:
-        again = Net()
+        again = make_net()
         again.load_state_dict(before)
         spike.restore_random_state()
-        result["same"] = same(F.cross_entropy(again(spike.batch[0]), spike.batch[1], reduction="none"), losses[2])
+        result["same"] = same(F.mse_loss(again(spike.batch[0]), spike.batch[1], reduction="none").mean(1), losses[2])
         result["losses"] = same(spike.losses, losses[2])
     return result
 
 
 SCENARIOS = {
-    "spike": lambda rank: train(ddp(Net()), rank, factor=1e6),
-    "nan on both": lambda rank: train(ddp(Net()), rank, rank),
-    "nan on one": lambda rank: train(ddp(Net()), rank, 1),
-    "communicating": lambda rank: train(ddp(Net(sync=True)), rank, 1),
-    "fsdp": lambda rank: train(fsdp(Net(), inner=()), rank, 1),
+    "spike": lambda rank: recorded(ddp, rank, factor=1e6),
+    "nan on both": lambda rank: recorded(ddp, rank, rank),
+    "nan on one": lambda rank: recorded(ddp, rank, 1),
+    "communicating": lambda rank: recorded(ddp, rank, 1, communicates=True),
+    "fsdp": lambda rank: recorded(fsdp, rank, 1),
 }
 
 

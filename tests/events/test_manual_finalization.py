@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
-from tests._helpers import grad_norm, make_batches, make_model, make_step, moves_of
-from tests.distributed._launch import SHARDS
+from tests._helpers import grad_norm, make_batches, make_step, moves_of
+from tests._models import make_model
+from tests._ranks import SHARDS
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import torch
 from ignite.engine import Engine, Events, create_supervised_trainer
 
 from ignite_monitor import GradMonitor, RollbackHandler, SpikeMonitor
-from tests._helpers import make_mlp, mlp_batches
+from tests._helpers import mlp_batches
+from tests._models import make_mlp
 
 
 def lines(caplog):

@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
-from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_model, make_step, make_trainer
+from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_step, make_trainer
+from tests._models import make_model
 from tests._oracle import mean_of
 
 INSIDE = [

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from tests._helpers import make_mlp
+from tests._models import make_mlp
 
 O = torch.optim  # noqa: E741
 OPTIMIZERS = {

@@ -10,7 +10,8 @@ import torch
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
-from tests._helpers import assert_same, grad_norm, make_mlp, make_step, mlp_batches, train, training_state
+from tests._helpers import assert_same, grad_norm, make_step, mlp_batches, train, training_state
+from tests._models import make_mlp
 from tests._oracle import Oracle, mean_of, mean_std
 
 CLOSE = {"rel": 1e-5}

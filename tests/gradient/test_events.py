@@ -9,7 +9,8 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold
-from tests._helpers import grad_norm, make_mlp, make_step, mlp_batches, mse_loss
+from tests._helpers import grad_norm, make_step, mlp_batches, mse_loss
+from tests._models import make_mlp
 
 
 def trainer_of(model, optimizer, norms):

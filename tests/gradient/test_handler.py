@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
-from tests._helpers import Recorder, grad_norm, make_mlp, make_step, mlp_batches, mse_loss, square_loss, train
+from tests._helpers import Recorder, grad_norm, make_step, mlp_batches, mse_loss, square_loss, train
+from tests._models import make_mlp
 from tests._oracle import mean_of
 from tests._truth import norm
 

@@ -18,7 +18,8 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
 )
-from tests._helpers import assert_same, make_mlp, make_step, mlp_batches, train, training_state
+from tests._helpers import assert_same, make_step, mlp_batches, train, training_state
+from tests._models import make_mlp
 from tests._oracle import spikes_in_losses
 
 

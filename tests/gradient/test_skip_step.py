@@ -18,17 +18,8 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
-from tests._helpers import (
-    Recorder,
-    assert_same,
-    make_mlp,
-    make_step,
-    mlp_batches,
-    moves_of,
-    mse_loss,
-    train,
-    training_state,
-)
+from tests._helpers import Recorder, assert_same, make_step, mlp_batches, moves_of, mse_loss, train, training_state
+from tests._models import make_mlp
 from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 60.0

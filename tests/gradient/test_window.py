@@ -8,8 +8,8 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._helpers import Recorder, grad_norm, in_turn, make_mlp, make_step, mlp_batches, mse_loss, train
-from tests.stress._steps import PUT
+from tests._helpers import PUT, Recorder, grad_norm, in_turn, make_step, mlp_batches, mse_loss, train
+from tests._models import make_mlp
 
 CLOSE = {"rel": 1e-5}
 

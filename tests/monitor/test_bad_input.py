@@ -22,7 +22,8 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.detection.thresholds import CallableThreshold
-from tests._helpers import ListLogger, footprint, make_batches, make_model, make_trainer, same
+from tests._helpers import ListLogger, footprint, make_batches, make_trainer, same
+from tests._models import make_model
 
 NOT_A_NUMBER = ["1", None, True, [1.0], 1j]
 

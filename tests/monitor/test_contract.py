@@ -1,6 +1,6 @@
 """Promises of every handler: removed without a trace, fresh values, resumable, no synchronization, training unchanged.
 
-A new handler is one more line in ``HANDLERS`` of tests/monitor/_handlers.py.
+A new handler is one more line in ``HANDLERS`` of tests/_handlers.py.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from ignite_monitor import (
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.scaling import AlignmentHandler
+from tests._handlers import HANDLERS
 from tests._helpers import (
     UNSTEADY,
     ListLogger,
@@ -64,14 +65,13 @@ from tests._helpers import (
     hooks_only,
     in_turn,
     make_batches,
-    make_model,
     make_step,
     make_trainer,
     same,
     scalars,
     split,
 )
-from tests.monitor._handlers import HANDLERS
+from tests._models import make_model
 
 # What these say is there without a backward as well.
 WITHOUT_BACKWARD = (

@@ -12,7 +12,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold
-from tests._helpers import ListLogger, make_batches, make_model, make_step, moves_of, run_monitored, square_loss
+from tests._helpers import ListLogger, make_batches, make_step, moves_of, run_monitored, square_loss
+from tests._models import make_model
 from tests._truth import optimizer_state
 
 

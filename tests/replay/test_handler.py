@@ -15,8 +15,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from ignite_monitor import GradMonitor, MonitorEvents, ReplayCheckHandler, StaticThreshold
 from ignite_monitor.model.isolation import is_reference_run
-from tests._helpers import make_batches, make_model, make_step, mse_loss, run_monitored, same
-from tests.monitor._handlers import HANDLERS
+from tests._handlers import HANDLERS
+from tests._helpers import make_batches, make_step, mse_loss, run_monitored, same
+from tests._models import make_model
 
 KEY = "replay/reproducible"
 SAME = {KEY: 1.0}

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import MonitorEvents, RollbackHandler
-from tests.distributed._launch import run_scenarios
+from tests._helpers import make_step
+from tests._ranks import ddp, fsdp, run_scenarios, train
 from tests.rollback import _faults
 
-
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def fsdp(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-WRAPS = {"ddp": ddp, "fsdp": fsdp}
+WRAPS = {"ddp": ddp, "fsdp": functools.partial(fsdp, inner=["0"])}
 
 
 def plain(state: Any) -> Any:
@@ -40,59 +28,60 @@ def plain(state: Any) -> Any:
     return [plain(item) for item in state] if isinstance(state, (list, tuple)) else state
 
 
-def one_rank_asks(kind: str, how: str) -> Any:
+def one_rank_asks(kind: str, how: str, rank: int) -> dict[str, Any]:
     """Rank 1 alone diverges; both ranks restore the same state, each its own part of it."""
+    before: dict[int, Any] = {}
+    after: dict[str, Any] = {}
 
-    def scenario(rank: int) -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = WRAPS[kind](_faults.make_model(0))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Engine, Any], float]:
+        train_step = make_step(model, optimizer, loss_of=loss_of)
+
+        def diverging(engine: Engine, batch: Any) -> float:
+            loss = float(train_step(engine, batch))
+            return float("nan") if how == "loss" and rank == 1 and engine.state.iteration >= 25 else loss
+
+        return diverging
+
+    def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=10)
-        before: dict[int, Any] = {}
-        after: dict[str, Any] = {}
-
-        def train_step(engine: Engine, batch: Any) -> float:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch[0][rank::2]), batch[1][rank::2])
-            loss.backward()
-            optimizer.step()
-            if how == "loss" and rank == 1 and engine.state.iteration >= 25:
-                return float("nan")
-            return loss.item()
 
         def state() -> Any:
             return plain({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
-        trainer = Engine(train_step)
-        rollback.attach(trainer)
-        trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: before.update({e.state.iteration - 1: state()}))
-        trainer.add_event_handler(
-            MonitorEvents.ROLLED_BACK,
-            lambda e: after.update(
-                at=e.state.iteration, state=state(), to=e.state.metrics["rollback/restored_iteration"]
-            ),
-        )
+        def restored(engine: Engine) -> None:
+            to = before[int(engine.state.metrics["rollback/restored_iteration"])]
+            after.update(at=engine.state.iteration, state=state(), expected=to)
 
-        @trainer.on(Events.ITERATION_STARTED(once=25))
-        def disturb(_: Engine) -> None:
-            if rank == 1 and how == "request":
+        def start(engine: Engine) -> None:
+            iteration = engine.state.iteration
+            before[iteration - 1] = state()
+            if rank == 1 and how == "request" and iteration == 25:
                 rollback.request("only here")
-            if rank == 1 and how == "nan":
+            if rank == 1 and how == "nan" and iteration == 25:
                 weight = next(model.parameters())
                 getattr(weight, "_local_tensor", weight).data.view(-1)[0] = float("nan")
 
-        trainer.run(_faults.batches(0, 36, 16), max_epochs=1)
-        return {
-            "at": after["at"],
-            "state": after["state"],
-            "expected": before[int(after["to"])],
-            "count": rollback._count,
-        }
+        return [
+            rollback,
+            lambda engine: engine.add_event_handler(Events.ITERATION_STARTED, start),
+            lambda engine: engine.add_event_handler(MonitorEvents.ROLLED_BACK, restored),
+        ]
 
-    return scenario
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    make = functools.partial(_faults.make_model, 0)
+    run = train(make, WRAPS[kind], rank, _faults.batches(0, 36, 16), monitors, optimizer=adamw, step=step, rows=8)
+    return after | {"count": run.monitors[0]._count}
 
 
-SCENARIOS = {f"{kind} {how}": one_rank_asks(kind, how) for kind in WRAPS for how in ("request", "nan", "loss")}
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+SCENARIOS = {
+    f"{kind} {how}": functools.partial(one_rank_asks, kind, how) for kind in WRAPS for how in ("request", "nan", "loss")
+}
 
 if __name__ == "__main__":
     run_scenarios(SCENARIOS)

@@ -12,7 +12,7 @@ import os
 import pytest
 
 from tests._helpers import assert_same
-from tests.distributed._launch import launched
+from tests._ranks import launched
 from tests.rollback._faults import FAULTS, MODES, train
 
 FULL = bool(int(os.environ.get("FULL_MATRIX", "0")))

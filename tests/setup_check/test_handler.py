@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, SetupCheck
-from tests._helpers import make_batches, make_model, make_step, make_trainer, mse_loss
+from tests._helpers import make_batches, make_step, make_trainer, mse_loss
+from tests._models import make_model
 
 
 def sgd(model, lr=0.05):

@@ -11,7 +11,8 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, RobustThreshold, SpikeMonitor, StaticThreshold
-from tests._helpers import make_mlp, make_step, mlp_batches
+from tests._helpers import make_step, mlp_batches
+from tests._models import make_mlp
 from tests._oracle import Oracle
 
 

@@ -26,10 +26,11 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
-from tests._helpers import UNSTEADY, assert_same
+from tests._helpers import UNSTEADY, assert_same, reduced_over_ranks
+from tests._models import Net
 from tests._oracle import Oracle, WindowTruth, mean_std
+from tests._ranks import ddp, fsdp, whole
 from tests._truth import Event, UpdateTruth, Values, norm, spectral, statistics_of_step
-from tests.distributed import _models
 
 FULL = os.environ.get("FULL_MATRIX", "0") != "0"
 AXES = {
@@ -109,24 +110,12 @@ def _pairs(case: Case) -> list[Any]:
     return [*itertools.combinations(enumerate(case), 2)]
 
 
-class Net(nn.Module):
-    """Sizes that two ranks can't share evenly, one of them so small that a rank holds nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.relu = nn.Linear(6, 9), nn.LayerNorm(9), nn.ReLU()
-        self.hidden, self.dropout, self.last = nn.Linear(9, 7, bias=False), nn.Dropout(0.25), nn.Linear(7, 1)
-
-    def forward(self, x):
-        return self.last(self.dropout(self.hidden(self.relu(self.norm(self.first(x))))))
-
-
-MATRICES = ("first.weight", "hidden.weight")
+MATRICES = ("first.weight",)
 
 
 def net() -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net((6, 9, 1), norm=nn.LayerNorm, dropout=0.25)
 
 
 def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
@@ -159,7 +148,7 @@ def optimizers_of(
 
 
 class Run:
-    """One training.
+    """One training, of several optimizers, compiled or not; a common train step records nothing between its parts.
 
     Args:
         case: how.
@@ -176,7 +165,7 @@ class Run:
         torch.manual_seed(0)
         self.model = model = net()
         if case.world != "alone":
-            self.model = _models.ddp(model) if case.world == "ddp" else _models.fsdp(model, inner=["hidden"])
+            self.model = ddp(model) if case.world == "ddp" else fsdp(model, ["first"])
         self.parameters = dict(model.named_parameters())
         self.wrapped = self.model
         if case.mode == "compiled":
@@ -241,7 +230,7 @@ class Run:
         with contextlib.nullcontext() if stance is None else torch.compiler.set_stance(stance):
             for place, (x, y) in enumerate(parts):
                 synchronised = steps and place == len(parts) - 1
-                with _models.synchronised(self.wrapped, synchronised):
+                with reduced_over_ranks(self.wrapped, synchronised):
                     with self._autocast():
                         loss = F.mse_loss(self.model(x), y) / (len(parts) * case.iterations_per_step)
                     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -324,7 +313,7 @@ class Run:
 
     def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
         """Copies, of all ranks' parts, of those that there are."""
-        return {name: _models.whole(item) for name, item in tensors.items() if item is not None}
+        return {name: whole(item) for name, item in tensors.items() if item is not None}
 
 
 def _local(state: Any) -> Any:

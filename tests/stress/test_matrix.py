@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests._helpers import assert_same
-from tests.distributed._launch import launched, run_scenarios
+from tests._ranks import launched, run_scenarios
 from tests.stress._matrix import AXES, FULL, both, cases, compare
 
 CASES = {case.name: case for case in cases(["alone"], full=FULL)}

@@ -20,7 +20,7 @@ from ignite_monitor.cli import main
 from ignite_monitor.hdf5.layout import Name
 from tests.report import _runs as runs
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(path, run):

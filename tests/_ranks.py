@@ -1,4 +1,7 @@
-"""Two ranks in processes of their own: a test starts them, a worker module runs its scenarios and saves the results."""
+"""Two ranks in processes of their own: a test starts them, a worker module runs its scenarios and saves the results.
+
+:func:`train` is the training run of all scenarios.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,21 @@ import sys
 import time
 import traceback
 import unittest.mock
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests._helpers import Recorder, make_step
+
+ROOT = Path(__file__).resolve().parents[1]
 WORLD = 2
 SHARDS = hasattr(torch.cpu.Stream, "record_event")
 """Whether fully_shard works on the CPU, which it does not in torch 2.6."""
@@ -148,3 +157,114 @@ def run_scenarios(
                 dist.destroy_process_group()
     if dist.is_initialized() and not set(left_standing) & set(names):
         dist.destroy_process_group()
+
+
+# Training
+
+
+def mesh(shape: tuple[int, ...] = (WORLD,)) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def fsdp(model: Any, inner: Iterable[str] = (), shape: tuple[int, ...] = (WORLD,)) -> Any:
+    """Shard a model by ``fully_shard``, the modules that ``inner`` names by themselves."""
+    from torch.distributed.fsdp import fully_shard
+
+    for name in inner:
+        fully_shard(model.get_submodule(name), mesh=mesh(shape))
+    return fully_shard(model, mesh=mesh(shape))
+
+
+def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **kwargs)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """No wrapper: each rank has a model of its own."""
+    return model
+
+
+def inner_of(model: nn.Module) -> Any:
+    return getattr(model, "module", model)
+
+
+def whole(value: Any) -> Tensor:
+    """A copy of all ranks' parts."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().clone()
+
+
+def share(batch: Any, rank: int | None, rows: int = 4) -> Any:
+    """The first rows for the first rank, and the others for the second one; without a rank all."""
+    if isinstance(batch, (list, tuple)):
+        return tuple(share(part, rank, rows) for part in batch)
+    return batch if rank is None else batch[:rows] if rank == 0 else batch[rows:]
+
+
+class Trained(NamedTuple):
+    """A training run that has ended."""
+
+    engine: Engine
+    model: Any
+    optimizer: Optimizer
+    monitors: list[Any]
+    rows: list[dict[str, float]]
+    all_reduces: int
+
+
+def train(
+    make: Callable[[], nn.Module],
+    wrap: Callable[[Any], Any],
+    rank: int | None,
+    batches: Iterable[Any],
+    monitors: Callable[[Any, Any], list[Any]] = lambda model, optimizer: [],
+    *,
+    optimizer: Callable[[Any], Optimizer] = lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    step: Callable[[Any, Any], Callable[[Engine, Any], Any]] = make_step,
+    event: Any = Events.ITERATION_STARTED,
+    rows: int = 4,
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Trained:
+    """Train a model that ranks share, each on its rows of the batches.
+
+    Args:
+        make: makes the model, from the same seed on all ranks.
+        wrap: shares it among ranks.
+        rank: this rank; None in one process, which trains the model without a wrapper on all rows.
+        monitors: makes monitors of model and optimizer; a function among them is called with the engine in its turn.
+        optimizer: makes it of the model.
+        step: makes the train step of model and optimizer.
+        event: when the monitors measure.
+        rows: number of rows of the first rank.
+        around: makes a context for the run, of the model.
+    """
+    torch.manual_seed(0)
+    model = make() if rank is None else wrap(make())
+    used = optimizer(model)
+    attached = monitors(model, used)
+    engine = Engine(step(model, used))
+    for monitor in attached:
+        monitor.attach(engine, event) if hasattr(monitor, "attach") else monitor(engine)
+    recorder = Recorder(engine)
+    with counted_collectives() as calls, around(model):
+        engine.run([share(batch, rank, rows) for batch in batches], max_epochs=1)
+    flagged = hasattr(engine.state, "unhealthy_spike")
+    flags = [{"flag": float(flag)} if flagged else {} for flag in recorder.flags]
+    published = [row | flag for row, flag in zip(recorder.metrics, flags, strict=True)]
+    return Trained(engine, model, used, attached, published, len(calls))
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """One entry for each all_reduce that is called meanwhile."""
+    calls: list[int] = []
+    original = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    with unittest.mock.patch.object(dist, "all_reduce", counting):
+        yield calls

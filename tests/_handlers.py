@@ -30,7 +30,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
-from tests._helpers import make_model
+from tests._models import make_model
 
 OTHER = make_model(7)
 
