@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,23 @@ def make_step(
         return loss
 
     return train_step
+
+
+def replaced_out_of_place(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = gradient.clone()
+
+
+def given_as_data(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad.data = gradient.clone()
+
+
+PUT: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "=": replaced_out_of_place,
+    "copy_": torch.no_grad()(lambda parameter, gradient: parameter.grad.copy_(gradient)),
+    "data.copy_": lambda parameter, gradient: parameter.grad.data.copy_(gradient),
+    "data=": given_as_data,
+    "numpy": lambda parameter, gradient: np.copyto(parameter.grad.detach().numpy(), gradient.numpy()),
+}
 
 
 def set_gradients(model: nn.Module, loss: Tensor) -> None:

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from ignite.engine import Engine
 from torch import Tensor, nn
 
+from tests._helpers import PUT
 from tests._truth import Event
 
 HEADS = ("a", "b")
@@ -58,22 +58,6 @@ Backward, ByHand, Estimated, Zero, Clip, Replace, Step, Closure, Sam, Aside = (
     functools.partial(Operation, kind) for kind in KINDS
 )
 
-
-def replaced_out_of_place(parameter: nn.Parameter, gradient: Tensor) -> None:
-    parameter.grad = gradient.clone()
-
-
-def given_as_data(parameter: nn.Parameter, gradient: Tensor) -> None:
-    parameter.grad.data = gradient.clone()
-
-
-PUT: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
-    "=": replaced_out_of_place,
-    "copy_": torch.no_grad()(lambda parameter, gradient: parameter.grad.copy_(gradient)),
-    "data.copy_": lambda parameter, gradient: parameter.grad.data.copy_(gradient),
-    "data=": given_as_data,
-    "numpy": lambda parameter, gradient: np.copyto(parameter.grad.detach().numpy(), gradient.numpy()),
-}
 
 _LOSSES = st.sampled_from(["a", "b", "ab"])
 _BACKWARDS = st.builds(
