@@ -27,7 +27,7 @@ train step returned (5)   publish last           publish last, or newest
    accumulated into.
 
 A backward is shared if it reached other monitored models too, as in a GAN. Another optimizer that steps then may have
-been the one that the backward was for. ``tests/stress/_truth.py`` implements the same rule independently.
+been the one that the backward was for. ``tests/_oracle.py`` implements the same rule independently.
 """
 
 from __future__ import annotations

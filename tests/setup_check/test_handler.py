@@ -95,9 +95,11 @@ def new_head():
     return model, optimizer, *rest
 
 
-def in_bfloat16(**how):
+def in_bfloat16(make_optimizer=adamw, **how):
     batches = [(x.bfloat16(), y.bfloat16()) for x, y in make_batches(5)]
-    return setup(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).bfloat16(), adamw, batches, **how)
+    return setup(
+        nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).bfloat16(), make_optimizer, batches, **how
+    )
 
 
 def rate_in_a_tensor(model):
@@ -110,6 +112,10 @@ FAULTS = {
     "forgotten layer": (["no_gradient"], lambda: setup(Parts(unused=3))),
     "detached head": (["no_gradient"], lambda: setup(Parts(detached=2))),
     "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero_at="never")),
+    "not zeroed, and another optimizer": (
+        ["gradients_not_zeroed"],
+        lambda: setup(zero_at="never", after=lambda *_: sgd(nn.Linear(2, 2)).step()),
+    ),
     "replaced parameters": (["stale_optimizer"], replaced),
     "new head": (["stale_optimizer"], new_head),
     "zero rate": (["zero_learning_rate"], lambda: setup(make_optimizer=lambda model: sgd(model, 0.0))),
@@ -319,6 +325,9 @@ HEALTHY = {
     "GAN, discriminator": lambda: gan(of_generator=False),
     "GAN, not detached": lambda: gan(detach=False),
     "warm-up": lambda: warm_up(setup, lambda step: step / 10),
+    "optimizer of an unknown class in bfloat16": lambda: in_bfloat16(
+        lambda model: type("Rounding", (torch.optim.AdamW,), {})(model.parameters(), lr=1e-5)
+    ),
     "warm-up in bfloat16": lambda: warm_up(in_bfloat16, lambda step: step + 1),
     "strings": lambda: other_batches([{"text": [f"item {i}"], "mask": torch.tensor([1, 0])} for i in range(5)]),
     "unknown objects": lambda: other_batches([(*make_batches(1)[0], object()) for _ in range(5)]),
