@@ -48,6 +48,7 @@ bench: $(READY) ## run benchmarks/bench_*.py
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
 
 docs: $(VENV)/.docs ## build and check the documentation in build/docs, and run its snippets that need more packages
+	rm -rf build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python docs/_ext/check_site.py build/docs
 	$(BIN)/python -m sphinx -W -q -b doctest -D nb_execution_mode=off docs build/doctest
