@@ -54,8 +54,6 @@ def norm_sums(change: Change, inputs: Sequence[Tensor], dim: int) -> NormSums:
 
 
 def _feature_norms(values: Tensor, dim: int) -> Tensor:
-    if not values.ndim:
-        return values.abs()
     return torch.linalg.vector_norm(values, dim=dim if -values.ndim <= dim < values.ndim else -1)  # type: ignore[no-any-return]
 
 

@@ -152,10 +152,8 @@ def test_a_unit_is_dead_over_all_micro_batches():
 
 
 def test_a_copy_is_measured():
-    measurement, x = (
-        Measurement("x", MetricSet("activations", {"mean": True}, "mean")),
-        torch.full((3,), -2.0),
-    )
+    measurement = Measurement("x", MetricSet("activations", {"mean": True}, "mean"))
+    x = torch.full((3,), -2.0)
     measurement.add("x", "x", x, copy=True)
     x.relu_()
     assert by_name(measurement) == {"x": {"mean": -2}}

@@ -87,6 +87,7 @@ LAYERS = {
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
     "PReLU": (lambda: nn.PReLU(4), (5, 4, 3)),
     "a user's": (Scale, (7, 6)),
+    "a user's, of one number": (lambda: Scale(()), ()),
     "MultiheadAttention": (lambda: Attention(6, 2, batch_first=True), (3, 5, 6)),
     "GRU": (lambda: nn.GRU(6, 4, batch_first=True), (3, 5, 6)),
     "LSTM": (lambda: nn.LSTM(6, 4, num_layers=2), (3, 5, 6)),
