@@ -14,7 +14,7 @@ class MonitorEvents(EventEnum):
     """Events inside a train step, fired on the user's engine by the monitors attached to it.
 
     Handlers and filters use them like Ignite's own events; filters count iterations. They fire in monitored iterations;
-    with handlers of the user's, in every iteration.
+    if the user's handlers listen to them, in every iteration.
 
     - GRADIENTS_READY : a backward that reached a monitored model has ended, and its gradients are reduced.
     - SPIKE_DETECTED : a value exceeded its threshold. ``engine.state.spike`` describes it.

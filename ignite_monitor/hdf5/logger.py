@@ -31,8 +31,8 @@ Origin = Callable[[str], Name]
 class HDF5Logger(BaseLogger):
     """Write metrics to one HDF5 file, which can be read at any time.
 
-    The file is complete at every moment. A killed process loses at most the last ``flush_every`` iterations, and those
-    of slow runs of the last ten seconds. If a write fails (a full disk), the logger warns, training continues, and the
+    The file is complete at every moment. A killed process loses at most the last ``flush_every`` iterations, in slow
+    runs those of the last ten seconds. If a write fails (a full disk), the logger warns, training continues, and the
     values are written by the first flush that succeeds. With several processes only rank 0 writes: create the logger
     after the process group. :func:`~ignite_monitor.read_hdf5` returns the values by name, in float64.
 

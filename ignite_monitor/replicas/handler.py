@@ -44,13 +44,13 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     {keys}
 
-    Of a DTensor every part is compared among the ranks that hold it. Skipped are the running statistics of
+    Every part of a DTensor is compared among the ranks that hold it. Skipped are the running statistics of
     unsynchronized batch norms, and sparse, nested and packed tensors. All ranks have to monitor the same iterations.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose state to compare; None for none.
-        exclude: a regular expression; items in whose name it matches are not compared: buffers of a rank's own, say.
+        exclude: a regular expression; items in whose name it matches are not compared, such as buffers of one rank.
         random_state: compare the RNG state of torch, Python and NumPy; it often differs on purpose, for dropout.
         hashes: publish the hash of every tensor, with one rank too; ``ignite-monitor compare`` then names the first
             iteration and tensor in which two runs differ.

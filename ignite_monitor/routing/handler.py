@@ -31,7 +31,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
     evaluation mode and recomputations by activation checkpointing are not measured. Compiled models run eagerly in
     monitored iterations. With several ranks, attach the handler on all of them: it takes two collectives per iteration.
 
-    Routers of transformers 5, classes named ``*TopKRouter`` or ``*Top1Router``, return the chosen experts. Of others
+    Routers of transformers 5, classes named ``*TopKRouter`` or ``*Top1Router``, return the chosen experts. For others,
     the experts with the k largest logits count as chosen: k is ``top_k``, ``num_experts_per_tok`` or ``config``'s
     ``num_experts_per_tok`` of the router or the nearest module around it. Without k only ``logit_max`` is reported.
 

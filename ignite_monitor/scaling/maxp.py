@@ -26,7 +26,7 @@ from ignite_monitor.scaling.solver import FULL, Alignment, Solution
 
 
 class MaxPScheduler(ReferenceMonitor, schema=MAXP):
-    r"""Set each layer's learning rate to the largest with which, at its measured alignment, no activation grows.
+    r"""Set each layer's learning rate to the largest at which, given its measured alignment, no activation grows.
 
     The alignment is measured as :class:`AlignmentHandler` does, a linear program gives exponents c, and the learning
     rate of each group, from the next train step on, is
@@ -39,7 +39,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     {keys}
 
     ``lr_prefactor`` may be set at any time; parameter schedulers take :meth:`as_optimizer`. A solve replaces rates that
-    other code has set, and synchronizes host and device once. If it fails, nothing changes, and the first time warns.
+    other code has set, and synchronizes host and device once. If it fails, nothing changes, with one warning.
 
     Args:
         parametrization: the parametrization of the trained model. Wrap or shard the model first.

@@ -33,8 +33,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
     Parameters of two dimensions or more are measured, frozen ones included and shared ones once: convolutions flattened
-    to (out, in·k…), stacked matrices, as experts of shape (n, out, in), one by one as ``{name}/{i}``. Embeddings have a
-    norm, and no part in the conditions. Weights that a module computes are measured as computed.
+    to (out, in·k…), stacked matrices (experts) of shape (n, out, in) one by one as ``{name}/{i}``. Embeddings do
+    not count in the conditions. Weights that a module computes are measured as computed.
 
     {keys}
 

@@ -39,7 +39,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose learning rates to publish.
         items: function of the batch that returns its number of items; None for the length of its first tensor.
-        peak_flops: FLOPs per second of the device at most, from its data sheet.
+        peak_flops: largest number of FLOPs per second of the device, from its data sheet.
         flops_per_item: FLOPs of a train step per item, forward and backward.
         slowest_rank: publish the rank that waited longest for its data, by a collective per monitored iteration.
         prefix: prefix of the keys.
