@@ -88,6 +88,9 @@ class NeedsAll(torch.optim.Optimizer):
 
 
 class AdamThatDoesMore(torch.optim.Adam):
+    def __init__(self, params):
+        super().__init__(params, fused=True)
+
     @torch.no_grad()
     def step(self, closure=None):
         loss = super().step(closure)

@@ -135,6 +135,9 @@ def test_state_continues_in_whatever_order_the_names_come():
     third.load_state_dict(first.state_dict())
     detection = third.detect(tuple(NAMES[i] for i in order), torch.tensor(rows[70][order]))
     assert dict(zip(third.names, detection.spike.tolist(), strict=True))["embed"]
+    third.load_state_dict(PerParameterDetector().state_dict())
+    third.observe(detection)  # from before
+    assert third.rule.state["count"].numel() == 0
 
 
 def test_the_state_of_something_else_is_refused():

@@ -24,24 +24,25 @@ EACH = robust(8.0, 20, 0.99, 2.0)
 class Training:
     """Multiplies the gradient of one tensor in one iteration, inside of backward, and notes all norms in float64."""
 
-    def __init__(self, factor=10.0, name=NAME, bad=(BAD,), every=1, scaler=None, seed=0, **arguments):
+    def __init__(self, factor=10.0, name=NAME, bad=(BAD,), every=1, scaler=None, seed=0, unused=False, **arguments):
         self.model = make_mlp(seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.monitor = GradMonitor(self.model, self.optimizer, per_parameter=True, scaler=scaler, **arguments)
-        self.norms, self.used, self.now = [], [], 0
+        self.norms, self.used, self.now, self.unused = [], [], 0, unused
         self.named = dict(self.model.named_parameters())
         self.named[name].register_hook(lambda g: g * factor if self.now in bad else g)
 
         def note(engine):
             scale = 1.0 if scaler is None else scaler.get_scale()
-            self.norms.append({n: norm(p.grad) / scale for n, p in self.named.items()})
+            self.norms.append({n: norm([p.grad]) / scale for n, p in self.named.items()})
 
         self._step = make_step(self.model, self.optimizer, every=every, scaler=scaler, before_step=note)
 
     def step(self, engine, batch):
         self.now = engine.state.iteration
+        self.named["0.weight"].requires_grad_(not self.unused or self.now % 3 != 1)
         self._step(engine, batch)
-        self.used.append({n: norm(p.grad) for n, p in self.named.items()})
+        self.used.append({n: norm([p.grad]) for n, p in self.named.items()})
 
 
 def detections_by(oracles, norms):
@@ -80,12 +81,12 @@ def check(recorder, training, reported):
         assert culprits(metrics) == pytest.approx(few, rel=1e-4)
 
 
-@pytest.mark.parametrize("how", ["plain", "accumulation", "scaler"])
+@pytest.mark.parametrize("how", ["plain", "accumulation", "scaler", "unused tensor"])
 def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
     every = 3 if how == "accumulation" else 1
     bad = range((BAD - 1) * every + 1, BAD * every + 1)
     scaler = GradScaler("cpu", init_scale=2.0**12) if how == "scaler" else None
-    training = Training(every=every, bad=bad, scaler=scaler)
+    training = Training(every=every, bad=bad, scaler=scaler, unused=how == "unused tensor")
     recorder = train(training.step, mlp_batches(COUNT * every), training.monitor)
     reported = expected(training.norms)
     assert [i for i, (spike, _) in enumerate(reported, 1) if spike] == [BAD]
