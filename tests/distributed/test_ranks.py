@@ -160,6 +160,17 @@ def auto_model(rank: int) -> dict[str, Any]:
     return watched(idist.auto_model, rank, optimizer=lambda model: idist.auto_optim(sgd(model)), spike=SPIKE)
 
 
+def local_steps(rank: int) -> dict[str, Any]:
+    """Make each rank's steps with its own gradients."""
+
+    def wrap(model: nn.Module) -> DistributedDataParallel:
+        model = ddp(model)
+        model.require_backward_grad_sync = False  # as under no_sync()
+        return model
+
+    return watched(wrap, rank)
+
+
 def refused(rank: int) -> dict[str, Any]:
     """Handlers that do not support a wrapper."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -327,6 +338,7 @@ SCENARIOS: dict[str, Any] = {
     "curvature, loss fails": functools.partial(curvature, failing="loss"),
     "curvature, product fails": functools.partial(curvature, failing="product"),
     "curvature, unreached loss": functools.partial(curvature, failing="unreached"),
+    "ddp local steps": local_steps,
     "refused": refused,
     "freed": freed,
     "after the process group": after_the_process_group,
@@ -430,6 +442,7 @@ def test_iterations_under_no_sync_publish_nothing(results):
         assert result["seen"][::2] == [{"flag": 0.0}] * (COUNT // 2)
         assert [seen["grad/norm"] for seen in result["seen"][1::2]] == approx(norms)
         assert result["seen"][-1]["grad/mean"] == approx(mean_of(norms[:-1], DECAY))
+    assert [result["seen"] for result in results("ddp local steps")] == [[{"flag": 0.0}] * COUNT] * WORLD
 
 
 @pytest.mark.parametrize("name", ["clip ddp", "clip fsdp"])

@@ -119,6 +119,19 @@ def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
     assert observations(monitor) == 7  # of spikes in a row the first enters alone
 
 
+def test_a_loaded_state_does_not_include_the_spike_that_was_skipped_before():
+    model = make_mlp()
+    optimizer = sgd(model)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(50.0))
+    engine = Engine(make_step(model, optimizer, leave_out=lambda engine: engine.state.unhealthy_spike))
+    monitor.attach(engine)
+    state = monitor.state_dict()
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: monitor.load_state_dict(state))
+    engine.run(mlp_batches(4, spikes=[3]))
+    assert observations(monitor) == 1
+    assert engine.state.metrics["grad/spike_count"] == 0
+
+
 def test_no_hook_waits_for_a_backward_after_the_train_step():
     model = make_mlp()
     optimizer = sgd(model)
