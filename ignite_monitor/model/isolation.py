@@ -75,7 +75,9 @@ def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor]) -> I
     """Restore gradients and, of ``whole``, the data on exit; inside, gradients are None. No version counter changes."""
     whole = [item for item in whole if not item.is_meta]
     gradients = [(item, item.grad) for item in (*whole, *others)]
-    saved = [(item, item.data, item.data.clone()) for item in whole]
+    # Gradients may be views of the buckets of DistributedDataParallel, which a second pass reduces.
+    tensors = [*whole, *(item.grad for item in whole if item.grad is not None)]
+    saved = [(item, item.data, item.data.clone()) for item in tensors]
     try:
         for item, _ in gradients:
             item.grad = None
@@ -166,11 +168,12 @@ def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
     return _generators((name, *member) for name, module in named_modules(model) for member in reachable(module))
 
 
-def generators_used_by(function: Any) -> list[Any]:
-    """Generators of torch, Python and NumPy that a function reaches, by the global names in its code too."""
+def generators_used_by(function: Any, model: nn.Module) -> list[Any]:
+    """Generators that a model reaches, and a function, by the global names in its code too."""
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     values = [function, *(function.__globals__[name] for name in names if name in function.__globals__)]
-    return [*_generators(("", *member) for member in reachable(SimpleNamespace(values=values))).values()]
+    own = _generators(("", *member) for member in reachable(SimpleNamespace(values=values)))
+    return [*generators_of(model).values(), *own.values()]
 
 
 def _generators(members: Iterable[tuple[Any, Any, Any]]) -> dict[tuple[Any, ...], Any]:
