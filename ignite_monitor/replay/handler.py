@@ -222,17 +222,17 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         # Without a step a GradScaler may have changed its scale.
         causes = [*changes, is_unknown, bool(error), ~table.isfinite().all() & (not step)]
         unknown = torch.stack([move(torch.as_tensor(cause), device) for cause in causes]).any()
-        flags = max_over_ranks(torch.stack((table[:, 0].any(), unknown)).float()).tolist()
-        pairs = zip(first.gradients, table.tolist() if flags[0] else (), strict=False)
-        text = listed([f"{name} (by up to {largest:.3g})" for name, (differs, largest) in pairs if differs], 8)
+        flags = max_over_ranks(torch.stack((table[:, 0].any(), unknown)).float()) > 0
+        self.publish(reproducible=torch.where(flags.all(), torch.nan, (~flags[0]).float()))
+        differs = bool(flags[0])  # the only synchronization of a second pass that gave the same gradients
+        pairs = zip(first.gradients, table.tolist() if differs else (), strict=False)
+        text = listed([f"{name} (by up to {largest:.3g})" for name, (is_other, largest) in pairs if is_other], 8)
         text = error or text or "none of this rank"
-        if not flags[0]:
+        if not differs:
             self._same_count += 1
-            self.publish(reproducible=1.0)
         elif flags[1]:
             self._warn_once("a difference (%s) is not reported: the second pass may have had another state", text)
         else:
-            self.publish(reproducible=0.0)
             self.logger.warning(
                 "%s: iteration %d: a second pass gave other gradients: %s. %d earlier ones were the same. If most are, "
                 "a hardware fault is likely, else a nondeterministic operation or a state that the train step keeps.",
