@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer
 from torch import nn
 
-from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5, record
+from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5
 from ignite_monitor.attaching import _ATTACHED
 from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer
+from tests._models import GPT
 
 
 @pytest.fixture
@@ -43,53 +44,25 @@ def test_who_watches_when_and_who_hears_of_it(parts, every):
     assert not any(name.endswith(("/mean", "/l2_norm")) for name in metrics if name.startswith("activation/"))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.mlp = nn.Linear(8, 24), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, x):
-        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        record("norm", x.norm(), module=self.mlp)
-        return x + self.mlp(x)
-
-
-class Transformer(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.first, self.blocks, self.head = (
-            nn.Linear(6, 8),
-            nn.ModuleList(Block() for _ in range(blocks)),
-            nn.Linear(8, 3),
-        )
-
-    def forward(self, x):
-        x = self.first(x).unsqueeze(1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).squeeze(1)
-
-
 @pytest.mark.parametrize(("count", "shown"), [(3, [0, 1, 2]), (9, [0, 4, 8])])
 def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
     torch.manual_seed(0)
-    model = Transformer(count)
+    model = GPT(blocks=count, records=True, fused=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    trainer = create_supervised_trainer(model, optimizer, lambda y, targets: F.cross_entropy(y.mT, targets))
     logger, path = ListLogger(), tmp_path / "run.h5"
     with HDF5Logger(path) as file:
         attach_monitors(trainer, model, optimizer, loggers=[logger, file], every=1, prefix="gpt")
-        trainer.run(make_batches(2))
+        trainer.run([torch.randint(11, (2, 3, 6)) for _ in range(2)])
     families = ("gpt/activation", "gpt/attention", "gpt/recorded")
     written = {name for _, named in logger.written for name in named if name.startswith(families)}
-    outline = ["_root_", "first", "head", *(f"blocks.{i}" for i in shown)]
+    outline = ["_root_", "tokens", "positions", "drop", "norm", "head", *(f"blocks.{i}" for i in shown)]
     assert written == {
         *(f"gpt/activation/{module}/{metric}" for module in outline for metric in ("std", "max_abs")),
         "gpt/activation/_root_/nonfinite_count",
         *(f"gpt/activation/blocks.{i}.mlp.1/dead_fraction" for i in shown),
         *(
-            f"gpt/attention_{kind}/blocks.{i}/head_{head}"
+            f"gpt/attention_{kind}/blocks.{i}.attention/head_{head}"
             for kind in ("entropy", "logit_max")
             for i in shown
             for head in range(2)

@@ -22,7 +22,7 @@ from ignite_monitor import (
 )
 from tests.accelerator import simulated
 from tests.accelerator._device import Device
-from tests.accelerator._trainings import Training, Transformer, batches
+from tests.accelerator._trainings import Training, batches, transformer
 
 Make = Callable[..., Any]
 CLIP = "clip_grad_norm_"
@@ -62,7 +62,7 @@ class Operations(NamedTuple):
 def operations(device: Device, make: Make | None, blocks: int = 6, width: int = 32, clip: bool = False) -> Operations:
     """Those of the fourth iteration of a training run, when all tensors exist."""
     iterations = 4
-    training = Training(device, model=Transformer(blocks, width, records=False), clip=clip)
+    training = Training(device, model=transformer(blocks, width, records=False), clip=clip)
     trainer, counting = training.trainer, contextlib.ExitStack()
     counts: list[Any] = []
 

@@ -18,12 +18,12 @@ from ignite.engine import Events
 from tests.accelerator import simulated
 from tests.accelerator._device import Device
 from tests.accelerator._operations import CLIP, MONITORS, Make, added
-from tests.accelerator._trainings import Training, Transformer, batches
+from tests.accelerator._trainings import Training, batches, transformer
 
 
 def milliseconds(device: Device, make: Make | None, rounds: int, clip: bool = False) -> tuple[float, float]:
     """Return the median time of an iteration, and the peak memory in MiB."""
-    training = Training(device, model=Transformer(6, 256, records=False), clip=clip)
+    training = Training(device, model=transformer(6, 256, records=False), clip=clip)
     if make is not None:
         make(training.model, training.optimizer).attach(training.trainer)
     synchronize = torch.get_device_module(device.name).synchronize

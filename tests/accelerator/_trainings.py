@@ -30,43 +30,17 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
     WeightUpdateHandler,
-    record,
 )
 from tests._handlers import EarlyDrift
+from tests._models import GPT
 from tests.accelerator._device import Device
 
 Make = Callable[..., Any]
 Rows = list[dict[str, float]]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, records: bool) -> None:
-        super().__init__()
-        self.records = records
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (item.unflatten(-1, (4, -1)).transpose(1, 2) for item in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if self.records:
-            record("attended", y)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Transformer(nn.Module):
-    """Transformer of six blocks with 77 parameters."""
-
-    def __init__(self, blocks: int = 2, width: int = 16, records: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, width)
-        self.blocks = nn.Sequential(*(Block(width, records) for _ in range(blocks)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+def transformer(blocks: int = 2, width: int = 16, records: bool = True) -> GPT:
+    return GPT(64, width, 8, blocks=blocks, heads=4, dropout=0.0, records=records, fused=True)
 
 
 NORMS = {"norm": torch.linalg.vector_norm}
@@ -154,7 +128,7 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         self.device = device
-        self.model = (Transformer() if model is None else model).to(device.name)
+        self.model = (transformer() if model is None else model).to(device.name)
         self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         if fused:  # of SGD the first step would have to be looked at
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)

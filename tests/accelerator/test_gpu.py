@@ -14,10 +14,10 @@ from tests.accelerator._device import Device
 from tests.accelerator._trainings import (
     MONITORS,
     Training,
-    Transformer,
     all_monitors,
     assert_alike,
     batches,
+    transformer,
     without_machine,
 )
 
@@ -87,7 +87,7 @@ def test_a_graphed_forward(device):
     rows = []
     for graphed in (False, True):
         torch.manual_seed(0)
-        model = Transformer(records=False).to(device.name)
+        model = transformer(records=False).to(device.name)
         training = Training(device, model=model)
         data = batches(4, device.name)
         monitors = [GradMonitor(model, training.optimizer), WeightUpdateHandler(model, training.optimizer)]

@@ -24,11 +24,11 @@ from tests.accelerator._device import Device
 from tests.accelerator._trainings import (
     MONITORS,
     Training,
-    Transformer,
     all_monitors,
     assert_alike,
     batches,
     copied,
+    transformer,
     without_machine,
 )
 
@@ -136,7 +136,7 @@ def test_weights_of_low_precision(dtype, device):
     rows = []
     for item in (Device("cpu"), device):
         torch.manual_seed(0)
-        training = Training(item, model=Transformer(records=False).to(dtype), lr=0.0)
+        training = Training(item, model=transformer(records=False).to(dtype), lr=0.0)
         model, optimizer = training.model, training.optimizer
         monitors = [
             ActivationHandler(model, activations=True, parameters=True, gradients=True),

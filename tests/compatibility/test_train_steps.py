@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from ignite_monitor import attach_monitors
 from tests._helpers import assert_same
+from tests._models import TwoHeads, make_model
 from tests._truth import norm, update_ratio
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
@@ -76,13 +77,9 @@ class Problem:
         ] + [torch.get_rng_state(), self.notes]
 
 
-def mlp(out: int = 3) -> nn.Module:
-    return nn.Sequential(nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, out))
-
-
 def gan(problem: Problem) -> list[Any]:
     """Return a generator, its optimizer, a discriminator and its optimizer, which are watched."""
-    generator, discriminator = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, SIZE)), mlp(1)
+    generator, discriminator = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, SIZE)), make_model(outputs=1)
     problem.watched = {"generator": (generator, adam(generator)), "discriminator": (discriminator, adam(discriminator))}
     return [item for pair in problem.watched.values() for item in pair]
 
@@ -102,7 +99,7 @@ def monai_supervised(problem: Problem) -> None:
     from monai.engines import SupervisedTrainer
     from monai.handlers import StatsHandler
 
-    model = mlp()
+    model = make_model()
     optimizer = adam(model)
     data = [{"image": x, "label": y} for batch in batches() for x, y in zip(*batch, strict=True)]
     handlers = [StatsHandler(output_transform=lambda x: x[0]["loss"])]
@@ -135,7 +132,7 @@ def accelerate_accumulating(problem: Problem) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = mlp()
+    model = make_model()
     model, optimizer = accelerator.prepare(model, adam(model))
 
     def train_step(engine: Engine, batch: Any) -> float:
@@ -151,7 +148,7 @@ def accelerate_accumulating(problem: Problem) -> None:
 
 
 def supervised(problem: Problem, parts: int = 1) -> None:
-    model = mlp()
+    model = make_model()
     optimizer = adam(model)
     problem.trainer = trainer = create_supervised_trainer(
         model, optimizer, F.cross_entropy, gradient_accumulation_steps=parts
@@ -244,24 +241,14 @@ def test_train_step(name, record_property):
     record_property("step", name)
 
 
-class Policy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.relu(self.body(x))
-        return self.actor(hidden).softmax(-1), self.critic(hidden)
-
-
 def actor_critic(problem: Problem) -> None:
-    policy, saved = Policy(), []
+    policy, saved = TwoHeads(nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)), []
     optimizer = adam(policy)
 
     def train_step(engine: Engine, _: Any) -> None:
-        probabilities, value = policy(torch.randn(4))
-        action = torch.distributions.Categorical(probabilities)
-        saved.append((action.log_prob(action.sample()), value))
+        outputs = policy(torch.randn(4))
+        action = torch.distributions.Categorical(logits=outputs["a"])
+        saved.append((action.log_prob(action.sample()), outputs["b"]))
 
     problem.trainer = Engine(train_step)
 

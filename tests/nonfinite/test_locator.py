@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
 from ignite_monitor.monitor import transfer
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 from tests._helpers import same
-from tests.nonfinite._models import GPT, IN_BACKWARD, MODELS, loss_of, nan_in_output, plant
+from tests._models import GPT, Lambda
+from tests.nonfinite._models import IN_BACKWARD, MODELS, loss_of, nan_in_output, plant
 
 
 def called(kind):
@@ -278,24 +278,18 @@ def test_tied_weights(name):
     assert [(item.kind, item.name) for item in result] == [("backward", name)]
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.layers = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
-        )
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x, mask):
-        return self.head(self.layers(self.embed(x).unsqueeze(0), mask).squeeze(0))
-
-
 @pytest.mark.parametrize("name", ["layers.layers.0.linear1", "layers.layers.1.norm1", "layers", "head"])
 def test_a_mask_of_minus_infinity_is_nothing_bad(name):
-    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    mask, layer = nn.Transformer.generate_square_subsequent_mask(8), nn.TransformerEncoderLayer(8, 2, 16)
+    model = make(
+        Lambda,
+        lambda self, x, mask: self.head(self.layers(self.embed(x), mask)),
+        embed=nn.Linear(4, 8),
+        layers=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        head=nn.Linear(8, 3),
+    )
     result, _ = trained(
-        make(Masked),
+        model,
         vectors(3),
         lambda model, batch: F.cross_entropy(model(batch[0], mask), batch[1]),
         planting=planted_in(name, nan_in_output),
@@ -336,14 +330,9 @@ def test_several_backwards_of_one_forward():
 def test_dropout_is_that_of_the_training():
     """If the dropout mask decides, a second pass with another mask finds nothing or another source."""
 
-    class Deciding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.paths = nn.ModuleList(nn.Linear(4, 3) for _ in range(16))
-
-        def forward(self, x):
-            self.taken = int(torch.randint(16, ()))
-            return self.paths[self.taken](x)
+    def forward(self, x):
+        self.taken = int(torch.randint(16, ()))
+        return self.paths[self.taken](x)
 
     def planting(model):
         for path in model.paths:
@@ -351,7 +340,7 @@ def test_dropout_is_that_of_the_training():
         return lambda: chosen.append(model.paths[model.taken])
 
     chosen = []
-    model = make(Deciding)
+    model = make(Lambda, forward, paths=nn.ModuleList(nn.Linear(4, 3) for _ in range(16)))
     result, _ = trained(model, vectors(2), planting=planting)
     assert [model.get_submodule(item.name) for item in result] == chosen
 
@@ -443,17 +432,11 @@ def test_a_loss_of_another_monitor_has_the_origin_too():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("hook", [nan_in_output, IN_BACKWARD["sqrt_at_zero"]])
 def test_activation_checkpointing(hook, reentrant):
-    class Checkpointed(GPT):
-        def forward(self, ids):
-            x = self.drop(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return self.head(self.norm(x))
-
     planting = planted_in("blocks.0.mlp.1", hook)
     data = MODELS["gpt"][1](3)
     (_, plain), (result, outcome) = [
-        trained(make(Checkpointed), data, planting=planting, monitored=monitored) for monitored in (False, True)
+        trained(make(GPT, reentrant=reentrant), data, planting=planting, monitored=monitored)
+        for monitored in (False, True)
     ]
     assert same(outcome, plain)
     if hook is nan_in_output:
@@ -474,16 +457,12 @@ def test_compiled():
 
 
 def test_recurrent_layers():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 3)
+    def forward(self, x):
+        return self.head(self.layer(x.unsqueeze(1))[0].squeeze(1))
 
-        def forward(self, x):
-            return self.head(self.layer(x.unsqueeze(1))[0].squeeze(1))
-
+    model = Lambda(forward, layer=nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), head=nn.Linear(6, 3))
     planting = planted_in("layer", lambda output: (nan_in_output(output[0]), output[1]))
-    result, _ = trained(make(Recurrent), vectors(3), planting=planting)
+    result, _ = trained(model, vectors(3), planting=planting)
     assert [(item.kind, item.name) for item in result] == [("forward", "layer")]
 
 
@@ -529,20 +508,15 @@ def test_without_a_reader_an_accelerator_is_not_waited_for(monkeypatch, caplog):
         ] * listens
 
 
-class RootOfZero(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        squares = (0 * self.linear(x)) ** 2
-        return squares.sqrt()
+def root_of_zero(self, x):
+    squares = (0 * self.linear(x)) ** 2
+    return squares.sqrt()
 
 
 def test_the_line_of_the_operation_is_named():
-    lines, start = inspect.getsourcelines(RootOfZero)
+    lines, start = inspect.getsourcelines(root_of_zero)
     (line,) = (start + i for i, text in enumerate(lines) if "sqrt" in text)
-    (source,) = trained(make(RootOfZero), vectors(1))[0]
+    (source,) = trained(Lambda(root_of_zero, linear=nn.Linear(4, 3)), vectors(1))[0]
     assert source.kind == "backward"
     assert f"SqrtBackward0 ({__file__}:{line})" in source.text
     assert not torch.is_anomaly_enabled()

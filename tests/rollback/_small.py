@@ -16,22 +16,21 @@ from torch import Tensor, nn
 from ignite_monitor import GradMonitor, RollbackHandler
 from tests import _helpers as helpers
 from tests._helpers import Batch
+from tests._models import make_model
 
 
-class Net(nn.Module):
+def count_step(module: nn.Module, args: Any) -> None:
+    if module.training:
+        module.steps += 1
+
+
+def make_net() -> nn.Module:
     """Model with dropout, running statistics, a buffer outside of state_dict, and a buffer that is not finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
-        self.register_buffer("steps", torch.zeros(()), persistent=False)
-        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return self.layers(x)
+    model = make_model()
+    model.register_buffer("steps", torch.zeros(()), persistent=False)
+    model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    model.register_forward_pre_hook(count_step)
+    return model
 
 
 make_batches = functools.partial(helpers.make_batches, factor=300.0, size=16)  # targets of spikes are so much larger
@@ -51,7 +50,7 @@ class Training:
         names: Iterable[str] = ("model", "optimizer", "scaler", "ema"),
         **kwargs: Any,
     ) -> None:
-        self.model = Net()
+        self.model = make_net()
         self.ema = torch.optim.swa_utils.AveragedModel(
             self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
         )

@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler as of_torch
 from ignite_monitor import MonitorEvents, RollbackHandler
 from ignite_monitor.rollback.snapshots import Snapshots
 from tests._helpers import assert_same
-from tests.rollback._small import Net, Training, make_batches
+from tests.rollback._small import Training, make_batches, make_net
 
 SCHEDULES = {
     "one cycle": lambda o: of_torch.OneCycleLR(o, 0.01, total_steps=70),
@@ -47,7 +47,7 @@ ASKED, AGAIN, FIRST, SECOND = 14, 24, 10, 5
 
 def of_schedule(make, **kwargs):
     """Values that a schedule sets in each iteration; with arguments, of a run that is rolled back."""
-    model = Net()
+    model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     schedule = make(optimizer)
     trainer, seen = Engine(lambda *_: optimizer.step()), []

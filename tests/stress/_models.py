@@ -12,25 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tests._models import Lambda
+
 WIDTH, ROWS = 4, 5
-
-
-class Block(nn.Module):
-    """A function of an input of shape (ROWS, WIDTH), with parameters, buffers and modules of its own."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any], **members: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, member in members.items():
-            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
-                self.register_buffer(name, member)
-            elif isinstance(member, nn.Parameter):
-                self.register_parameter(name, member)
-            else:
-                setattr(self, name, member)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 def weights(*shape: int, **kwargs: Any) -> nn.Parameter:
@@ -45,48 +29,50 @@ def linear(**kwargs: Any) -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, **kwargs)
 
 
-def cast(dtype: torch.dtype) -> Block:
-    return Block(lambda self, x: self.inner(x.to(dtype)).to(x.dtype), inner=linear(dtype=dtype))
+def cast(dtype: torch.dtype) -> Lambda:
+    return Lambda(lambda self, x: self.inner(x.to(dtype)).to(x.dtype), inner=linear(dtype=dtype))
 
 
-def odd_names() -> Block:
+def odd_names() -> Lambda:
     inner = nn.ModuleDict({"ä b": linear(), "ä-b": linear(), "a_b": nn.Tanh(), "0": nn.Identity()})
-    block = Block(lambda self, x: self.inner["0"](self.inner["ä b"](x)) * getattr(self, "größe 1"), inner=inner)
+    block = Lambda(lambda self, x: self.inner["0"](self.inner["ä b"](x)) * getattr(self, "größe 1"), inner=inner)
     block.register_parameter("größe 1", weights(WIDTH))
     block.register_parameter("gr__e_1", weights(WIDTH))
     return block
 
 
-def conditional() -> Block:
+def conditional() -> Lambda:
     def function(self: Any, x: Tensor) -> Tensor:
         self.calls.add_(1)
         return self.inner(x) if self.calls % 2 else x
 
-    return Block(function, inner=linear(), calls=torch.zeros((), dtype=torch.int64))
+    return Lambda(function, inner=linear(), calls=torch.zeros((), dtype=torch.int64))
 
 
-def many_returns() -> Block:
-    several = Block(
+def many_returns() -> Lambda:
+    several = Lambda(
         lambda self, x: ({"out": self.inner(x), "half": x[:, :2], "none": None, 3: [x.long(), "text"]}, (x.mean(), 7)),
         inner=linear(),
     )
-    nothing = Block(lambda self, x: None, unused=weights(2))
-    number = Block(lambda self, x: 3, unused=weights(2))
+    nothing = Lambda(lambda self, x: None, unused=weights(2))
+    number = Lambda(lambda self, x: 3, unused=weights(2))
 
     def function(self: Any, x: Tensor) -> Tensor:
         self.nothing(x)
         return self.several(x)[0]["out"] + self.number(x)
 
-    return Block(function, several=several, nothing=nothing, number=number)
+    return Lambda(function, several=several, nothing=nothing, number=number)
 
 
 def in_place() -> nn.Module:
     return nn.Sequential(
-        Block(lambda self, x: x.clone()),
+        Lambda(lambda self, x: x.clone()),
         nn.LeakyReLU(inplace=True),
-        Block(lambda self, x: x.clone()),
-        Block(lambda self, x: x.add_(1)),
-        Block(lambda self, x: x.mul_(self.scale.detach()).add_(self.shift), scale=weights(WIDTH), shift=weights(WIDTH)),
+        Lambda(lambda self, x: x.clone()),
+        Lambda(lambda self, x: x.add_(1)),
+        Lambda(
+            lambda self, x: x.mul_(self.scale.detach()).add_(self.shift), scale=weights(WIDTH), shift=weights(WIDTH)
+        ),
     )
 
 
@@ -99,24 +85,24 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
     "linear without bias": lambda: linear(bias=False),
     "two and tanh": lambda: nn.Sequential(linear(), nn.Tanh(), linear()),
-    "empty parameter": lambda: Block(lambda self, x: x + self.empty.sum(), empty=weights(0)),
-    "empty matrix": lambda: Block(lambda self, x: x + self.empty.sum(), empty=weights(0, 3)),
+    "empty parameter": lambda: Lambda(lambda self, x: x + self.empty.sum(), empty=weights(0)),
+    "empty matrix": lambda: Lambda(lambda self, x: x + self.empty.sum(), empty=weights(0, 3)),
     "no features": lambda: nn.Sequential(nn.Linear(WIDTH, 0), nn.Linear(0, WIDTH)),
     "empty modules": lambda: nn.Sequential(nn.Sequential(), nn.Identity()),
     "no parameters": lambda: nn.Tanh(),
-    "scalar": lambda: Block(lambda self, x: x * self.scale, scale=weights()),
-    "complex": lambda: Block(lambda self, x: (x * self.phase).real, phase=weights(WIDTH, dtype=torch.complex64)),
-    "complex scalar": lambda: Block(lambda self, x: (x * self.phase).abs(), phase=weights(dtype=torch.complex64)),
-    "complex linear": lambda: Block(
+    "scalar": lambda: Lambda(lambda self, x: x * self.scale, scale=weights()),
+    "complex": lambda: Lambda(lambda self, x: (x * self.phase).real, phase=weights(WIDTH, dtype=torch.complex64)),
+    "complex scalar": lambda: Lambda(lambda self, x: (x * self.phase).abs(), phase=weights(dtype=torch.complex64)),
+    "complex linear": lambda: Lambda(
         lambda self, x: self.inner(x.to(torch.complex64)).real.to(x.dtype), inner=linear(dtype=torch.complex64)
     ),
-    "integers": lambda: Block(
+    "integers": lambda: Lambda(
         lambda self, x: x + (self.whole + self.bytes) / 200,
         whole=fixed(torch.arange(WIDTH)),
         bytes=fixed(torch.tensor([1, 200, 3, 0], dtype=torch.uint8)),
         flags=fixed(torch.tensor([[True, False]])),
     ),
-    "buffers": lambda: Block(
+    "buffers": lambda: Lambda(
         lambda self, x: (self.calls.add_(1), x * self.mask)[1],
         calls=torch.zeros((), dtype=torch.int64),
         mask=torch.tensor([True, False, True, True]),
@@ -124,42 +110,29 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "float64": lambda: cast(torch.float64),
     "bfloat16": lambda: cast(torch.bfloat16),
     "float16": lambda: cast(torch.float16),
-    "never called": lambda: Block(lambda self, x: x, inner=linear()),
+    "never called": lambda: Lambda(lambda self, x: x, inner=linear()),
     "conditional": conditional,
     "many returns": many_returns,
     "in place": in_place,
-    "lists": lambda: Block(
+    "lists": lambda: Lambda(
         lambda self, x: x * self.list[0] + self.dict["b c"],
         list=nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)]),
         dict=nn.ParameterDict({"a": torch.ones(WIDTH), "b c": torch.zeros(())}),
     ),
-    "sparse embedding": lambda: Block(
+    "sparse embedding": lambda: Lambda(
         lambda self, x: x + self.table((x > 0).long()).sum(1).to(x.dtype), table=nn.Embedding(3, WIDTH, sparse=True)
     ),
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "layer norm": lambda: nn.LayerNorm(WIDTH),
-    "not contiguous": lambda: Block(lambda self, x: x @ self.matrix, matrix=nn.Parameter(torch.randn(4, 4).t())),
+    "not contiguous": lambda: Lambda(lambda self, x: x @ self.matrix, matrix=nn.Parameter(torch.randn(4, 4).t())),
     "parametrized": lambda: nn.utils.parametrizations.weight_norm(linear()),
     "dropout": lambda: nn.Dropout(0.5),
-    "attention": lambda: Block(attention, scale=weights(WIDTH)),
+    "attention": lambda: Lambda(attention, scale=weights(WIDTH)),
     "odd names": odd_names,
-    "zero": lambda: Block(lambda self, x: x + self.inner(x) * 0, inner=linear()),
+    "zero": lambda: Lambda(lambda self, x: x + self.inner(x) * 0, inner=linear()),
     "lazy": lambda: nn.LazyLinear(WIDTH),
     "lazy buffers": lambda: nn.LazyBatchNorm1d(affine=False),
 }
-
-
-class Model(nn.Module):
-    """Blocks one after the other; the same ones several times where they are shared."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +147,10 @@ class Plan:
     used: bool  # whether a forward pass has been made, which lazy modules need
     optimizer: str
 
-    def build(self) -> Model:
+    def build(self) -> nn.Sequential:
         torch.manual_seed(0)
         with torch.device("meta" if self.on_meta else "cpu"):
-            model = Model([BLOCKS[kind]() for kind in self.blocks])
+            model = nn.Sequential(*(BLOCKS[kind]() for kind in self.blocks))
         if self.on_meta:
             model.to_empty(device="cpu")
             for tensor in model.state_dict().values():
@@ -186,7 +159,7 @@ class Plan:
                 else:
                     tensor.zero_()
         if self.shared is not None:
-            model.blocks.append(model.blocks[self.shared % len(self.blocks)])
+            model.append(model[self.shared % len(self.blocks)])
         square = [item for item in model.modules() if type(item) is nn.Linear and item.weight.shape == (WIDTH, WIDTH)]
         alike = [item for item in square if item.weight.dtype == torch.float32]
         if self.tied and len(alike) > 1:
@@ -199,7 +172,7 @@ class Plan:
                 model(torch.ones(ROWS, WIDTH))
         return model
 
-    def make_optimizer(self, model: Model) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
         parameters = [item for item in model.parameters() if item.requires_grad]
         # Others know no sparse gradients, or divide float16 by 0.
         if {"sparse embedding", "float16"} & {*self.blocks} or self.optimizer == "sgd":

@@ -17,29 +17,19 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 
 from tests._helpers import PUT
+from tests._models import TwoHeads
 from tests._truth import Event
 
 HEADS = ("a", "b")
 
 
-class Net(nn.Module):
-    """A body and two heads, each with a loss of its own."""
-
-    def __init__(self, frozen: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(3, 4)
-        self.a = nn.Linear(4, 2)
-        self.b = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-        for name, parameter in self.named_parameters():
-            if frozen and name.startswith(frozen):
-                parameter.requires_grad_(False)
-        self.double()
-
-    def forward(self, x: Tensor, heads: str = "ab", body: bool = True) -> dict[str, Tensor]:
-        hidden = torch.tanh(self.body(x))
-        hidden = hidden if body else hidden.detach()
-        return {head: getattr(self, head)(hidden).square().mean() for head in heads}
+def make_net(frozen: str) -> TwoHeads:
+    torch.manual_seed(0)
+    model = TwoHeads(nn.Linear(3, 4), nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+    for name, parameter in model.named_parameters():
+        if frozen and name.startswith(frozen):
+            parameter.requires_grad_(False)
+    return model.double()
 
 
 class Operation:
@@ -137,7 +127,7 @@ class Training:
         self, setting: Setting, program: list[list[Any]], at_moment: Callable[[], None] = lambda: None
     ) -> None:
         self.setting, self.program, self.at_moment = setting, program, at_moment
-        self.model = Net(setting.frozen)
+        self.model = make_net(setting.frozen)
         self.other = nn.Linear(3, 3).double()
         groups = [list(self.model.parameters())]
         if len(setting.optimizers) > 1:
@@ -207,6 +197,9 @@ class Training:
         modules = [*([self.model.body] if body else []), *(getattr(self.model, head) for head in heads)]
         return self.names_of(parameter for module in modules for parameter in module.parameters())
 
+    def _loss(self, x: Tensor, heads: str, body: bool = True) -> Tensor:
+        return sum(output.square().mean() for output in self.model(x, heads, body).values())  # type: ignore[return-value]
+
     def _run_backward(self, loss: Tensor, reached: frozenset[str], **options: Any) -> None:
         before = self._nonzero()
         loss.backward(**options)
@@ -237,7 +230,7 @@ class Training:
         if not reached:
             return
         x = self.other(x) if through else x
-        loss = sum(self.model(x, heads, body).values()) * factor
+        loss = self._loss(x, heads, body) * factor
         if penalty:
             inputs = [self.parameters[name] for name in sorted(reached)]
             slopes = torch.autograd.grad(loss, inputs, create_graph=True)
@@ -252,7 +245,7 @@ class Training:
         if not reached:
             return
         inputs = [self.parameters[name] for name in sorted(reached)]
-        slopes = torch.autograd.grad(sum(self.model(x, heads).values()), inputs)
+        slopes = torch.autograd.grad(self._loss(x, heads), inputs)
         if put:
             for parameter, slope in zip(inputs, slopes, strict=True):
                 PUT["=" if parameter.grad is None else put](parameter, slope)
@@ -319,7 +312,7 @@ class Training:
             nonlocal evaluations
             evaluations += 1
             self.optimizers[place].zero_grad()
-            loss = sum(self.model(x, heads).values())
+            loss = self._loss(x, heads)
             self._run_backward(loss, reached)
             if evaluations == 1:
                 self._happens("step", optimizer=place)
@@ -337,13 +330,13 @@ class Training:
         if not reached or self.kinds[place] == "lbfgs":
             return
         self.model.zero_grad()
-        self._run_backward(sum(self.model(x, heads).values()), reached)
+        self._run_backward(self._loss(x, heads), reached)
         moves = {name: 0.1 * item.grad.clone() for name, item in self.parameters.items() if item.grad is not None}
         with torch.no_grad():
             for name, move in moves.items():
                 self.parameters[name].add_(move)
         self.model.zero_grad()
-        self._run_backward(sum(self.model(x, heads).values()), reached)
+        self._run_backward(self._loss(x, heads), reached)
         with torch.no_grad():
             for name, move in moves.items():
                 self.parameters[name].sub_(move)
@@ -355,7 +348,9 @@ class Training:
             with torch.no_grad():
                 self.model(x)
         elif kind == "evaluator":
-            Engine(lambda engine, batch: {head: loss.item() for head, loss in self.model(batch).items()}).run([x])
+            Engine(lambda engine, batch: {head: output.sum().item() for head, output in self.model(batch).items()}).run(
+                [x]
+            )
         else:
             other = nn.Linear(3, 1).double()
             optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ from ignite.handlers import (
     global_step_from_engine,
 )
 from ignite.metrics import Accuracy, Loss
-from torch import Tensor, nn
+from torch import Tensor
 
 from ignite_monitor import (
     ActivationHandler,
@@ -33,6 +33,7 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
+from tests._models import ResNet
 
 Batch = tuple[Tensor, Tensor]
 LENGTH = 5  # iterations of an epoch
@@ -40,24 +41,7 @@ EPOCHS = 3
 SPIKE = 10  # the iteration whose batch is damaged
 
 
-# Models and data
-
-
-class Net(nn.Module):
-    """A small convolutional network with attention over its four places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
-        self.second = nn.Sequential(nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
-        self.dropout = nn.Dropout(0.2)
-        self.readout = nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        places = self.second(self.first(images)).flatten(2).mT
-        attended, _ = self.attention(places, places, places, need_weights=False)
-        return self.readout(self.dropout(attended.flatten(1)))
+# Data
 
 
 def images_of(count: int, seed: int = 0, size: int = 16) -> list[Batch]:
@@ -105,7 +89,7 @@ class Training:
 
     def __init__(self, skips: Iterable[int] = ()) -> None:
         torch.manual_seed(0)
-        self.model = Net()
+        self.model = ResNet(10, attention=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
         self.batches = images_of(LENGTH)
         self.skips = set(skips)

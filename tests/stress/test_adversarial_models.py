@@ -41,7 +41,7 @@ from tests._truth import (
     statistics_of_step,
     updates,
 )
-from tests.stress._models import BLOCKS, ROWS, WIDTH, Model, Plan, plans
+from tests.stress._models import BLOCKS, ROWS, WIDTH, Plan, plans
 from tests.stress._profile import examples
 
 HANDLERS = {
@@ -71,7 +71,7 @@ class Training:
     """A model, and a trainer that counts on nothing but a loss."""
 
     def __init__(self, plan: Plan) -> None:
-        self.model: Model = plan.build()
+        self.model = plan.build()
         self.optimizer = plan.make_optimizer(self.model)
         self.engine = Engine(self._step)
         self.states: list[Any] = []

@@ -132,14 +132,14 @@ def test_what_was_watched():
         "grad": {"grad/norm", "grad/threshold"},
         "update": {"monitor/update_ratio_median", "monitor/grad_max"},
         "activation": {
-            "activation/first.1/std", "attention_entropy/attention/head_1",
-            "gradient/readout.weight/l2_norm", "parameter/readout.bias/mean_abs",
-            "activation_difference/second/cosine", "parameter_difference/readout.weight/max_abs",
+            "activation/stem.1/std", "attention_entropy/places.attention/head_1",
+            "gradient/head.weight/l2_norm", "parameter/head.bias/mean_abs",
+            "activation_difference/residual/cosine", "parameter_difference/head.weight/max_abs",
         },
-        "rcc": {"rcc/weight_update/first.0", "rcc/input_drift/second.0"},
-        "spectral": {"spectral/norm_max", "spectral/update_norm_max", "spectral/topk/second.0.weight"},
+        "rcc": {"rcc/weight_update/stem.0", "rcc/input_drift/residual.conv"},
+        "spectral": {"spectral/norm_max", "spectral/update_norm_max", "spectral/topk/residual.conv.weight"},
         "stats": {"step/lr/group_0", "step/mfu", "step/parameter_norm"},
-        "alignment": {"alignment/z0_dW/second.0", "alignment/dZ_dW/readout"},
+        "alignment": {"alignment/z0_dW/residual.conv", "alignment/dZ_dW/head"},
     }  # fmt: skip
     for name, keys in families.items():
         assert keys <= alone(name)[LENGTH].keys()
