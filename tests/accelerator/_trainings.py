@@ -44,7 +44,7 @@ def transformer(blocks: int = 2, width: int = 16, records: bool = True) -> GPT:
 
 
 NORMS = {"norm": torch.linalg.vector_norm}
-ABOVE = {"above": Metric(lambda x: (x.abs() > 1).float(), aggregate="max")}
+CLAMPED = {"clamped": Metric(lambda x: x.abs().clamp(max=1), aggregate="max")}
 
 
 def _loss(engine: Engine) -> Tensor:
@@ -71,7 +71,7 @@ MONITORS: dict[str, Make] = {
     "ActivationHandler": lambda m, o, s: ActivationHandler(m, activations=True, attention=True),
     "ActivationHandler of weights": lambda m, o, s: ActivationHandler(m, parameters=True, gradients=True, scaler=s),
     "ActivationHandler, functions": lambda m, o, s: ActivationHandler(
-        m, activations=ABOVE, parameters=NORMS, gradients=NORMS, scaler=s
+        m, activations=CLAMPED, parameters=NORMS, gradients=NORMS, scaler=s
     ),
     "ActivationHandler, differences": lambda m, o, s: ActivationHandler(
         m, activation_differences=True, parameter_differences=True, reference="init"
