@@ -14,12 +14,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 from ignite_monitor.activation.attention import attention_entropy
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
 from tests._helpers import assert_same, unset_default_device
+from tests._models import Attention, Checkpointed, Lambda
 
 
 class Seen:
@@ -127,21 +128,6 @@ def test_transformers(place, padded, watch):
     assert clean()
 
 
-class Own(nn.Module):
-    """A user's own attention, and how it calls the function."""
-
-    def __init__(self, function=None, **arguments):
-        super().__init__()
-        self.project = nn.Linear(16, 48)
-        self.function = function
-        self.arguments = arguments
-
-    def forward(self, x):
-        query, key, value = self.project(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-        function = self.function or F.scaled_dot_product_attention
-        return function(query, key, value, **self.arguments).transpose(1, 2).flatten(2)
-
-
 def inputs(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -163,11 +149,11 @@ def test_a_module_of_ones_own(arguments, dtype, watch):
     given = dict(ARGUMENTS[arguments])
     if given.get("attn_mask") is not None and given["attn_mask"].dtype != torch.bool:
         given["attn_mask"] = given["attn_mask"].to(dtype)
-    model = nn.Sequential(Own(**given), nn.Linear(16, 16)).to(dtype)
+    model = nn.Sequential(Attention(16, 4, **given), nn.Linear(16, 16)).to(dtype)
     x = (inputs(2, 6, 16) * 3).to(dtype)
     seen = watch(model)
     model(x)
-    query, key, _ = model[0].project(x).double().unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+    query, key, _ = model[0].qkv(x).double().unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
     given.pop("dropout_p", None)
     if given.get("attn_mask") is not None and given["attn_mask"].dtype != torch.bool:
         given["attn_mask"] = given["attn_mask"].double()
@@ -178,7 +164,7 @@ def test_a_module_of_ones_own(arguments, dtype, watch):
 
 @pytest.mark.parametrize("function", [scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention])
 def test_functions_imported_by_name_are_seen(function, watch):
-    seen = watch(model := nn.Sequential(Own(function)))
+    seen = watch(model := nn.Sequential(Attention(16, 4, function)))
     model(inputs(2, 6, 16))
     assert seen.calls == ["0"]
 
@@ -278,7 +264,7 @@ def mixed():
     frozen = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval().requires_grad_(False)
     return nn.Sequential(
         frozen,
-        Own(dropout_p=0.2, is_causal=True),
+        Attention(16, 4, dropout_p=0.2, is_causal=True),
         nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True),
         nn.Linear(16, 2),
     )
@@ -313,16 +299,6 @@ def test_training_is_bitwise_the_same(autocast, watch):
     assert clean()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, **arguments):
-        super().__init__()
-        self.inner = mixed()[1:]
-        self.arguments = arguments
-
-    def forward(self, x):
-        return checkpoint(self.inner, x.requires_grad_(), **self.arguments)
-
-
 def save_products():
     return create_selective_checkpoint_contexts(
         lambda context, op, *args, **kwargs: (
@@ -339,41 +315,32 @@ def save_products():
 )
 def test_recomputation_in_backward_is_no_second_call(arguments, watch):
     torch.manual_seed(0)
-    plain, _ = train(watch, Checkpointed(**arguments), False)
+    plain, _ = train(watch, Checkpointed(mixed()[1:], **arguments), False)
     torch.manual_seed(0)
-    watched, seen = train(watch, Checkpointed(**arguments), True)
+    watched, seen = train(watch, Checkpointed(mixed()[1:], **arguments), True)
     assert_same([*plain], [*watched])
     assert seen.calls == ["inner.1", "inner.2.self_attn"] * 3
     assert clean()
 
 
 def test_a_gradient_taken_inside_a_forward(watch):
-    class Penalty(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Checkpointed(use_reentrant=True)
+    def forward(self, x):
+        x = x.requires_grad_()
+        self.inner(x).sum().backward()
+        return self.inner(x)
 
-        def forward(self, x):
-            x = x.requires_grad_()
-            self.inner(x).sum().backward()
-            return self.inner(x)
-
-    seen = watch(model := Penalty())
+    seen = watch(model := Lambda(forward, inner=Checkpointed(mixed()[1:], use_reentrant=True)))
     model(inputs(3, 6, 16))
     assert seen.calls == ["inner.inner.1", "inner.inner.2.self_attn"] * 2
     assert clean()
 
 
-class Fails(nn.Module):
-    def forward(self, x):
-        raise self.error
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_in_the_forward(error, watch):
-    failing = Fails()
-    failing.error = error("mine")
-    seen = watch(model := nn.Sequential(Own(), nn.Sequential(failing)))
+    def fail(self, x):
+        raise error("mine")
+
+    seen = watch(model := nn.Sequential(Attention(16, 4), nn.Sequential(Lambda(fail))))
     with pytest.raises(error, match="mine"):
         model(inputs(2, 6, 16))
     if error is KeyboardInterrupt:  # torch runs no hook then

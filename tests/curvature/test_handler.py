@@ -8,7 +8,6 @@ import logging
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.func import functional_call, grad, jacrev
@@ -18,18 +17,11 @@ from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
 from ignite_monitor.curvature.handler import start_vector
 from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
 from tests._helpers import assert_same, make_step, mse_loss, run_monitored, same
+from tests._models import Attention, Checkpointed, Lambda, Net
 
 
-class Net(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.dropout = nn.Dropout(dropout)
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, x):
-        return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
+def make_net(dropout=0.0):
+    return Net((4, 6, 1), nn.BatchNorm1d, dropout)
 
 
 def data(seed=0, count=32):
@@ -65,7 +57,7 @@ def measured(model, optimizer, batch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_as_the_exact_hessian(dtype):
     torch.manual_seed(0)
-    model = Net().to(dtype)
+    model = make_net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     batch = tuple(item.to(dtype) for item in data())
     for _ in range(2):
@@ -84,7 +76,7 @@ def test_as_the_exact_hessian(dtype):
 
 def test_of_adam_the_preconditioned_one_counts():
     torch.manual_seed(0)
-    model = Net().double()
+    model = make_net().double()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, betas=(0.8, 0.95), eps=1e-3)
     batch = tuple(item.double() for item in data())
     second = torch.zeros(sum(item.numel() for item in model.parameters()), dtype=torch.float64)
@@ -122,15 +114,8 @@ def test_dropout_has_the_same_masks():
     torch.manual_seed(3)
     mask = F.dropout(torch.ones(32, 6, dtype=torch.float64), 0.5)
 
-    class Thinned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model
-
-        def forward(self, x):
-            return self.layers[3](self.layers[1](self.layers[0](x)) * mask)
-
-    _, matrix = exact(Thinned(), batch)
+    thinned = Lambda(lambda self, x: self.layers[3](self.layers[1](self.layers[0](x)) * mask), layers=model)
+    _, matrix = exact(thinned, batch)
     torch.manual_seed(3)
     result = measured(model, optimizer, batch)
     assert result["curvature/hessian_max_eigenvalue"] == pytest.approx(
@@ -138,19 +123,10 @@ def test_dropout_has_the_same_masks():
     )
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = nn.Linear(8, 24), nn.Linear(8, 1)
-
-    def forward(self, x):
-        q, k, v = self.inner(x).view(4, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
-        return self.last(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).mean(1)
-
-
 def test_attention_has_a_second_derivative():
     torch.manual_seed(0)
-    model, batch = Attention().double(), (torch.randn(4, 5, 8).double(), torch.randn(4, 1).double())
+    model = nn.Sequential(Attention(8), Lambda(lambda self, x: x.mean(1)), nn.Linear(8, 1)).double()
+    batch = (torch.randn(4, 5, 8).double(), torch.randn(4, 1).double())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, matrix = exact(model, batch)
     result = measured(model, torch.optim.SGD(model.parameters(), 0.1), batch)
@@ -187,22 +163,12 @@ def three_iterations(model, optimizer, *, monitored=True, **kwargs):
     return seen, [parameter.detach() for parameter in model.parameters()]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.net, self.reentrant = Net(dropout=0.3), reentrant
-
-    def forward(self, x):
-        if self.reentrant is None:
-            return self.net(x)
-        return torch.utils.checkpoint.checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=self.reentrant)
-
-
 def test_checkpoints_are_searched_or_refused(caplog):
     result = {}
     for reentrant in (None, False, True):
         torch.manual_seed(0)
-        model = Checkpointed(reentrant)
+        model = make_net(dropout=0.3)
+        model = model if reentrant is None else Checkpointed(model, use_reentrant=reentrant)
         with caplog.at_level(logging.WARNING):
             result[reentrant] = three_iterations(model, torch.optim.SGD(model.parameters(), 0.1))
     for actual, references in zip(result[False][0], result[None][0], strict=True):
@@ -224,13 +190,14 @@ def test_compiled_models():
         assert [pytest.approx(item, rel=1e-3) for item in result[0]] == other
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.last = nn.Parameter(torch.randn(4, dtype=torch.cfloat)), nn.Linear(8, 1)
+def make_complex():
+    product = Lambda(lambda self, x: torch.view_as_real(x * self.weight), weight=nn.Parameter(torch.randn(4) + 0j))
+    return nn.Sequential(product, nn.Flatten(), nn.Linear(8, 1))
 
-    def forward(self, x):
-        return self.last(torch.view_as_real(x * self.weight).flatten(1))
+
+def make_sparse():
+    rows = Lambda(lambda self, x: self.embedding(x.abs().long()), embedding=nn.Embedding(10, 4, sparse=True))
+    return nn.Sequential(rows, nn.Flatten(), nn.Linear(16, 1))
 
 
 class Closing(nn.Sequential):
@@ -240,8 +207,8 @@ class Closing(nn.Sequential):
 
 
 NOT_MEASURED = {
-    "complex": (Complex, mse_loss, "a parameter is complex"),
-    "sparse": (lambda: nn.Sequential(Rows(), nn.Linear(16, 1)), mse_loss, "parse"),
+    "complex": (make_complex, mse_loss, "a parameter is complex"),
+    "sparse": (make_sparse, mse_loss, "parse"),
     "unreached": (
         lambda: nn.Linear(4, 1),
         lambda model, batch: batch[1].mean().requires_grad_(),
@@ -251,15 +218,6 @@ NOT_MEASURED = {
     "error": (lambda: nn.Linear(4, 1), lambda model, batch: model(batch), "must be Tensor"),
     "no copy": (lambda: Closing(nn.Linear(4, 1)), mse_loss, "a function over a module of the model"),
 }
-
-
-class Rows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4, sparse=True)
-
-    def forward(self, x):
-        return self.embedding(x.abs().long()).flatten(1)
 
 
 @pytest.mark.parametrize("case", NOT_MEASURED)
@@ -319,7 +277,7 @@ def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
 def test_along_the_step_of_adam():
     """The curvature of the preconditioned Hessian along the preconditioned gradient, in float64."""
     torch.manual_seed(0)
-    model = Net().double()
+    model = make_net().double()
     optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
     batch = tuple(item.double() for item in data())
     gradient, matrix = exact(model, batch)
@@ -330,7 +288,7 @@ def test_along_the_step_of_adam():
 
 
 def test_forward_hooks_that_the_copy_lacks_are_warned_of_once(caplog):
-    model = Net()
+    model = make_net()
     model.first.register_forward_hook(lambda module, args, output: 2 * output)
     with caplog.at_level(logging.WARNING):
         three_iterations(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -10,13 +10,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor.model.isolation import is_reference_run
 from ignite_monitor.model.names import modules_by_name
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
 from tests._helpers import assert_same
+from tests._models import Checkpointed
 from tests.reference._recorder import Recorder, watch
 
 
@@ -127,15 +127,7 @@ def test_a_pass_that_raises_is_forgotten():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_is_not_compared(use_reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=use_reentrant)
-
-    model = Checkpointed()
+    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), use_reentrant=use_reentrant)
     passes, recorder, warnings = watch(model)
     with passes.watched():
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
