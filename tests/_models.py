@@ -234,10 +234,10 @@ class FrozenEncoder(nn.Module):
         trainable: whether the encoder's parameters require a gradient, though none reaches them.
     """
 
-    def __init__(self, width: int, padding: Tensor, layers: int = 2, trainable: bool = False, nested: bool = True):
+    def __init__(self, width: int, padding: Tensor, trainable: bool = False, nested: bool = True) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=nested)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
         self.encoder = encoder.requires_grad_(trainable).eval()
         self.head, self.padding = nn.Linear(width, 1), padding
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
 from tests._helpers import assert_same, in_turn, make_step, run_monitored, square_loss
+from tests._models import FrozenEncoder, Lambda, make_model
 from tests._truth import statistics
 
 
@@ -149,12 +150,8 @@ def test_eval_mode_and_pauses_are_not_seen():
 
 
 def test_nonfinite_activations_are_counted_and_nothing_else_is_published_of_them():
-    class Broken(nn.Module):
-        def forward(self, x):
-            return x.masked_fill(x > 1, math.inf)
-
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 50), Broken())
+    model = nn.Sequential(nn.Linear(6, 50), Lambda(lambda self, x: x.masked_fill(x > 1, math.inf)))
     with torch.no_grad():
         count = (model[0](data()) > 1).sum().item()
     assert count > 0
@@ -260,18 +257,9 @@ def test_parameters_are_those_that_the_forward_pass_used():
 # The reference
 
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm, self.drop = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(self.norm(self.layer(x)))
-
-
 def test_differences_from_the_start_are_0_before_the_first_update():
     torch.manual_seed(0)
-    model, plain = Noisy(), Noisy()
+    model, plain = (make_model(dropout=0.5) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     initial = copy.deepcopy(model)
     torch.manual_seed(3)
@@ -283,7 +271,7 @@ def test_differences_from_the_start_are_0_before_the_first_update():
     for actual, references in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
         assert_same(actual, references)
     assert set(part(published[0], "activation_difference")) == {
-        f"{name}/{kind}" for name in ("layer", "norm", "drop", "_root_")
+        f"{name}/{kind}" for name in (*"01234", "_root_")
         for kind in ("mean", "std", "l2_norm", "max_abs", "nonfinite_count")
     }  # fmt: skip
     assert set(published[0].values()) == {0.0}
@@ -296,8 +284,8 @@ def test_differences_from_the_start_are_0_before_the_first_update():
     again(first).square().mean().backward()
     optimizer.step()
     with torch.no_grad():
-        wanted = expected_of_weights([again.layer(second).double() - initial.layer(second).double()])
-    assert part(published[1], "activation_difference/layer") == pytest.approx(wanted, rel=1e-3, abs=1e-8)
+        wanted = expected_of_weights([again[0](second).double() - initial[0](second).double()])
+    assert part(published[1], "activation_difference/0") == pytest.approx(wanted, rel=1e-3, abs=1e-8)
 
 
 def test_a_metric_of_differences_that_fails_is_raised():
@@ -423,20 +411,15 @@ def test_recording_leaves_training_as_it_is(around, value, caplog):
 
 
 def test_recorded_values_weigh_by_elements_and_names_are_checked(caplog):
-    class Gate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
+    def forward(self, x):
+        y = self.layer(x)
+        record("open", y > 0)
+        record("bias", 2, module=self.layer)
+        record("a b", 1.0)
+        record(3, 1.0)
+        return y
 
-        def forward(self, x):
-            y = self.layer(x)
-            record("open", y > 0)
-            record("bias", 2, module=self.layer)
-            record("a b", 1.0)
-            record(3, 1.0)
-            return y
-
-    model = Gate()
+    model = Lambda(forward, layer=nn.Linear(6, 4))
 
     def step(handler, optimizer, x):
         model(x[:2]), model(x[2:])
@@ -544,18 +527,10 @@ def test_dead_units_of_convolutions_are_channels(kind, batch):
 
 @pytest.mark.parametrize("aggregate", ["mean", "sum", "max", "min"])
 def test_an_empty_micro_batch_has_weight_0(aggregate):
-    class Routed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.expert = nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.expert(x[x[:, 0] > 0])
-
     def step(micro_batches):
         return lambda handler, optimizer, x: [model(item) for item in micro_batches(x.abs())] and None
 
-    model = Routed()
+    model = Lambda(lambda self, x: self.expert(x[x[:, 0] > 0]), expert=nn.Linear(6, 6))
     metrics = {"mean": True, "large": lambda x: x.abs() > 0.5}
     (alone,) = run(model, step(lambda x: [x]), activations=metrics, include="expert", aggregate=aggregate)
     (both,) = run(model, step(lambda x: [x, -x]), activations=metrics, include="expert", aggregate=aggregate)
@@ -576,33 +551,16 @@ def test_an_empty_micro_batch_has_weight_0(aggregate):
 def test_an_encoder_in_evaluation_mode_keeps_its_fast_path(trainable, chosen, nested, caplog, monkeypatch):
     """The fast path computes other last bits, and zeros where padding is."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).requires_grad_(trainable).eval()
-            self.head = nn.Linear(6, 1)
-
-        def train(self, mode=True):
-            super().train(mode)
-            self.encoder.eval()
-            return self
-
-        def forward(self, x):
-            padding = torch.arange(4)[None] >= torch.tensor([[4], [3]])
-            with torch.no_grad():
-                hidden = self.encoder(x.view(2, 4, 6), src_key_padding_mask=padding)
-            return self.head(hidden.mean(1))
-
+    padding = torch.arange(4)[None] >= torch.tensor([[4], [3]])
     fast, calls = torch._transformer_encoder_layer_fwd, []
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
 
     def train(**kwargs):
         torch.manual_seed(0)
         calls.clear()
-        model = Model().train()
+        model = nn.Sequential(nn.Unflatten(0, (2, 4)), FrozenEncoder(6, padding, trainable, nested)).train()
         published = run(model, batches=3, **kwargs)
-        return model.head.weight.detach().view(torch.uint8), len(calls), published
+        return model[1].head.weight.detach().view(torch.uint8), len(calls), published
 
     plain, count, _ = train(event=Events.ITERATION_STARTED(once=9))
     monitored, same_count, published = train(**chosen)
@@ -625,17 +583,12 @@ def test_tensors_in_transforms_are_skipped_with_one_warning(caplog):
 def test_a_compiled_model_is_compiled_once_and_measured_eagerly():
     from torch._dynamo.utils import counters
 
-    class Recording(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 5)
+    def forward(self, x):
+        y = self.layer(x).relu()
+        record("open", y > 0)
+        return y
 
-        def forward(self, x):
-            y = self.layer(x).relu()
-            record("open", y > 0)
-            return y
-
-    model = nn.Sequential(Recording(), nn.Linear(5, 3))
+    model = nn.Sequential(Lambda(forward, layer=nn.Linear(6, 5)), nn.Linear(5, 3))
     fast = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen, states = {}, []

@@ -15,6 +15,7 @@ from torch import nn
 
 from ignite_monitor import RCCHandler
 from ignite_monitor.reference.reference import detached_copy
+from tests._models import Lambda
 from tests._truth import rcc
 from tests.rcc._runs import measure, perturb
 
@@ -213,11 +214,6 @@ def test_small_updates_keep_their_digits(size):
     assert result["rcc/input_drift/1"] == pytest.approx(expected["rcc/input_drift/1"], rel=1e-3)
 
 
-class First(nn.Module):
-    def forward(self, outputs):
-        return outputs[0]
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_parts_add_up_in_random_networks(data):
@@ -240,7 +236,7 @@ def test_the_parts_add_up_in_random_networks(data):
             }[kind](size, after)
         )
         if kind == "attention":
-            layers.append(First())
+            layers.append(Lambda(lambda self, outputs: outputs[0]))
         size = after
     model = nn.Sequential(nn.Linear(width, width), *layers)
     shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
@@ -432,21 +428,15 @@ def test_own_copy_follows_the_model_to_another_device():
     assert handler.reference[0].weight.device.type == "meta"
 
 
-class Apart(nn.Module):
-    """Two layers, of which one alone meets what isn't finite."""
-
-    def __init__(self):
-        super().__init__()
-        self.finite, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.finite(x) + self.other(x / 0).nan_to_num()
-
-
 @pytest.mark.parametrize("x", [1.0, 0.0])
 def test_what_is_not_finite_is_absent(x):
     torch.manual_seed(0)
-    handler = RCCHandler(Apart())
+    model = Lambda(
+        lambda self, x: self.finite(x) + self.other(x / 0).nan_to_num(),
+        finite=nn.Linear(6, 3),
+        other=nn.Linear(6, 3),
+    )
+    handler = RCCHandler(model)
     perturb(handler.model)
     result = measure(handler, [torch.full((2, 6), x)])
     assert {name.split("/")[2] for name in result if name.count("/") > 1} == {"finite"}

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import assert_same, make_step, same, square_loss
+from tests._models import FrozenEncoder
 from tests._truth import rcc
 from tests.rcc._runs import measure, perturb
 
@@ -194,30 +195,12 @@ def test_a_reference_with_the_same_hooks_is_right(hook):
 # Layers that are not compared
 
 
-class Frozen(nn.Module):
-    """A frozen encoder in evaluation mode, whose fast path differs at padded positions, and a head that is trained."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2).requires_grad_(False).eval()
-        self.head = nn.Linear(8, 1)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.encoder.eval()
-        return self
-
-    def forward(self, x):
-        return self.head(self.encoder(x, src_key_padding_mask=torch.arange(5).expand(len(x), 5) > 2).sum(1))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_frozen_encoder_keeps_its_fast_path(caplog):
     outcomes = []
     for watched in (False, True):
         torch.manual_seed(0)
-        model = Frozen().train()
+        model = FrozenEncoder(8, torch.arange(5).expand(4, 5) > 2).train()
         optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
 
         engine, losses = Engine(make_step(model, optimizer, loss_of=square_loss)), []

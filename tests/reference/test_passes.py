@@ -16,7 +16,7 @@ from ignite_monitor.model.names import modules_by_name
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
 from tests._helpers import assert_same
-from tests._models import Checkpointed
+from tests._models import Checkpointed, Lambda
 from tests.reference._recorder import Recorder, watch
 
 
@@ -108,13 +108,12 @@ def test_passes_that_do_not_count():
 
 
 def test_a_pass_that_raises_is_forgotten():
-    class Raises(nn.Module):
-        def forward(self, x):
-            if not is_reference_run() and x.isnan().any():
-                raise ZeroDivisionError
-            return x
+    def fail(self, x):
+        if not is_reference_run() and x.isnan().any():
+            raise ZeroDivisionError
+        return x
 
-    model = nn.Sequential(nn.Linear(4, 4), Raises(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Lambda(fail), nn.Linear(4, 4))
     passes, recorder, warnings = watch(model)
     with passes.watched():
         with pytest.raises(ZeroDivisionError):
@@ -137,16 +136,11 @@ def test_recomputation_is_not_compared(use_reentrant):
 
 
 def test_root_called_within_itself():
-    class Recursive(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
+    def forward(self, x, depth=1):
+        x = self.linear(x)
+        return self(x, depth - 1) if depth else x
 
-        def forward(self, x, depth=1):
-            x = self.linear(x)
-            return self(x, depth - 1) if depth else x
-
-    model = Recursive()
+    model = Lambda(forward, linear=nn.Linear(2, 2))
     passes, recorder, warnings = watch(model)
     with passes.watched():
         model(torch.ones(2, 2))

@@ -29,6 +29,7 @@ from ignite_monitor import (
     record,
 )
 from tests._helpers import assert_same, make_step, run_monitored, same, square_loss
+from tests._models import Lambda
 
 
 class Net(nn.Module):
@@ -354,11 +355,7 @@ def test_each_recorder_keeps_the_spikes_of_its_own_monitor(tmp_path):
 def test_where_a_value_comes_from_that_is_not_finite(tmp_path):
     torch.manual_seed(0)
 
-    class Root(nn.Module):
-        def forward(self, x):
-            return x + (x * 0).sqrt()
-
-    model = nn.Sequential(nn.Linear(3, 4), Root(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), Lambda(lambda self, x: x + (x * 0).sqrt()), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = Engine(make_step(model, optimizer, loss_of=square_loss, leave_out=lambda _: True))
     monitor = GradMonitor(model)
