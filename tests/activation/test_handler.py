@@ -653,28 +653,21 @@ def test_complex_parameters_have_no_built_in_statistics(size, caplog):
     ]
 
 
-class Cast(nn.Module):
-    def forward(self, x):
-        return x.detach().to(torch.float8_e4m3fn)
-
-
-class Cached(nn.Module):
+def make_cached(rows):
     """Holds weights in float8, and makes an activation in float8."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.cast = Cast()
-        self.stored = nn.Parameter(torch.arange(3.0).repeat(rows, 1).to(torch.float8_e5m2), requires_grad=False)
 
     def forward(self, x):
         self.cast(x)
         return self.linear(x)
 
+    stored = nn.Parameter(torch.arange(3.0).repeat(rows, 1).to(torch.float8_e5m2), requires_grad=False)
+    cast = Lambda(lambda self, x: x.detach().to(torch.float8_e4m3fn))
+    return Lambda(forward, linear=nn.Linear(6, 3), cast=cast, stored=stored)
+
 
 @pytest.mark.parametrize("rows", [2, 30_000])
 def test_float8_is_measured_as_what_it_stands_for(rows):
-    model, other = Cached(rows), Cached(rows)
+    model, other = make_cached(rows), make_cached(rows)
     with torch.no_grad():
         other.stored.zero_()
     (values,) = run(
@@ -693,20 +686,9 @@ def test_float8_is_measured_as_what_it_stands_for(rows):
     assert part(values, "activation_difference/cast")["max_abs"] == 0
 
 
-class Turning(nn.Module):
-    """Calls one layer in the reference, and another one later on."""
-
-    def __init__(self):
-        super().__init__()
-        self.early, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.turned = False
-
-    def forward(self, x):
-        return self.late(x) if self.turned else self.early(x)
-
-
 def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
-    model = Turning()
+    layers = {"early": nn.Linear(6, 6), "late": nn.Linear(6, 6)}
+    model = Lambda(lambda self, x: self.late(x) if self.turned else self.early(x), turned=False, **layers)
     differences = {"norm": lambda actual, references: (actual - references).norm()}
     handlers = [
         ActivationHandler(model, activation_differences=differences, reference="init", prefix=prefix)

@@ -35,7 +35,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from tests._helpers import assert_same, make_batches, make_step
-from tests._models import Net, make_mlp
+from tests._models import Lambda, Net, make_mlp
 from tests._ranks import WORLD, ddp, fsdp, inner_of, run_scenarios, train, whole
 
 COUNT = 6
@@ -61,15 +61,10 @@ class Experts(nn.Module):
         return out + self.experts[1](y[large]).sum() if large.any() else out
 
 
-class Branch(nn.Module):
+def branching() -> nn.Module:
     """The inner layer is for samples that start with what isn't negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer, self.inner, self.never = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.outer(x) if x[0, 0] < 0 else self.outer(self.inner(x))
+    layers = {"outer": nn.Linear(4, 3), "inner": nn.Linear(4, 4), "never": nn.Linear(4, 4)}
+    return Lambda(lambda self, x: self.outer(x) if x[0, 0] < 0 else self.outer(self.inner(x)), **layers)
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -381,7 +376,7 @@ def test_histograms_are_of_own_batches_and_of_whole_parameters(results, wrap):
 def branch(rank: int | None) -> dict[str, Any]:
     """Iterations in which the first sample, which is the first rank's, and the second go different ways, or neither."""
     torch.manual_seed(2)
-    reference, x = Branch(), torch.randn(2, 1, 4)
+    reference, x = branching(), torch.randn(2, 1, 4)
     x[:, 0, 0] = torch.tensor([-1.0, 1.0])
 
     def make_train_step(model: nn.Module, optimizer: Any) -> Any:
@@ -391,7 +386,7 @@ def branch(rank: int | None) -> dict[str, Any]:
         return [RCCHandler(model, reference=reference)]
 
     data = [x, x.flip(0), -x.abs()]
-    return {"published": train(Branch, conditional, rank, data, monitors, step=make_train_step, rows=1).rows}
+    return {"published": train(branching, conditional, rank, data, monitors, step=make_train_step, rows=1).rows}
 
 
 def refused(rank: int) -> dict[str, Any]:

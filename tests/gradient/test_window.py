@@ -9,7 +9,7 @@ from torch import nn
 
 from ignite_monitor import ActivationHandler, GradMonitor, StaticThreshold, WeightUpdateHandler
 from tests._helpers import PUT, Recorder, grad_norm, in_turn, make_step, mlp_batches, mse_loss, train
-from tests._models import make_mlp
+from tests._models import Lambda, make_mlp
 
 CLOSE = {"rel": 1e-5}
 
@@ -47,19 +47,14 @@ def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
 
 
 def test_gradients_and_parameters_that_are_inference_tensors_stop_nothing():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            with torch.inference_mode():
-                self.backbone = nn.Linear(4, 4)
-            self.head = nn.Linear(4, 2)
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.backbone(x)
+        return self.head(x)
 
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.backbone(x)
-            return self.head(x)
-
-    model, truth = Net(), []
+    with torch.inference_mode():
+        backbone = nn.Linear(4, 4)
+    model, truth = Lambda(forward, backbone=backbone, head=nn.Linear(4, 2)), []
     optimizer = sgd(model, lr=0.1)
 
     def step(engine, batch):

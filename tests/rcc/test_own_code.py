@@ -14,31 +14,29 @@ from torch.func import functional_call
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import assert_same, make_step, same, square_loss
-from tests._models import FrozenEncoder
+from tests._models import FrozenEncoder, Lambda
 from tests._truth import rcc
 from tests.rcc._runs import measure, perturb
 
 # Weights that are lent for a call
 
 
-class Hyper(nn.Module):
+def make_hyper():
     """The weights of one layer are made by another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.make, self.base, self.head = nn.Linear(4, 128), nn.Linear(8, 16), nn.Linear(16, 2)
-        self.z = nn.Parameter(torch.randn(4))
 
     def forward(self, x):
         weight = self.make(self.z).view(16, 8)
         return self.head(functional_call(self.base, {"weight": weight}, (x,)))
+
+    layers = {"make": nn.Linear(4, 128), "base": nn.Linear(8, 16), "head": nn.Linear(16, 2)}
+    return Lambda(forward, **layers, z=nn.Parameter(torch.randn(4)))
 
 
 @pytest.mark.parametrize("size", [0.0, 0.1])
 @pytest.mark.parametrize("monitor", [RCCHandler, AlignmentHandler])
 def test_a_layer_whose_weights_are_lent_is_skipped(monitor, size, caplog):
     torch.manual_seed(0)
-    model, x = Hyper(), torch.randn(6, 8)
+    model, x = make_hyper(), torch.randn(6, 8)
     handler = monitor(model)
     start = copy.deepcopy(model).double()
     if size:
@@ -78,7 +76,7 @@ def test_the_whole_model_may_be_called_with_lent_weights(caplog):
 
 def test_differences_of_outputs_need_no_weights(caplog):
     torch.manual_seed(0)
-    model, x = Hyper(), torch.randn(6, 8)
+    model, x = make_hyper(), torch.randn(6, 8)
     handler = ActivationHandler(model, activation_differences={"max_abs": True}, reference="init")
     start = copy.deepcopy(model)
     perturb(model)

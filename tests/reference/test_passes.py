@@ -16,7 +16,7 @@ from ignite_monitor.model.names import modules_by_name
 from ignite_monitor.reference.passes import ReferencePasses
 from ignite_monitor.reference.reference import Reference
 from tests._helpers import assert_same
-from tests._models import Checkpointed, Lambda
+from tests._models import Checkpointed, Lambda, make_mlp
 from tests.reference._recorder import Recorder, watch
 
 
@@ -151,15 +151,10 @@ def test_root_called_within_itself():
 
 
 def test_calls_that_do_not_pair_are_skipped():
-    class Routed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.expert, self.other = nn.Linear(2, 1), nn.Linear(2, 2), nn.Linear(2, 2)
+    def forward(self, x):
+        return self.expert(x) if self.gate(x).mean() > 0 else self.other(x)
 
-        def forward(self, x):
-            return self.expert(x) if self.gate(x).mean() > 0 else self.other(x)
-
-    model = Routed()
+    model = Lambda(forward, gate=nn.Linear(2, 1), expert=nn.Linear(2, 2), other=nn.Linear(2, 2))
     passes, recorder, warnings = watch(model)
     with torch.no_grad():
         model.gate.bias.copy_(-model.gate(torch.ones(2, 2))[0] * 2)
@@ -186,16 +181,11 @@ def test_a_reference_that_fails_is_reported_once():
 
 
 def test_a_model_that_makes_a_backward_pass_in_its_forward():
-    class Force(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
 
-        def forward(self, x):
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
-
-    model = Force()
+    model = Lambda(forward, energy=make_mlp(sizes=(3, 8, 1)))
     passes, recorder, warnings = watch(model)
     with passes.watched():
         for _ in range(2):
@@ -224,21 +214,13 @@ def test_errors_of_the_comparison_skip_the_call(where):
 
 
 def test_shared_modules_of_model_and_reference():
-    class Net(nn.Module):
-        def __init__(self, body):
-            super().__init__()
-            self.body, self.head = body, nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.head(self.body(x))
-
     body = nn.Linear(2, 2)
-    model = Net(body)
-    passes, recorder, warnings = watch(model, Net(body))
+    model, reference = (nn.Sequential(body, nn.Linear(2, 2)) for _ in range(2))
+    passes, recorder, warnings = watch(model, reference)
     with passes.watched():
         model(torch.ones(2, 2))
-    assert recorder.differences()["body"] == [0.0]
-    assert recorder.differences()["head"][0] > 0
+    assert recorder.differences()["0"] == [0.0]
+    assert recorder.differences()["1"][0] > 0
     assert warnings == []
 
 

@@ -14,6 +14,7 @@ from ignite_monitor import RoutingHandler
 from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.routing.decisions import routing_sums, routing_values
 from tests._helpers import in_turn, make_step, run_monitored, square_loss
+from tests._models import Lambda
 
 EXPERTS, K = 5, 2
 DURING = ("evaluation", "reference")  # other passes than those of training
@@ -156,19 +157,13 @@ def test_routers_of_transformers_report_the_experts_that_they_chose():
     mask = torch.tensor([[[1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]])
     weight = torch.ones(1)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.top = router_class("SomeTopkRouter", lambda self, x: (x * logits, x, indices))()
-            self.one = router_class("SomeTop1Router", lambda self, x: (mask, x, x * logits.unsqueeze(0)))()
-            self.not_one = router_class("SomeTop2Router", lambda self, x: (mask, x, x * logits))()
-
-        def forward(self, x):
-            self.top(self.scale), self.one(self.scale), self.not_one(self.scale)
-            return x * self.scale
-
-    model = Model()
+    model = Lambda(
+        lambda self, x: (self.top(self.scale), self.one(self.scale), self.not_one(self.scale)) and x * self.scale,
+        scale=nn.Parameter(torch.ones(())),
+        top=router_class("SomeTopkRouter", lambda self, x: (x * logits, x, indices))(),
+        one=router_class("SomeTop1Router", lambda self, x: (mask, x, x * logits.unsqueeze(0)))(),
+        not_one=router_class("SomeTop2Router", lambda self, x: (mask, x, x * logits))(),
+    )
     (row,) = run_monitored(train_step(model), [weight], RoutingHandler(model))
     assert of_layer(row, "top") == pytest.approx(counted(indices, logits))
     assert row["routing/margin/top"] == pytest.approx((-2 - 2 + 0) / 3)

@@ -14,6 +14,7 @@ from torch import nn
 from ignite_monitor.scaling import AlignmentHandler, parametrize
 from ignite_monitor.scaling.alignment import row_alignment
 from tests._helpers import make_batches, make_step, run_monitored
+from tests._models import Lambda
 from tests.scaling._models import mlp
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
@@ -72,17 +73,12 @@ def test_convolutions_and_tables():
     """A row is a sample, n the kernel's size times the channels; a table adds nothing up."""
     torch.manual_seed(0)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.conv = nn.Embedding(7, 4), nn.Conv1d(4, 5, 3, stride=2)
-            self.up, self.head = nn.ConvTranspose1d(5, 4, 4, stride=2), nn.Linear(4, 3)
+    def forward(self, x):
+        x = self.table((x[:, :6].abs() * 3).long().clamp(max=6)).transpose(1, 2)
+        return self.head(self.up(self.conv(x).tanh()).mean(-1))
 
-        def forward(self, x):
-            x = self.table((x[:, :6].abs() * 3).long().clamp(max=6)).transpose(1, 2)
-            return self.head(self.up(self.conv(x).tanh()).mean(-1))
-
-    model = Net()
+    up, head = nn.ConvTranspose1d(5, 4, 4, stride=2), nn.Linear(4, 3)
+    model = Lambda(forward, table=nn.Embedding(7, 4), conv=nn.Conv1d(4, 5, 3, stride=2), up=up, head=head)
     start = copy.deepcopy(model)
     handler = AlignmentHandler(model, sample_size=1000)
     inputs = {}

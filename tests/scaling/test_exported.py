@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
+from tests._models import Lambda
 from tests.scaling._models import multipliers, weight_of
 
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -126,32 +127,30 @@ def test_multihead_attention(dims):
     assert "first" in inputs_of(parametrization, layers[f"between.{names[0]}"])
 
 
-class Weight(nn.Module):
-    def __init__(self, *shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(*shape))
+def make_weight(*shape):
+    return nn.ParameterDict({"weight": torch.randn(*shape)})
 
 
 FUNCTIONAL = {
-    "linear": (lambda n: Weight(n, n), lambda m, x: F.linear(x, m.weight), 1),
-    "matmul": (lambda n: Weight(n, 2 * n), lambda m, x: x @ m.weight, 2),
-    "transposed": (lambda n: Weight(2 * n, n), lambda m, x: torch.matmul(x, 1.0 * m.weight.T), 2),
-    "from the left": (lambda n: Weight(n, n), lambda m, x: (m.weight @ x.mT).mT, 1),
-    "einsum": (lambda n: Weight(n, 2 * n), lambda m, x: torch.einsum("btn,nm->btm", x, m.weight), 2),
+    "linear": (lambda n: make_weight(n, n), lambda m, x: F.linear(x, m.weight), 1),
+    "matmul": (lambda n: make_weight(n, 2 * n), lambda m, x: x @ m.weight, 2),
+    "transposed": (lambda n: make_weight(2 * n, n), lambda m, x: torch.matmul(x, 1.0 * m.weight.T), 2),
+    "from the left": (lambda n: make_weight(n, n), lambda m, x: (m.weight @ x.mT).mT, 1),
+    "einsum": (lambda n: make_weight(n, 2 * n), lambda m, x: torch.einsum("btn,nm->btm", x, m.weight), 2),
     "einsum of heads": (
-        lambda n: Weight(n // 4, 4, n),
+        lambda n: make_weight(n // 4, 4, n),
         lambda m, x: torch.einsum("...hd,hdm->...m", x.unflatten(-1, (-1, 4)), m.weight),
         1,
     ),
-    "experts": (lambda n: Weight(4, n, n), lambda m, x: F.linear(x, m.weight[0]) + F.linear(x, m.weight[3]), 1),
-    "batched experts": (lambda n: Weight(2, n, n), lambda m, x: torch.bmm(x, m.weight), 1),
-    "addmm": (lambda n: Weight(n, n), lambda m, x: torch.addmm(torch.zeros(x.shape[-1]), x[0], m.weight), 1),
+    "experts": (lambda n: make_weight(4, n, n), lambda m, x: F.linear(x, m.weight[0]) + F.linear(x, m.weight[3]), 1),
+    "batched experts": (lambda n: make_weight(2, n, n), lambda m, x: torch.bmm(x, m.weight), 1),
+    "addmm": (lambda n: make_weight(n, n), lambda m, x: torch.addmm(torch.zeros(x.shape[-1]), x[0], m.weight), 1),
     "added": (
         lambda n: nn.ParameterDict({"weight": torch.randn(2, n, n), "bias": torch.randn(2, n)}),
         lambda m, x: torch.baddbmm(m.bias[:, None], x, m.weight),
         1,
     ),
-    "conv": (lambda n: Weight(n, n, 1), lambda m, x: F.conv1d(x.mT, m.weight).mT, 1),
+    "conv": (lambda n: make_weight(n, n, 1), lambda m, x: F.conv1d(x.mT, m.weight).mT, 1),
 }
 
 
@@ -314,16 +313,12 @@ def test_heads_that_grow_are_reported_wherever_they_are_scaled(cases, caplog):
 def test_weights_that_are_joined_are_refused():
     """The share of each parameter in the product is unknown."""
 
-    class Joined(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.one, self.other = nn.Parameter(torch.randn(n, n)), nn.Parameter(torch.randn(n, n))
-
-        def forward(self, x):
-            return F.linear(x, torch.cat([self.one, self.other]))
+    def joined(n):
+        one, other = (nn.Parameter(torch.randn(n, n)) for _ in range(2))
+        return Lambda(lambda self, x: F.linear(x, torch.cat([self.one, self.other])), one=one, other=other)
 
     with pytest.raises(TracingError, match=r"uses between.one and between.other as one weight"):
-        parametrize(lambda n: Between(n, Joined, out=2 * n), WIDTHS, sample_input=X)
+        parametrize(lambda n: Between(n, joined, out=2 * n), WIDTHS, sample_input=X)
 
 
 # What keeps its values

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
+from tests._models import Lambda
 from tests.scaling import _models
 from tests.scaling._models import multipliers, weight_of
 
@@ -98,17 +99,13 @@ def test_seed_of_torch_decides_wherever_the_weights_are():
 def test_the_model_is_only_initialized():
     """Export leaves training flags, buffers, attributes and RNG states of modules as they are."""
 
-    class Counting(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.calls, self.norm, self.generator = 0, nn.BatchNorm1d(n), random.Random(5)
-
-        def forward(self, x):
-            self.calls += 1
-            return self.norm(x) + self.generator.random()
+    def count(self, x):
+        self.calls += 1
+        return self.norm(x) + self.generator.random()
 
     def make(n):
-        return nn.Sequential(nn.Linear(6, n), Counting(n), nn.Linear(n, 3))
+        counting = Lambda(count, calls=0, norm=nn.BatchNorm1d(n), generator=random.Random(5))
+        return nn.Sequential(nn.Linear(6, n), counting, nn.Linear(n, 3))
 
     model = made(make).model
     assert model[1].calls == 0

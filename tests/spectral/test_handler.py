@@ -15,6 +15,7 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
 from tests._helpers import assert_same, make_step, run_monitored
+from tests._models import Lambda
 from tests._truth import copies, spectral, spectral_norm
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
@@ -174,15 +175,14 @@ def measured(model, **arguments):
 
 
 def test_stacked_experts_are_measured_each_for_itself():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(3, 8, 2))  # (experts, out, in)
-            self.down = nn.Parameter(torch.randn(3, 8, 2))  # (experts, in, out), as its bias tells
-            self.down_bias = nn.Parameter(torch.zeros(3, 2))
-            self.grid = nn.Parameter(torch.randn(2, 2, 4, 5))
-
-    model = Experts()
+    model = nn.ParameterDict(
+        {
+            "up": torch.randn(3, 8, 2),  # (experts, out, in)
+            "down": torch.randn(3, 8, 2),  # (experts, in, out), as its bias tells
+            "down_bias": torch.zeros(3, 2),
+            "grid": torch.randn(2, 2, 4, 5),
+        }
+    )
     got = measured(model)
     expected = {
         f"norm/{name}/{i}": spectral_norm(matrix)
@@ -260,14 +260,12 @@ def test_weights_that_are_computed_are_measured_as_they_act():
 def test_measuring_parametrized_weights_changes_nothing():
     """Spectral normalisation changes its buffers whenever anyone looks at the weight in training."""
 
-    class Noisy(nn.Module):
-        def forward(self, weight):
-            return weight + torch.randn(weight.shape)
-
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.ConvTranspose1d(2, 2, 1), nn.Linear(3, 3))
     for module in model[:3]:
         torch.nn.utils.parametrizations.spectral_norm(module)
-    torch.nn.utils.parametrize.register_parametrization(model[3], "weight", Noisy())
+    torch.nn.utils.parametrize.register_parametrization(
+        model[3], "weight", Lambda(lambda self, weight: weight + torch.randn(weight.shape))
+    )
     before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     got = measured(model)
     assert_same([*before.values()], [*model.state_dict().values()])

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents
 from tests._helpers import make_step
+from tests._models import Lambda
 from tests._oracle import LARGEST, SMALLEST, Oracle, Rule, function, mean_std, robust, static
 from tests.stress._profile import examples
 
@@ -89,15 +90,10 @@ def runs(draw: Any) -> Run:
     )
 
 
-class Weights(nn.Module):
+def make_weights(dtype: torch.dtype) -> Lambda:
     """Weights of which a train step chooses the gradient: the derivative of their product with it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=dtype))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    return Lambda(lambda self, gradient: (self.weight * gradient).sum(), weight=weight)
 
 
 class Observed:
@@ -105,7 +101,7 @@ class Observed:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.model = Weights(run.dtype)
+        self.model = make_weights(run.dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.scaler = GradScaler("cpu", init_scale=1.0) if run.scaled else None
         self.scales: list[float] = []

@@ -9,23 +9,19 @@ from torch import nn
 
 from ignite_monitor import WeightUpdateHandler
 from tests._helpers import in_turn, make_step, square_loss
+from tests._models import Lambda
 
 
-class Net(nn.Module):
+def make_net(blocks=2, spare=True):
     """Blocks, the last of which may be skipped, and a layer that is not used."""
-
-    def __init__(self, blocks=2, spare=True):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
-        self.head = nn.Linear(4, 2)
-        self.deep = True
-        if spare:
-            self.spare = nn.Linear(4, 2, bias=False)
 
     def forward(self, x):
         for block in self.blocks if self.deep else self.blocks[:-1]:
             x = block(x)
         return self.head(x)
+
+    layers = {"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks)), "head": nn.Linear(4, 2)}
+    return Lambda(forward, deep=True, **layers, **({"spare": nn.Linear(4, 2, bias=False)} if spare else {}))
 
 
 def warnings(caplog, model, *optimizers, given=None, iterations=5, deep=lambda iteration: True, patience=3):
@@ -49,7 +45,7 @@ def sgd(*modules):
 
 
 def test_a_model_that_trains_whole_is_not_reported(caplog):
-    model = Net(spare=False)
+    model = make_net(spare=False)
     first, second = sgd(model.blocks), sgd(model.head)
     for given in (None, first, second):
         assert warnings(caplog, model, first, second, given=given) == ([], [])
@@ -58,7 +54,7 @@ def test_a_model_that_trains_whole_is_not_reported(caplog):
 @pytest.mark.parametrize("patience", [1, 3])
 @pytest.mark.parametrize("given", [False, True])
 def test_one_warning_names_both_kinds(caplog, given, patience):
-    model = Net()
+    model = make_net()
     model.blocks[0].requires_grad_(False)  # on purpose
     optimizer = sgd(model.blocks[0], model.head, model.spare)
     given = optimizer if given else None
@@ -70,13 +66,13 @@ def test_one_warning_names_both_kinds(caplog, given, patience):
 
 
 def test_long_lists_are_cut(caplog):
-    model = Net(blocks=40, spare=False)
+    model = make_net(blocks=40, spare=False)
     (text,), _ = warnings(caplog, model, sgd(model.head))
     assert text.count("blocks.") == 10
     assert text.endswith("and 70 more")
 
 
 def test_one_gradient_is_enough(caplog):
-    model = Net(spare=False)
+    model = make_net(spare=False)
     assert warnings(caplog, model, sgd(model), deep=lambda iteration: iteration == 2) == ([], [])
     assert len(warnings(caplog, model, sgd(model), deep=lambda iteration: iteration == 4)[0]) == 1
