@@ -43,7 +43,7 @@ and largest update ratio of every optimizer step equal float64 arithmetic, and S
 
 {steps}
 
-An optimizer step in an event handler is not monitored, which a warning says: tested with an actor-critic.
+An optimizer step in an event handler is not monitored, and a warning reports it: tested with an actor-critic.
 
 Versions: {versions}.
 

@@ -263,7 +263,7 @@ def actor_critic(problem: Problem) -> None:
 
 
 def test_actor_critic(caplog):
-    """An optimizer step in an event handler is not monitored, which a warning says."""
+    """An optimizer step in an event handler is not monitored, and a warning reports it."""
     monitored, plain = made(actor_critic), made(actor_critic)
     attach_monitors(monitored.trainer, *monitored.watched[""], every=1)
     with caplog.at_level(logging.WARNING):
