@@ -13,6 +13,7 @@ from ignite_monitor.model.names import held_by, listed, named_parameters, parame
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.samples import is_measurable, local
 from ignite_monitor.model.tensors import is_same, leaves_of
+from ignite_monitor.routing.decisions import parameters_around_routers
 
 TEXTS = {
     "not_optimized": "in no optimizer, but with requires_grad=True: {}. Add them to one, or set requires_grad=False",
@@ -84,8 +85,8 @@ class Evidence:
 
     def _of_parameters(self) -> dict[str, tuple[Any, list[Any]]]:
         names = {id(parameter): name for name, parameter, _ in named_parameters(self.model)}
-        trained = [item for item in self.held if item.requires_grad]
-        idle = [item for item in trained if id(item) not in self.seen]
+        trained, routed = [item for item in self.held if item.requires_grad], parameters_around_routers(self.model)
+        idle = [item for item in trained if id(item) not in self.seen | routed]
         share = sum(item.numel() for item in idle) / max(sum(item.numel() for item in trained), 1)
         is_left = any(self.values["step"]) and all(self.values["unchanged"])
         left = [item for item in self.others if id(item) in self.seen and is_left]

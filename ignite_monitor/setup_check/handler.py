@@ -32,9 +32,8 @@ from ignite_monitor.weight_update.train_step import MeasuredStep
 class SetupCheck(Monitor):
     """Check model, optimizer, batches and loss in the first iterations of a run.
 
-    Then the log has one block: "no problems found", or a list of findings. Only what is certain is reported. Parameters
-    without a gradient are reported if they have at least 5 % of the optimizer's elements. A run from iteration 1 is
-    checked again. Nothing is published. Host and device are synchronized once, when the check ends.
+    Then the log has one block: "no problems found", or a list of findings. Only what is certain is reported. A run from
+    iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).

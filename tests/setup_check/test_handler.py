@@ -312,6 +312,8 @@ def experts(model):
     return lambda x: next(turns)(x)
 
 
+Router = type("SomeTop1Router", (nn.Identity,), {"__module__": "transformers.models.some"})
+
 HEALTHY = {
     "plain": setup,
     "zeroed after the step": lambda: setup(zero_at="end", set_to_none=False),
@@ -320,6 +322,7 @@ HEALTHY = {
     # No step in the checked iterations, so there is nothing to say of steps.
     "accumulated for long": lambda: setup(Parts(unused=3), lambda model: sgd(model.used, 0.0), every=8),
     "LBFGS": lambda: setup(nn.Linear(6, 3), lambda m: torch.optim.LBFGS(m.parameters(), 0.1, 3), closure=True),
+    "unused expert": lambda: called(lambda m: m[1], nn.ModuleList([Router(), nn.Linear(6, 3), nn.Linear(6, 3)])),
     "experts": lambda: called(experts, nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])),
     "GAN, generator": gan,
     "GAN, discriminator": lambda: gan(of_generator=False),
