@@ -9,8 +9,6 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from ignite_monitor import MeanStdThreshold, RobustThreshold, StaticThreshold
 from tests._truth import Event, Values
 
@@ -361,22 +359,20 @@ def spikes_in_losses(
     losses: Iterable[float], k: float = 4.5, decay: float = 0.99, warmup: int = 20
 ) -> tuple[list[bool], float]:
     """Return whether each loss is a spike, and the threshold for the logarithm of the next one."""
-    logs, spikes, row = [], [], 0
+    logs: list[float] = []
+    steps: list[float] = []  # from the mean of the logarithms before
+    spikes, row = [], 0
     for loss in [*losses, math.e]:
         if not math.isfinite(loss) or loss <= 0:
             spikes.append(not math.isfinite(loss))
             continue
-        limit = math.inf
+        mean, limit = mean_of(logs, decay), math.inf
         if len(logs) >= warmup:
-            weights = decay ** np.arange(len(logs) - 1, -1, -1.0)
-            # weights[-n:] are those of the first n when they were all
-            levels = [np.average(logs[:n], weights=weights[-n:]) for n in range(1, len(logs) + 1)]
-            steps = np.array([0.0, *(np.array(logs[1:]) - levels[:-1])])
-            drift = np.average(steps, weights=weights)
-            unbiased = weights.sum() - (weights**2).sum() / weights.sum()
-            limit = levels[-1] + drift + k * math.sqrt((weights * (steps - drift) ** 2).sum() / unbiased)
+            limit = mean + mean_of(steps, decay) + k * std_of(steps, decay)
         spikes.append(math.log(loss) > limit)
         row = row + 1 if spikes[-1] else 0
         if row < 2:
-            logs.append(min(math.log(loss), limit))
+            entering = min(math.log(loss), limit)
+            steps.append(entering - mean if logs else 0.0)
+            logs.append(entering)
     return spikes[:-1], limit

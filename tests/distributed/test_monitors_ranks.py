@@ -37,6 +37,7 @@ from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from tests._helpers import assert_same, make_batches, make_step
 from tests._models import Lambda, Net, make_mlp
 from tests._ranks import WORLD, ddp, fsdp, inner_of, run_scenarios, train, whole
+from tests._truth import norm
 
 COUNT = 6
 
@@ -320,7 +321,7 @@ def clipped(wrap: Callable[[nn.Module], Any], rank: int) -> dict[str, Any]:
         def note(family: str) -> None:
             for name, item in model.named_parameters():
                 if item.grad is not None:  # fully_shard has none before the last backward
-                    truth[f"{family}/{name.removeprefix('module.')}/norm"] = float(whole(item.grad).double().norm())
+                    truth[f"{family}/{name.removeprefix('module.')}/norm"] = norm(item.grad)
 
         before, after = lambda engine: note("gradient"), lambda engine: note("gradient_after_clip")
         return make_step(model, optimizer, 2, reduce_last=True, clip=1e-3, after_backward=before, before_step=after)

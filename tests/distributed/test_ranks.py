@@ -37,6 +37,7 @@ from tests._helpers import assert_same, grad_norm, make_batches, make_step, mse_
 from tests._models import Net
 from tests._oracle import Oracle, mean_of
 from tests._ranks import WORLD, ddp, fsdp, inner_of, launch, launched, run_scenarios, train, unwrapped, whole
+from tests._truth import norm
 
 COUNT = 26
 SPIKE = 24
@@ -544,12 +545,8 @@ def test_ranks_with_gradients_of_their_own(results, name):
     both = results(name)
     for place in range(COUNT):
         gradients = torch.stack([result["own"][place] for result in both])
-        if name == "sum":
-            expected = float(gradients.square().sum().sqrt())
-        elif name == "mean":
-            expected = float((gradients.square().sum() / WORLD).sqrt())
-        else:
-            expected = float(gradients.abs().max())
+        expected = norm(gradients, math.inf if name == "sum inf" else 2.0)
+        expected /= math.sqrt(WORLD) if name == "mean" else 1.0
         for result in both:
             assert result["seen"][place]["grad/norm"] == approx(expected)
             assert math.isfinite(result["seen"][place]["grad/norm"])

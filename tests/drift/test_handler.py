@@ -10,6 +10,7 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import DriftMonitor, HealthyCheckpoint, MonitorEvents, RollbackHandler
+from tests._oracle import weighted
 
 
 def noise(count, seed=0):
@@ -48,7 +49,7 @@ def oracle(values, sides):
         if not math.isfinite(value):
             expected.append((0.0, *sums))
             continue
-        mean, smoothed = (means[-1] if means else 0.0), (weighted(means) if means else 0.0)
+        mean, smoothed = (means[-1] if means else 0.0), (weighted(means, 0.995) if means else 0.0)
         std = math.sqrt(variance)
         if len(past) >= 150:
             for i, sign in enumerate((1, -1)):
@@ -57,7 +58,7 @@ def oracle(values, sides):
         past.append(value)
         bound = 4 * std if len(past) > 20 else math.inf
         clipped.append(max(mean - bound, min(mean + bound, value)))
-        means.append(weighted(clipped))
+        means.append(weighted(clipped, 0.995))
         rate = 1 / sum(0.995**i for i in range(len(clipped)))
         variance = (1 - rate) * (variance + rate * (clipped[-1] - mean) ** 2)
         drift = any(sums[i] > 12 for i in sides)
@@ -65,11 +66,6 @@ def oracle(values, sides):
         if drift:
             past, means, clipped, sums, variance = [], [], [], [0.0, 0.0], 0.0
     return expected
-
-
-def weighted(values):
-    weights = [0.995 ** (len(values) - 1 - i) for i in range(len(values))]
-    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
 
 
 @pytest.mark.parametrize(("direction", "sides"), [("up", [0]), ("down", [1]), ("both", [0, 1])])

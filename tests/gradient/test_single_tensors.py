@@ -58,7 +58,7 @@ def expected(norms):
     for of_step in norms:
         seen = detections_by(oracles, of_step)
         spikes = {n for n, v in seen.items() if v.spike}
-        total = math.sqrt(math.fsum(x * x for x in of_step.values()))
+        total = math.hypot(*of_step.values())
         is_spike = whole.expect(total)["spike"] or bool(spikes)
         above = {n: max(of_step[n] - v.threshold, 0.0) for n, v in seen.items()}
         excess = above if any(above.values()) else {n: max(of_step[n] - v.mean, 0.0) for n, v in seen.items()}
@@ -95,7 +95,7 @@ def test_a_tensor_above_its_own_threshold_makes_a_spike_and_is_named(how):
     published = recorder.metrics[BAD * every - 1]
     assert recorder.flags[BAD * every - 1]
     assert published["grad/spike_count"] == 1
-    total = math.sqrt(math.fsum(x * x for x in training.norms[BAD - 1].values()))
+    total = math.hypot(*training.norms[BAD - 1].values())
     assert published["grad/norm"] == pytest.approx(total, rel=1e-6)
     # With so small a tensor the norm of all alone would not be a spike.
     assert published["grad/norm"] < published["grad/threshold"]
@@ -165,11 +165,11 @@ def test_on_spike(how):
         return
     oracles, whole = {}, Oracle()
     for of_step in training.norms[: BAD - 1]:
-        whole.expect(math.sqrt(math.fsum(x * x for x in of_step.values())))
+        whole.expect(math.hypot(*of_step.values()))
         for n, v in detections_by(oracles, of_step).items():
             oracles[n].observe(v)
     bad = training.norms[BAD - 1]
-    total = math.sqrt(math.fsum(x * x for x in bad.values()))
+    total = math.hypot(*bad.values())
     ratios = [v.threshold / v.norm for v in detections_by(oracles, bad).values()]
     factor = min(1.0, whole.expect(total)["threshold"] / total, *ratios)
     assert factor < 0.5

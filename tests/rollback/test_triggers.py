@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from ignite_monitor.rollback.triggers import Triggers
+from tests._oracle import mean_of, std_of
 
 
 def expected_losses(losses, patience):
     """(unhealthy, unstable) of every loss, from the documented threshold in Python floats."""
     history, row, answers, lowest, first = [], 0, [], math.nan, math.nan
     for loss in losses:
-        weights = [0.95 ** (len(history) - 1 - i) for i in range(len(history))]
-        total, limit = math.fsum(weights), math.inf
+        limit = math.inf
         if len(history) >= 20:
-            mean = math.fsum(w * v for w, v in zip(weights, history, strict=True)) / total
-            spread = math.fsum(w * (v - mean) ** 2 for w, v in zip(weights, history, strict=True))
-            std = math.sqrt(spread / (total - math.fsum(w * w for w in weights) / total))
+            mean, std = mean_of(history, 0.95), std_of(history, 0.95)
             limit = mean + max(2 * std, mean / 2)
             first, lowest = (mean, mean) if math.isnan(lowest) else (first, min(lowest, mean))
             limit = min(limit, lowest + max(4 * std, first / 4, lowest / 2))

@@ -28,7 +28,7 @@ from ignite_monitor import (
     load_spike,
     record,
 )
-from tests._helpers import assert_same, make_step, run_monitored, same, square_loss
+from tests._helpers import assert_same, grad_norm, make_step, run_monitored, same, square_loss
 from tests._models import Lambda
 
 
@@ -123,8 +123,7 @@ def test_the_step_made_again_has_the_same_loss_to_the_last_bit(tmp_path):
         again = losses_of(model, spike.batch)
         assert_same(again, losses[iteration])
         (again.mean() * 1e6).backward()
-        norm = sum(float(item.grad.double().pow(2).sum()) for item in model.parameters()) ** 0.5
-        assert spike.norm == pytest.approx(norm, rel=1e-6)
+        assert spike.norm == pytest.approx(grad_norm(model), rel=1e-6)
 
 
 def test_random_numbers_drawn_in_the_train_step_are_drawn_again(tmp_path):
