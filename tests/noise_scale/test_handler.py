@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 
@@ -217,18 +218,16 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_skipped(what):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
-    def step(engine, batch):
-        optimizer.zero_grad()
-        for index, (part_x, part_y) in enumerate(split(batch, 2)):
-            mse_loss(model, (part_x, part_y)).backward()
-            if index == 0 and engine.state.iteration % 2 == 0:
-                if what == "clipped":
-                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-                else:
-                    optimizer.zero_grad(set_to_none=what == "zeroed")
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which comes after
-        optimizer.step()
+    is_first = itertools.cycle([True, False])
 
+    def change(engine):
+        if next(is_first) and engine.state.iteration % 2 == 0:
+            if what == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            else:
+                optimizer.zero_grad(set_to_none=what == "zeroed")
+
+    step = make_step(model, optimizer, 2, clip=1e-3, after_backward=change)  # it clips after the last backward too
     result, entered = watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2)
     assert entered == [True, False] * 30
     assert result[-2]
