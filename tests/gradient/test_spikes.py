@@ -200,3 +200,5 @@ def test_values_whose_powers_overflow_update_nothing(when):
 def test_a_rule_with_a_short_warm_up_is_suspended_after_a_reset(warmup, patience, suspends):
     detector = SpikeDetector(MeanStdThreshold(warmup=warmup), max_consecutive_spikes=patience)
     assert ("suspended" in detector.state_dict()) is suspends
+    detector = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3)
+    assert detect_all(detector, [5.0, 5.0, 5.0, 5.0, 3.0, 5.0, 1.0, 3.0]) == [True] * 3 + [False] * 4 + [True]
