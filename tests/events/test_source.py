@@ -347,7 +347,7 @@ def test_step_that_raises_and_is_retried_by_the_train_step(skip):
             return super().step(closure)
 
     model = make_model()
-    optimizer = Flaky(model.parameters(), lr=0.001)
+    optimizer = Flaky(torch.optim.SGD(model.parameters(), lr=0.1).param_groups, lr=0.001)  # now both steps call hooks
     used, changed = [], []
 
     def train_step(engine, batch):

@@ -175,6 +175,7 @@ def test_what_is_not_finite_comes_first_and_several_losses_of_a_row_count_by_the
     record_outputs(tmp_path, step, batch=False)[0].run([torch.zeros(2)])
     spike = load_spike(tmp_path / "spike-00000001-rank0.spike.pt")
     assert spike.rows == [2, 3, 0]
+    assert spike.row_losses[[0, 1, 3]].tolist() == [5.0, 2.0, 6.0]
     assert (spike.losses.shape, spike.losses.requires_grad, spike.batch) == ((4, 2), False, None)
 
 
