@@ -176,11 +176,6 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._frozen.load_state_dict(state_dict)
         self._step = None  # the counts are on the CPU: the next iteration moves them to the device
 
-    def detach(self) -> None:
-        """Undo ``attach`` and ``log_to``; :attr:`diagnostics` keeps the last values."""
-        super().detach()
-        self._rows()
-
     def handlers(self) -> Handlers:
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),

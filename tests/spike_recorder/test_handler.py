@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import (
     GradMonitor,
@@ -152,16 +153,20 @@ def test_training_is_the_same_with_a_recorder(tmp_path):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-        def loss_of(model, batch):
+        def recorded(model, batch):
             losses = losses_of(model, batch)
-            record("losses", losses)
-            return losses.mean()
+            record("losses", losses)  # backward calls it again
+            return losses
+
+        def loss_of(model, batch):
+            return checkpoint(recorded, model, batch, use_reentrant=False).mean()
 
         monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9))
         monitors = [monitor, SpikeRecorder(monitor, tmp_path)] if is_recorded else []
         run_monitored(make_step(model, optimizer, loss_of=loss_of), batches(6), *monitors)
         outcomes.append((model.state_dict(), torch.get_rng_state(), random.getstate(), np.random.rand()))
     assert same(*outcomes)
+    assert {len(load_spike(tmp_path / name).losses) for name in files(tmp_path)} == {6}
 
 
 def test_what_is_not_finite_comes_first_and_several_losses_of_a_row_count_by_their_mean(tmp_path):
