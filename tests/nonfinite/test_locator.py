@@ -427,6 +427,7 @@ def test_a_loss_of_another_monitor_has_the_origin_too():
     engine.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: result.append(engine.state.spike))
     engine.run(vectors(2))
     assert [(item.name, item.source.name) for item in result] == [("grad/norm", "norm"), ("loss/value", "norm")]
+    assert [item.threshold for item in result] == [math.inf] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
