@@ -244,9 +244,11 @@ class GradientDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
-        settled = copy.copy(self)
-        settled._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
-        settled.settle()
+        settled = self
+        if self.pending is not None:
+            settled = copy.copy(self)
+            settled._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
+            settled.settle()
         state = {name: detector.state_dict() for name, detector in settled._detectors.items()}
         return state | {"counts": torch.stack([*settled._counts])}
 

@@ -77,7 +77,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self,
         to_save: Mapping[str, Any],
         *,
-        every: int = 10,
+        every: int = 12,
         keep: int = 2,
         patience: int = 10,
         max_rollbacks: int = 3,
@@ -286,7 +286,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _monitors(self) -> list[Monitor]:
         """The monitors on the engine that have a threshold."""
         attached = self._source.monitors if self._source is not None else []
-        return [monitor for monitor in attached if monitor.counts() is not None]
+        return [monitor for monitor in attached if type(monitor).counts is not Monitor.counts]
 
     def _thresholds(self) -> dict[str, Any]:
         """The thresholds' state as tensors that are never changed in place."""

@@ -23,7 +23,8 @@ Snapshot = dict[str, Any]  # iteration, copies of state and thresholds, and the 
 
 _RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
-_MARGIN = 2  # times the delay of the detection: a snapshot is so much older than the first sign
+_SLOW = 9  # delay in iterations from which on a detection may have missed the first sign
+_MARGIN = 2  # times the delay of a slow detection: a snapshot is so much older than the first sign
 _CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
 _RETRY = 7  # discarded iterations after which the newest snapshot is restored
 
@@ -67,15 +68,16 @@ class Snapshots:
     def choose(self, iteration: int, first_sign: int, discarded: int) -> Snapshot:
         """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
-        It begins with one that is older than the first sign, the more so the longer the detection took, and older than
-        the one restored last if that is unconfirmed. After some discarded iterations the newest one follows.
+        It begins with one that is older than the first sign, the more so if the detection was slow, and older than the
+        one restored last if that is unconfirmed. After some discarded iterations the newest one follows.
         """
         if not discarded:
             newest, delay = self.before(first_sign), iteration - first_sign
             is_confirmed = first_sign - self.restored_at >= max(_CONFIRMED, 10 * delay)
             self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
             self.all[-1]["thresholds"] = newest["thresholds"]  # those of an older one may not be warmed up
-            self.restored = self.before(first_sign - _MARGIN * delay)["iteration"]
+            margin = _MARGIN * delay if delay >= _SLOW else 0
+            self.restored = self.before(first_sign - margin)["iteration"]
         elif discarded >= _RETRY:
             self.restored = self.all[-1]["iteration"]
         self.restored_at = iteration
@@ -127,7 +129,10 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
     kind = type(value)
     if kind in (dict, OrderedDict):
         known = into if isinstance(into, dict) else {}
-        return kind([(key, clone(item, on_host, known.get(key))) for key, item in value.items()])
+        return kind(
+            (key, item if type(item) in _IMMUTABLE else clone(item, on_host, known.get(key)))
+            for key, item in value.items()
+        )
     if kind in (list, tuple):
         return kind([clone(item, on_host) for item in value])
     if not isinstance(value, Tensor):

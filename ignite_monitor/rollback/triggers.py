@@ -18,7 +18,8 @@ from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
 
 _FAR = 10.0  # times the threshold
-_FAR_PATIENCE = 3  # iterations far above the threshold that trigger a rollback
+_FAR_PATIENCE = 3  # iterations far above the threshold, of the last _FAR_WINDOW, that trigger a rollback
+_FAR_WINDOW = 10
 _EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
 
@@ -134,7 +135,7 @@ class Triggers:
         # Only the first of several consecutive spikes updates the statistics.
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
             self.loss.observe(entry)
-        if age := _lasts(bits, self._patience):
+        if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
             findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
 
     def _note(self, findings: Findings, name: str, is_unhealthy: bool, value: float, threshold: float) -> int:
@@ -146,12 +147,12 @@ class Triggers:
         bits = self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
         findings.is_unhealthy |= is_unhealthy
-        if is_far and (age := _lasts(far, _FAR_PATIENCE)):
+        if is_far and (age := _lasts(far, _FAR_PATIENCE, _FAR_WINDOW)):
             findings.add(f"{name} exceeded {_FAR:g} times its threshold in {_FAR_PATIENCE} iterations", age)
         return bits
 
 
-def _lasts(bits: int, patience: int) -> int:
-    """Iterations since the first sign if the newest and ``patience`` of the last ``1.5 * patience`` are set, else 0."""
-    bits %= 2 ** ((3 * patience + 1) // 2)
+def _lasts(bits: int, patience: int, window: int) -> int:
+    """Iterations since the first sign if the newest and ``patience`` of the last ``window`` are set, else 0."""
+    bits %= 2**window
     return bits.bit_length() if bits & 1 and bits.bit_count() >= patience else 0
