@@ -76,8 +76,7 @@ class Snapshots:
             is_confirmed = first_sign - self.restored_at >= max(_CONFIRMED, 10 * delay)
             self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
             self.all[-1]["thresholds"] = newest["thresholds"]  # those of an older one may not be warmed up
-            margin = _MARGIN * delay if delay >= _SLOW else 0
-            self.restored = self.before(first_sign - margin)["iteration"]
+            self.restored = self.before(first_sign - _MARGIN * delay * (delay >= _SLOW))["iteration"]
         elif discarded >= _RETRY:
             self.restored = self.all[-1]["iteration"]
         self.restored_at = iteration
@@ -129,10 +128,7 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
     kind = type(value)
     if kind in (dict, OrderedDict):
         known = into if isinstance(into, dict) else {}
-        return kind(
-            (key, item if type(item) in _IMMUTABLE else clone(item, on_host, known.get(key)))
-            for key, item in value.items()
-        )
+        return kind([(key, clone(item, on_host, known.get(key))) for key, item in value.items()])
     if kind in (list, tuple):
         return kind([clone(item, on_host) for item in value])
     if not isinstance(value, Tensor):

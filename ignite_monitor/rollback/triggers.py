@@ -18,8 +18,7 @@ from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
 
 _FAR = 10.0  # times the threshold
-_FAR_PATIENCE = 3  # iterations far above the threshold, of the last _FAR_WINDOW, that trigger a rollback
-_FAR_WINDOW = 10
+_FAR_PATIENCE, _FAR_WINDOW = 3, 10  # iterations far above the threshold, of the last ones, that trigger a rollback
 _EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
 
@@ -154,5 +153,5 @@ class Triggers:
 
 def _lasts(bits: int, patience: int, window: int) -> int:
     """Iterations since the first sign if the newest and ``patience`` of the last ``window`` are set, else 0."""
-    bits %= 2**window
-    return bits.bit_length() if bits & 1 and bits.bit_count() >= patience else 0
+    recent = bits % 2**window
+    return recent.bit_length() if bits & 1 and recent.bit_count() >= patience else 0

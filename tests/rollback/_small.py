@@ -69,7 +69,7 @@ class Training:
         if monitor is not None:
             self.monitor = GradMonitor(self.model, self.optimizer, scaler=self.scaler, **monitor)
             self.monitor.attach(self.trainer)
-        self.rollback = RollbackHandler(self.things, **kwargs)
+        self.rollback = RollbackHandler(self.things, **{"every": 10} | kwargs)
         if handler:
             self.rollback.attach(self.trainer)
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note_after)
