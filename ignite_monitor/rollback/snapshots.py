@@ -23,8 +23,7 @@ Snapshot = dict[str, Any]  # iteration, copies of state and thresholds, and the 
 
 _RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
-_SLOW = 9  # delay in iterations from which on a detection may have missed the first sign
-_MARGIN = 2  # times the delay of a slow detection: a snapshot is so much older than the first sign
+_SLOW, _MARGIN = 9, 2  # a detection delayed so long restores a snapshot so many delays before the first sign
 _CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
 _RETRY = 7  # discarded iterations after which the newest snapshot is restored
 
