@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
+from ignite_monitor.rollback.snapshots import Snapshots
 
 LETTERS = {"h": Event.HEALTHY, "u": Event.UNHEALTHY, "n": Event.NONFINITE, "t": Event.UNSTABLE, "r": Event.RUINED}
 H = "h" * 8
@@ -58,3 +59,10 @@ def test_it_continues_from_its_state(cut):
         first.next(event, i)
     vars(second).update({name: getattr(first, name) for name in RecoveryPolicy.SAVED})
     assert [second.next(event, cut + i) for i, event in enumerate(events[cut:])] == expected[cut:]
+
+
+@pytest.mark.parametrize(("iteration", "first_sign", "restored"), [(96, 95, 90), (100, 92, 90), (100, 91, 70)])
+def test_a_slow_detection_restores_an_older_snapshot(iteration, first_sign, restored):
+    snapshots = Snapshots(every=5, keep=20, on_host=False)
+    snapshots.all = [{"iteration": i, "thresholds": {}} for i in range(0, 101, 5)]
+    assert snapshots.choose(iteration, first_sign, 0)["iteration"] == restored
