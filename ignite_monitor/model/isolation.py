@@ -76,7 +76,7 @@ def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor]) -> I
     whole = [item for item in whole if not item.is_meta]
     gradients = [(item, item.grad) for item in (*whole, *others)]
     # Gradients may be views of the buckets of DistributedDataParallel, which a second pass reduces.
-    tensors = [*whole, *(item.grad for item in whole if item.grad is not None)]
+    tensors = [*whole, *(item.grad for item in whole if item.grad is not None and not item.grad.is_sparse)]
     saved = [(item, item.data, item.data.clone()) for item in tensors]
     try:
         for item, _ in gradients:

@@ -71,8 +71,7 @@ class FirstPass:
 
         modules = [item for item in others if isinstance(item, nn.Module) and getattr(item, "training", False)]
         held = [item for other in others if isinstance(other, Optimizer) for item in parameters_of(other)]
-        parameters = list(self._model.parameters())
-        attributes, cached = vars(self.state), torch.is_autocast_cache_enabled()
+        parameters, current, cached = [*self._model.parameters()], vars(self.state), torch.is_autocast_cache_enabled()
         with (
             suppress(SecondPassEnded),
             isolation.preserved_parameters(parameters, held),
@@ -80,6 +79,7 @@ class FirstPass:
             isolation.isolated_pass(self._model),
             isolation.preserved_buffers(modules),
             after_each_backward(parameters, backward_ended),
+            torch.enable_grad(),
         ):
             torch.set_autocast_cache_enabled(cached)  # gradients of shared weights depend on it
             for registry, buffers in zip(map(buffers_in, self._model.modules()), self._buffers, strict=True):
@@ -91,7 +91,7 @@ class FirstPass:
                 self.state.__dict__, source.running = self._attributes, False  # no other monitor measures this pass
                 self._train_step()
             finally:
-                self.state.__dict__, source.running = attributes, True
+                self.state.__dict__, source.running = current, True
                 reshard(self._model)
         rows = [difference(self.gradients[name], second[name]) for name in self.gradients | second]
         return torch.stack([move(row, device_of(self._model)) for row in rows])

@@ -72,6 +72,16 @@ def stepping_elsewhere(model, optimizer):
     return make_step(model, optimizer, before_step=lambda engine: other.step())
 
 
+def halved(model, optimizer):
+    """Halves a sparse gradient before the step, which is made without gradients."""
+
+    def loss_of(model, batch):
+        return F.mse_loss(model(batch[0].abs().long() % 5).mean(1), batch[1])
+
+    optimizer.step = torch.no_grad()(optimizer.step)
+    return make_step(model, optimizer, loss_of=loss_of, before_step=lambda _: model.weight.grad.mul_(0.5))
+
+
 # name -> model, optimizer, train step
 STEPS = {
     "accumulation": (make_model, sgd, functools.partial(make_step, parts=4, clip=0.1)),
@@ -83,6 +93,7 @@ STEPS = {
     "scaler": (make_model, sgd, scaled),
     "average": (make_model, sgd, with_average),
     "state": (make_model, sgd, with_state),
+    "sparse": (lambda: nn.Embedding(5, 3, sparse=True), lambda m: torch.optim.SGD(m.parameters(), lr=0.05), halved),
     "another optimizer": (make_model, sgd, stepping_elsewhere),
     "autocast": (Tied, sgd, functools.partial(make_step, parts=2)),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 3)), sgd, make_step),
