@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -68,8 +70,16 @@ def with_average(model, optimizer):
 
 
 def stepping_elsewhere(model, optimizer):
+    """Another optimizer steps first; every error of the backward is ignored."""
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    return make_step(model, optimizer, before_step=lambda engine: other.step())
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        for action in (mse_loss(model, batch).backward, other.step, optimizer.step):
+            with contextlib.suppress(BaseException):
+                action()
+
+    return step
 
 
 def halved(model, optimizer):
@@ -209,19 +219,21 @@ def changing_batch(model, optimizer):
 
 
 def perturbing(model, optimizer):
-    """The weights move past version counters, and not back to the last bit."""
+    """The weights move past version counters."""
 
-    def move(engine):
+    def loss_of(model, batch):
         for item in model.parameters():
-            item.data.add_(0.1).sub_(0.1)
+            item.data.mul_(1.001)
+        return mse_loss(model, batch)
 
-    return make_step(model, optimizer, before_step=move)
+    return make_step(model, optimizer, loss_of=loss_of)
 
 
 def inside_backward(model, optimizer):
-    parameter = next(model.parameters())
-    parameter.register_post_accumulate_grad_hook(lambda item: torch.optim.SGD([item], lr=0.1).step())
-    return make_step(model, torch.optim.SGD([*model.parameters()][1:], lr=0.1))
+    parameter, is_last = next(model.parameters()), itertools.cycle([False, True])
+    own = torch.optim.SGD([parameter], lr=0.1)
+    parameter.register_post_accumulate_grad_hook(lambda _: own.step() if next(is_last) else None)
+    return make_step(model, torch.optim.SGD([*model.parameters()][1:], lr=0.1), parts=2)
 
 
 def overflowing(model, optimizer):
@@ -284,7 +296,7 @@ def test_side_effects_before_the_last_backward_happen_twice_and_no_others():
 
 
 def test_what_only_the_train_step_knows_is_restored():
-    """A module and an optimizer that the handler was not given, and a generator that the first iteration creates."""
+    """A module and an optimizer that the handler was not given, and a generator that an iteration creates."""
 
     def state(is_watched):
         encoder, model, generators = make_model(), nn.Linear(3, 3), []
@@ -292,10 +304,11 @@ def test_what_only_the_train_step_knows_is_restored():
         own, other = sgd(model), sgd(encoder)
 
         def step(engine, batch):
-            generators.extend([] if generators else [random.Random(0)])
+            generators.extend([random.Random(0)] if engine.state.iteration == 3 else [])
+            draws = [generator.random() for generator in generators]
             own.zero_grad(), other.zero_grad()
-            (mse_loss(both, batch) * generators[0].random()).backward()
-            nn.utils.clip_grad_norm_(both.parameters(), 0.1)
+            (mse_loss(both, batch) + sum(draws) * both(batch[0]).mean()).backward()
+            nn.utils.clip_grad_norm_(both.parameters(), 0.1 + sum(generator.random() for generator in generators))
             own.step(), other.step()
 
         handlers = [ReplayCheckHandler(model, own)] if is_watched else []
