@@ -108,6 +108,8 @@ def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[T
 class Training:
     """A transformer, its optimizer and a trainer on a device.
 
+    In ``make_step`` nothing may synchronize where a GradScaler reads its overflow on the host.
+
     Args:
         kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
         fused: whether the optimizer is, which skips steps on the device.

@@ -45,7 +45,10 @@ MICRO_BATCHES = 2
 
 
 class Training:
-    """Four iterations of a model, each step of two micro-batches."""
+    """Four iterations of a model, each step of two micro-batches.
+
+    ``make_step`` divides one batch, and these are lists of dictionaries that are divided already.
+    """
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, global_step_from_engine
 from ignite.handlers.tensorboard_logger import TensorboardLogger
-from torch import Tensor
 
 from ignite_monitor import HDF5Logger, read_hdf5
 from tests._helpers import UNSTEADY, scalars
@@ -53,10 +51,9 @@ class ResumedTraining(Training):
     def __init__(
         self, folder: Path, event: Any = Events.ITERATION_STARTED, accumulate: int = 1, names: Any = tuple(MONITORS)
     ) -> None:
-        super().__init__()
-        self.folder, self.accumulate, self.damaged = folder, accumulate, DAMAGED
+        super().__init__(accumulate=accumulate, damaged=DAMAGED)
+        self.folder = folder
         self.monitors = {name: MONITORS[name](self.model, self.optimizer) for name in names}
-        self.disturb: Callable[[str], None] = lambda place: None
         self.trainer.add_event_handler(Events.ITERATION_STARTED, lambda engine: seed_all(engine.state.iteration))
         for monitor in self.monitors.values():
             monitor.attach(self.trainer, event)
@@ -73,20 +70,6 @@ class ResumedTraining(Training):
             "scheduler": self.scheduler,
             **self.monitors,
         }
-
-    def train_step(self, engine: Engine, batch: Batch) -> Tensor:
-        self.model.train()
-        iteration = engine.state.iteration
-        if (iteration - 1) % self.accumulate == 0:
-            self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(batch[0]), batch[1])
-        self.disturb("forward")
-        (1e4 * loss if iteration == self.damaged else loss).backward()
-        self.disturb("backward")
-        if iteration % self.accumulate == 0:
-            self.optimizer.step()
-        self.disturb("step")
-        return loss.detach()
 
     def train(self, steps: Callable[[], Any] | None = None) -> None:
         """Run to the end, or whatever else is to be done, with loggers that continue what there is in the folder.

@@ -113,6 +113,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class Training:
     """A model that a program trains, beside another one whose output may be its input.
 
+    A program has operations in any order, which ``make_step`` has not.
+
     Args:
         setting: how.
         program: the operations of each iteration.

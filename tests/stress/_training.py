@@ -20,7 +20,7 @@ from ignite.handlers import (
     global_step_from_engine,
 )
 from ignite.metrics import Accuracy, Loss
-from torch import Tensor
+from torch import Tensor, nn
 
 from ignite_monitor import (
     ActivationHandler,
@@ -33,9 +33,9 @@ from ignite_monitor import (
     WeightUpdateHandler,
 )
 from ignite_monitor.scaling import AlignmentHandler
+from tests._helpers import Batch, make_step
 from tests._models import ResNet
 
-Batch = tuple[Tensor, Tensor]
 LENGTH = 5  # iterations of an epoch
 EPOCHS = 3
 SPIKE = 10  # the iteration whose batch is damaged
@@ -85,18 +85,30 @@ class Training:
 
     Args:
         skips: iterations whose optimizer step the train step skips itself.
+        accumulate: iterations from one optimizer step to the next.
+        damaged: the iteration whose loss is multiplied.
     """
 
-    def __init__(self, skips: Iterable[int] = ()) -> None:
+    def __init__(self, skips: Iterable[int] = (), accumulate: int = 1, damaged: int = SPIKE) -> None:
         torch.manual_seed(0)
         self.model = ResNet(10, attention=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
         self.batches = images_of(LENGTH)
-        self.skips = set(skips)
+        self.disturb: Callable[[str], None] = lambda place: None
         self.gradients: list[list[Tensor]] = []
         self.evaluations: list[Any] = []
         self.published: dict[int, dict[str, float]] = {}
-        self.trainer = Engine(self.train_step)
+        train_step = make_step(
+            self.model,
+            self.optimizer,
+            every=accumulate,
+            loss_of=self.loss_of,
+            factor=lambda engine: 1e4 if engine.state.iteration == damaged else 1.0,
+            after_backward=self.after_backward,
+            after_step=lambda engine: self.disturb("step"),
+            leave_out=lambda engine: engine.state.iteration in skips,
+        )
+        self.trainer = Engine(train_step)
         self.evaluator = Engine(self.evaluate)
         self.ema = EMAHandler(self.model, momentum=0.1)
         self.scheduler = CosineAnnealingScheduler(
@@ -112,18 +124,15 @@ class Training:
 
         self.validate = validate
 
-    def train_step(self, engine: Engine, batch: Batch) -> Tensor:
-        self.model.train()
-        self.optimizer.zero_grad()
-        inputs, targets = batch
-        loss = F.cross_entropy(self.model(inputs), targets)
-        if engine.state.iteration == SPIKE:
-            loss = 1e4 * loss
-        loss.backward()
+    def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
+        model.train()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        self.disturb("forward")
+        return loss
+
+    def after_backward(self, engine: Engine) -> None:
         self.gradients.append([parameter.grad.clone() for parameter in self.model.parameters()])
-        if engine.state.iteration not in self.skips:
-            self.optimizer.step()
-        return loss.detach()
+        self.disturb("backward")
 
     @torch.no_grad()
     def evaluate(self, engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
