@@ -16,7 +16,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.ranks import max_over_ranks
+from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks
 from ignite_monitor.rollback.snapshots import TrainingState, finite
 
 
@@ -43,6 +43,7 @@ class HealthyCheckpoint(Checkpoint):
         self, to_save: Any, save_handler: Any, *, monitors: list[Monitor] | None = None, quiet: int = 20, **kwargs: Any
     ) -> None:
         super().__init__(to_save, save_handler, **kwargs)
+        self.greater_or_equal |= self.score_function is None  # a postponed file may have the name of the next one
         for monitor in monitors or ():
             if not isinstance(monitor, Monitor) or monitor.counts() is None:
                 raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
@@ -53,7 +54,6 @@ class HealthyCheckpoint(Checkpoint):
         self._due: Any = None  # event of a checkpoint that is postponed to the next healthy iteration
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint now, or after the first healthy iteration."""
         is_trainer = self._spikes(engine) or self.score_function is None  # an evaluator's score is not known later
         trainer = self.monitors[0]._attached_to() if self.monitors else engine if is_trainer else None
         if trainer is not None and not trainer.has_event_handler(self._on_iteration_completed):
@@ -81,10 +81,10 @@ class HealthyCheckpoint(Checkpoint):
             problems.append(f"the loss is {float(loss)}")
         now = {} if problems else finite(self._training.state())
         problems += [f"{path} is not finite" for path in now if not now[path] and self._finite.get(path, True)]
-        on_any = max_over_ranks(torch.tensor([float(bool(problems))], device=idist.device()))
-        return (problems or ["another rank is not healthy"])[0] if on_any.item() else ""
+        is_any = torch.tensor([float(bool(problems))], device=idist.device())
+        is_any = max_over_ranks(is_any) if all(map(all_take_part, self._training.modules)) else is_any
+        return (problems or ["another rank is not healthy"])[0] if is_any.item() else ""
 
     def _spikes(self, engine: Engine) -> dict[str, Any]:
-        source = EventSource.on(engine)
-        monitors = self.monitors or (source.monitors if source is not None else [])
+        monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
         return {item.prefix: counts[0] for item in monitors if (counts := item.counts()) is not None}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
+from ignite_monitor.model.modes import is_plain
 from ignite_monitor.model.samples import local
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
@@ -145,9 +146,9 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
 
 
 def finite(state: Any) -> dict[str, bool]:
-    """Path -> whether the tensor, of a DTensor this rank's part, is finite; in one transfer from each device."""
+    """Path -> whether the dense tensor, of a DTensor this rank's part, is finite; one transfer from each device."""
     tensors = {path.replace("/", "."): local(tensor.detach()) for path, tensor in tensors_in(state)}
-    checked = {path: tensor for path, tensor in tensors.items() if tensor.itemsize > 1 and not tensor.is_meta}
+    checked = {path: tensor for path, tensor in tensors.items() if tensor.itemsize > 1 and is_plain(tensor)}
     [flags] = transfer([[tensor.isfinite().all() for tensor in checked.values()]])
     return {path: bool(flag) for path, [flag] in zip(checked, flags, strict=True)}
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.names import held_by, listed, named_parameters, parameters_of, unwrapped
 from ignite_monitor.model.norms import total_norm
-from ignite_monitor.model.samples import is_measurable, local
+from ignite_monitor.model.samples import NARROW, is_measurable, local
 from ignite_monitor.model.tensors import is_same, leaves_of
 from ignite_monitor.routing.decisions import parameters_around_routers
 
@@ -89,7 +89,10 @@ class Evidence:
         idle = [item for item in trained if id(item) not in self.seen | routed]
         share = sum(item.numel() for item in idle) / max(sum(item.numel() for item in trained), 1)
         is_left = any(self.values["step"]) and all(self.values["unchanged"])
-        left = [item for item in self.others if id(item) in self.seen and is_left]
+        copied = {*NARROW} - {
+            item.dtype for item in parameters_of(self.optimizer)
+        }  # the optimizer may hold float32 copies
+        left = [item for item in self.others if id(item) in self.seen and is_left and item.dtype not in copied]
         if left:  # an optimizer that has not made a step yet may hold them
             alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
             held = set().union(*(held_by(item) for item in alive if hasattr(item, "param_groups")))

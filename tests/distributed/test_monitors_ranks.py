@@ -500,8 +500,8 @@ def test_findings_of_a_setup(results, rank):
     assert results("setup")[rank] == expected | {"forgotten": ["not_optimized"]}
 
 
-def healthy_checkpoint(rank: int) -> dict[str, Any]:
-    """The second rank has a spike in iteration 9, and a tensor of its own that is NaN in iterations 19 to 22."""
+def healthy_checkpoint(rank: int, joined: bool = False) -> dict[str, Any]:
+    """Rank 1 has a spike in iteration 9, a NaN of its own in 19 to 22, and under join() 20 iterations more."""
     own, saved = nn.Linear(2, 2), []
 
     def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -525,15 +525,19 @@ def healthy_checkpoint(rank: int) -> dict[str, Any]:
 
     data = [
         (torch.tensor([[1.0], [2.0]]).expand(2, 4), torch.tensor([[1.0], [1e4 if i == 9 else 1.0]]))
-        for i in range(1, 41)
+        for i in range(1, 21 + 20 * rank if joined else 41)
     ]
-    step = functools.partial(make_step, loss_of=loss_of)
-    train(lambda: nn.Linear(4, 1), ddp, rank, data, monitors, step=step, rows=1)
+    step, around = (
+        functools.partial(make_step, loss_of=loss_of),
+        functools.partial(DistributedDataParallel.join, enable=joined),
+    )
+    train(lambda: nn.Linear(4, 1), ddp, rank, data, monitors, step=step, rows=1, around=around)
     return {"saved": saved}
 
 
 def test_all_ranks_save_together_or_none(results):
     assert results("checkpoint") == [{"saved": [15, 23, 30, 40]}] * WORLD
+    assert results("checkpoint join") == [{"saved": [15, 20]}, {"saved": [15, 23, 30, 40]}]
 
 
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -555,6 +559,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "alignment join": functools.partial(alignment, joined=True),
     "setup": setup_check,
     "checkpoint": healthy_checkpoint,
+    "checkpoint join": functools.partial(healthy_checkpoint, joined=True),
 }
 
 if __name__ == "__main__":

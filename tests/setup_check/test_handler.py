@@ -276,10 +276,10 @@ def frozen_backbone():
 
 
 def master_weights():
-    """The optimizer holds float32 copies of weights in bfloat16, which get their values after the step."""
+    """The optimizer holds float32 copies of weights in bfloat16, which they leave as they are in the first steps."""
     model = make_model().bfloat16()
     copies = [parameter.detach().float() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(copies, lr=0.5)
+    optimizer = torch.optim.SGD(copies, lr=1e-7)
 
     def train_step(_, batch):
         model.zero_grad()
