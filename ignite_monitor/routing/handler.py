@@ -57,7 +57,9 @@ class RoutingHandler(Monitor, schema=ROUTING):
         super().__init__(model, prefix)
         self._pattern = check_pattern("routers", routers)
         if not self._routers():
-            raise ValueError(f"Argument model should have routers of transformers or of routers, but given {routers!r}")
+            raise ValueError(
+                f"Argument routers should match a module (None: one of transformers), but given {routers!r}"
+            )
         self.reset_run_state()
 
     def reset_run_state(self) -> None:
@@ -94,7 +96,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
             if names:
                 self._warn_once(reason, ", ".join(sorted(names)))
         if not decisions.sums and not any(decisions.skipped.values()):
-            self._warn_once("iteration %d called no router in training mode", engine.state.iteration)
+            self._warn_once("iteration %d routed no tokens in training mode", engine.state.iteration)
         device = device_of(self.model)
         measured = {name: pair for name, pair in decisions.sums.items() if name not in decisions.skipped[NOT_LOGITS]}
         sums = {name: NamedValues([name], move(own, device)[None]) for name, (own, _) in measured.items()}

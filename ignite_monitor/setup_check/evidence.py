@@ -89,9 +89,7 @@ class Evidence:
         idle = [item for item in trained if id(item) not in self.seen | routed]
         share = sum(item.numel() for item in idle) / max(sum(item.numel() for item in trained), 1)
         is_left = any(self.values["step"]) and all(self.values["unchanged"])
-        copied = {*NARROW} - {
-            item.dtype for item in parameters_of(self.optimizer)
-        }  # the optimizer may hold float32 copies
+        copied = {*NARROW} - {item.dtype for item in parameters_of(self.optimizer)}  # may have float32 copies
         left = [item for item in self.others if id(item) in self.seen and is_left and item.dtype not in copied]
         if left:  # an optimizer that has not made a step yet may hold them
             alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]

@@ -261,14 +261,14 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
 def test_an_iteration_without_a_router_is_reported_once(caplog):
     model = Model()
     run_monitored(lambda engine, batch: None, batches(), RoutingHandler(model, routers="gate$"))
-    assert caplog.messages == ["RoutingHandler (routing): iteration 1 called no router in training mode"]
+    assert caplog.messages == ["RoutingHandler (routing): iteration 1 routed no tokens in training mode"]
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="should have routers of transformers"):
+    with pytest.raises(ValueError, match="Argument routers should match a module"):
         RoutingHandler(Model())
     own = type("OwnTopKRouter", (nn.Linear,), {})(4, 4)
-    with pytest.raises(ValueError, match="should have routers of transformers"):
+    with pytest.raises(ValueError, match="Argument routers should match a module"):
         RoutingHandler(nn.Sequential(own))
     with pytest.raises(ValueError, match="given 'door'"):
         RoutingHandler(Model(), routers="door")
