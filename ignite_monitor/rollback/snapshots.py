@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
-from ignite_monitor.model.modes import is_plain
-from ignite_monitor.model.samples import local
+from ignite_monitor.model.samples import is_measurable, local
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.transfer import transfer
@@ -148,7 +147,7 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
 def finite(state: Any) -> dict[str, bool]:
     """Path -> whether the dense tensor, of a DTensor this rank's part, is finite; one transfer from each device."""
     tensors = {path.replace("/", "."): local(tensor.detach()) for path, tensor in tensors_in(state)}
-    checked = {path: tensor for path, tensor in tensors.items() if tensor.itemsize > 1 and is_plain(tensor)}
+    checked = {path: tensor for path, tensor in tensors.items() if is_measurable(tensor)}
     [flags] = transfer([[tensor.isfinite().all() for tensor in checked.values()]])
     return {path: bool(flag) for path, [flag] in zip(checked, flags, strict=True)}
 

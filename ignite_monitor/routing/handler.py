@@ -57,9 +57,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         super().__init__(model, prefix)
         self._pattern = check_pattern("routers", routers)
         if not self._routers():
-            raise ValueError(
-                f"Argument routers should match a module (None: one of transformers), but given {routers!r}"
-            )
+            raise ValueError(f"Argument routers should match modules (None: of transformers), but given {routers!r}")
         self.reset_run_state()
 
     def reset_run_state(self) -> None:

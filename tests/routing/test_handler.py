@@ -265,10 +265,10 @@ def test_an_iteration_without_a_router_is_reported_once(caplog):
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="Argument routers should match a module"):
+    with pytest.raises(ValueError, match="Argument routers should match modules"):
         RoutingHandler(Model())
     own = type("OwnTopKRouter", (nn.Linear,), {})(4, 4)
-    with pytest.raises(ValueError, match="Argument routers should match a module"):
+    with pytest.raises(ValueError, match="Argument routers should match modules"):
         RoutingHandler(nn.Sequential(own))
     with pytest.raises(ValueError, match="given 'door'"):
         RoutingHandler(Model(), routers="door")
