@@ -101,7 +101,6 @@ class Evidence:
         words = [listed([names.get(id(item), "?") for item in items], 5) for items in (idle, stale, rest)]
         return {
             "not_optimized": (rest, [words[2]]),
-            # Smaller shares are mask tokens, poolers and prompt encoders of released models.
-            "no_gradient": (0.05 <= share < 1, [share, len(self.values["step"]), words[0]]),
+            "no_gradient": (0.05 <= share < 1, [share, len(self.values["step"]), words[0]]),  # less: mask tokens
             "stale_optimizer": (stale, [len(gone), words[1]]),
         }
