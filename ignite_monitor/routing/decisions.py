@@ -27,12 +27,6 @@ def is_of_transformers(module: nn.Module) -> bool:
     )
 
 
-def parameters_around_routers(root: nn.Module) -> set[int]:
-    """Ids of the parameters of modules that hold a router of transformers, experts without tokens included."""
-    blocks = (module for module in root.modules() if any(map(is_of_transformers, module.children())))
-    return {id(parameter) for block in blocks for parameter in block.parameters()}
-
-
 class RouterDecisions(ModuleHook):
     """Sums up the decisions of routers in training mode, as a hook on them.
 

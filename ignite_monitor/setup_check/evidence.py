@@ -13,7 +13,7 @@ from ignite_monitor.model.names import held_by, listed, named_parameters, parame
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.samples import NARROW, is_measurable, local
 from ignite_monitor.model.tensors import is_same, leaves_of
-from ignite_monitor.routing.decisions import parameters_around_routers
+from ignite_monitor.routing.decisions import is_of_transformers
 
 TEXTS = {
     "not_optimized": "in no optimizer, but with requires_grad=True: {}. Add them to one, or set requires_grad=False",
@@ -85,16 +85,17 @@ class Evidence:
 
     def _of_parameters(self) -> dict[str, tuple[Any, list[Any]]]:
         names = {id(parameter): name for name, parameter, _ in named_parameters(self.model)}
-        trained, routed = [item for item in self.held if item.requires_grad], parameters_around_routers(self.model)
-        idle = [item for item in trained if id(item) not in self.seen | routed]
+        trained = [item for item in self.held if item.requires_grad]
+        blocks = [item for item in self.model.modules() if any(map(is_of_transformers, item.children()))]
+        experts = {id(parameter) for block in blocks for parameter in block.parameters()}  # may get no tokens
+        idle = [item for item in trained if id(item) not in self.seen | experts]
         share = sum(item.numel() for item in idle) / max(sum(item.numel() for item in trained), 1)
         is_left = any(self.values["step"]) and all(self.values["unchanged"])
         copied = {*NARROW} - {item.dtype for item in parameters_of(self.optimizer)}  # may have float32 copies
         left = [item for item in self.others if id(item) in self.seen and is_left and item.dtype not in copied]
-        if left:  # an optimizer that has not made a step yet may hold them
-            alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
-            held = set().union(*(held_by(item) for item in alive if hasattr(item, "param_groups")))
-            left = [item for item in left if id(item) not in held]
+        alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]  # also those without a step
+        held = set().union(*(held_by(item) for item in alive if hasattr(item, "param_groups")))
+        left = [item for item in left if id(item) not in held]
         gone = [item for item in parameters_of(self.optimizer) if id(item) not in names and item.grad is None]
         stale = [item for item in left if any(item.shape == other.shape for other in gone)]
         rest = [item for item in left if all(item.shape != other.shape for other in gone)]

@@ -111,8 +111,7 @@ class SetupCheck(Monitor):
         gradients = [item.grad for item in evidence.held if item.grad is not None]
         is_whole = gradients and not any_sharded(gradients)
         evidence.values["norm"].append(total_norm(gradients, math.inf) if is_whole else math.nan)
-        # After the other monitors, which may hide gradients.
-        return None if measured is None else lambda: lambda: measured.measured_step_started(step)
+        return None if measured is None else lambda: lambda: measured.measured_step_started(step)  # after the others
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running:
