@@ -224,8 +224,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot["iteration"]
         elif was_recovering and not policy.recovering:
-            if policy.discarded >= LONG and snapshots.restored == snapshots.all[-1]["iteration"]:
-                triggers.accept_peak(even_far=False)  # the same weights are healthy again: the data were the cause
+            if policy.discarded >= LONG:  # since then the newest snapshot, healthy now, was restored
+                triggers.accept_peak(even_far=False)
             snapshots.drop_newer(snapshots.restored)
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_monitor import MonitorEvents, RollbackHandler
+from ignite_monitor import GradMonitor, MonitorEvents, RollbackHandler
 from tests._helpers import make_step
 from tests._ranks import ddp, fsdp, run_scenarios, train
 from tests.rollback import _faults
@@ -61,8 +61,10 @@ def one_rank_asks(kind: str, how: str, rank: int) -> dict[str, Any]:
                 weight = next(model.parameters())
                 getattr(weight, "_local_tensor", weight).data.view(-1)[0] = float("nan")
 
+        skipping = [GradMonitor(model, optimizer, on_spike="skip")] if how == "nan" else []  # so rank 0 stays finite
         return [
             rollback,
+            *skipping,
             lambda engine: engine.add_event_handler(Events.ITERATION_STARTED, start),
             lambda engine: engine.add_event_handler(MonitorEvents.ROLLED_BACK, restored),
         ]
