@@ -149,7 +149,7 @@ def test_overflows_that_a_grad_scaler_handles_never_roll_back():
     def overflow(gradient):
         return gradient * math.inf if 40 <= training.trainer.state.iteration < 46 else gradient
 
-    training.model.layers[0].weight.register_hook(overflow)
+    training.model[0].weight.register_hook(overflow)
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: scales.append(training.scaler.get_scale()))
     training.run(make_batches(60))
     assert training.of("count")[60] == 0
@@ -182,7 +182,7 @@ def test_nan_for_ever_ends_the_run_with_a_message(monitor, caplog):
 def test_a_state_that_is_not_finite_again_and_again_ends_the_run(caplog):
     training = Training(max_rollbacks=2)
     for iteration in (60, 80, 100):
-        training.at(iteration, lambda: training.model.layers[0].weight.data[0].fill_(math.nan))
+        training.at(iteration, lambda: training.model[0].weight.data[0].fill_(math.nan))
     training.run(make_batches(150))
     assert training.trainer.state.iteration == 100
     assert len(messages(caplog, logging.ERROR)) == 1
@@ -205,7 +205,7 @@ def test_a_ruined_state_is_seen_where_a_gradient_is_not_finite(what, caplog):
     training = Training(OPTIMIZERS["adamw"], monitor={})
 
     def wreck():
-        bias = training.model.layers[4].bias
+        bias = training.model[4].bias
         tensor = bias.data if what == "parameter" else training.optimizer.state[bias]["exp_avg"]
         tensor[0] = math.nan
 
@@ -214,7 +214,7 @@ def test_a_ruined_state_is_seen_where_a_gradient_is_not_finite(what, caplog):
     # Moments show in the next loss.
     assert next(iter(training.of("restored_iteration").items())) == (43 if what == "optimizer" else 42, 40)
     [warning] = [text for text in messages(caplog) if "rolled back to" in text]
-    assert what in warning or "layers" in warning
+    assert ("model." if what == "parameter" else "optimizer.") in warning
 
 
 @pytest.mark.parametrize("kind", ["exponent bit", "weight"])
@@ -222,7 +222,7 @@ def test_a_ruined_weight_costs_at_most_25_steps(kind):
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
 
     def ruin():
-        weight = training.model.layers[4].weight.data.view(-1)[:1]
+        weight = training.model[4].weight.data.view(-1)[:1]
         if kind == "weight":
             weight.fill_(1000.0)
         else:
@@ -233,7 +233,7 @@ def test_a_ruined_weight_costs_at_most_25_steps(kind):
     restored = training.of("restored_iteration")
     assert set(restored.values()) == {60}
     assert max(restored) - 60 <= 25
-    assert training.model.layers[4].weight.abs().max() < 10
+    assert training.model[4].weight.abs().max() < 10
 
 
 def test_thirty_bad_batches_cost_at_most_ten_more():
@@ -251,13 +251,13 @@ def test_thirty_bad_batches_cost_at_most_ten_more():
 def test_weights_ruined_after_a_long_data_fault_are_restored():
     """The gradient is smaller than in the fault, in which the loss alone was accepted."""
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
-    training.at(160, lambda: training.model.layers[4].bias.data.add_(4.0))
+    training.at(160, lambda: training.model[4].bias.data.add_(4.0))
     training.run(make_batches(220, range(47, 77)))
     norms = {iteration: values["grad/norm"] for iteration, values in training.metrics.items()}
     assert norms[160] < max(norms[iteration] for iteration in range(47, 77))
     assert training.of("count")[159] == 1
     assert training.of("count")[220] == 2
-    assert training.model.layers[4].bias.abs().max() < 1
+    assert training.model[4].bias.abs().max() < 1
 
 
 @pytest.mark.parametrize("how", ["continue", "terminate"])
@@ -303,18 +303,18 @@ def test_a_changed_model_gets_a_new_snapshot_at_once():
     training = Training(names=["model", "optimizer"])
     prune = torch.nn.utils.prune.l1_unstructured
     training.trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=35), lambda _: prune(training.model.layers[0], "weight", 0.3)
+        Events.ITERATION_COMPLETED(once=35), lambda _: prune(training.model[0], "weight", 0.3)
     )
     training.run(make_batches(50), request=[37])
     assert training.of("restored_iteration") == {37: 35}
-    assert hasattr(training.model.layers[0], "weight_mask")
+    assert hasattr(training.model[0], "weight_mask")
 
 
 def test_weights_loaded_by_the_user_are_not_rolled_back_after_forget_or_a_new_run():
     training = Training(names=["model", "optimizer"])
 
     def load(value):
-        torch.nn.init.constant_(training.model.layers[0].weight, value)
+        torch.nn.init.constant_(training.model[0].weight, value)
 
     loading = training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=35), lambda _: load(7.0))
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=35), lambda _: training.rollback.forget())
@@ -325,7 +325,7 @@ def test_weights_loaded_by_the_user_are_not_rolled_back_after_forget_or_a_new_ru
     training.at(3, lambda: training.rollback.request("asked"))
     training.trainer.run(make_batches(10), max_epochs=1)
     assert training.of("restored_iteration")[3] < 3
-    assert training.model.layers[0].weight.mean() < -6.0
+    assert training.model[0].weight.mean() < -6.0
 
 
 @pytest.mark.parametrize(
