@@ -216,10 +216,10 @@ def draw(table: str, path: str) -> None:
                 label = f"{name}, {model.upper()}" if fault == FAULTS[0] else None
                 axes.scatter(end, y, s=30, marker=shapes[model], color=color, zorder=2, label=label)
         axes.set_xscale("symlog", linthresh=0.1, linscale=1.5)
-        ticks = {-0.1: "-0.1", 0.0: "0", 0.1: "+0.1", 1.0: "+1", 10.0: "+10", 100.0: "+100", limit: "not finite"}
+        ticks = {0.0: "0", 0.1: "+0.1", 1.0: "+1", 10.0: "+10", 100.0: "+100", limit: "not finite"}
         axes.set_xticks([*ticks], [*ticks.values()])
         axes.set_yticks(range(len(FAULTS)), FAULTS)
-        axes.set(xlim=(-0.4, 2 * limit), ylim=(len(FAULTS) - 0.4, -0.6))
+        axes.set(xlim=(-0.02, 2 * limit), ylim=(len(FAULTS) - 0.4, -0.6))
         axes.minorticks_off()
         axes.tick_params(length=0, labelcolor=grey)
         axes.spines[["top", "right", "left"]].set_visible(False)
