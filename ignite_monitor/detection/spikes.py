@@ -122,8 +122,8 @@ class SpikeDetector:
         return duplicate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors, which are never changed in place, and a dict of tensors."""
-        return self._state | {"rule": self.rule.state_dict()}
+        """Return the state: tensors and a dict of tensors."""
+        return {name: value.clone() for name, value in self._state.items()} | {"rule": self.rule.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is of another kind, and nothing has changed then."""

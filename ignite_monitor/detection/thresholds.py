@@ -157,8 +157,8 @@ class ThresholdRule:
         self._rows = torch.cat((self._rows, self._initial), -1)[:, index]
 
     def state_dict(self) -> State:
-        """Return the state, name -> tensor; the rule never changes these tensors in place."""
-        return self.state
+        """Return the state, name -> tensor."""
+        return dict(zip(self._names, self._rows.clone().unbind(), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule.

@@ -202,3 +202,13 @@ def test_a_rule_with_a_short_warm_up_is_suspended_after_a_reset(warmup, patience
     assert ("suspended" in detector.state_dict()) is suspends
     detector = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3)
     assert detect_all(detector, [5.0, 5.0, 5.0, 5.0, 3.0, 5.0, 1.0, 3.0]) == [True] * 3 + [False] * 4 + [True]
+
+
+def test_a_state_that_is_loaded_in_place_does_not_change_what_a_reset_restores():
+    detector = SpikeDetector(MeanStdThreshold())
+    saved = detector.state_dict()
+    for tensor in (*saved.pop("rule").values(), *saved.values()):
+        tensor.fill_(1)
+    detector.reset_threshold()
+    assert [float(value) for value in detector.rule.state.values()] == [0.0] * 4
+    assert not any(map(bool, detector._state.values()))
