@@ -48,8 +48,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             ``load_state_dict``. Engines and monitors in it are not restored.
         every: distance of snapshots in iterations.
         keep: number of older snapshots; the three newest ones are kept as well.
-        patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; or of losses in
-            a row that are not finite.
+        patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
+            row if losses or gradients are not finite.
         max_rollbacks: number of rollbacks within 1,000 iterations, after which a regime change is assumed.
         lr_factor: factor of learning rates from the second rollback within 1,000 iterations on, in (0, 1].
         where: ``"device"``, or ``"host"`` for pinned host memory.
@@ -65,8 +65,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     Examples:
         .. code-block:: python
 
-            rollback = RollbackHandler({"model": model, "optimizer": optimizer})
-            rollback.attach(trainer)
+            RollbackHandler({"model": model, "optimizer": optimizer}).attach(trainer)
     """
 
     _OBJECTS = ("policy", "snapshots", "triggers")
@@ -132,8 +131,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._policy.reset()
         self._triggers.loss.reset()
 
-    def reset_run_state(self) -> None:
-        self.forget()
+    reset_run_state = forget
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
@@ -172,9 +170,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _check_batch_size(self, engine: Engine) -> None:
         """Reset thresholds at a batch with less than half as many items as any before: its values are noisier."""
-        # The last batch of an epoch is small in any run.
         is_last = engine.state.epoch_length and engine.state.iteration % engine.state.epoch_length == 0
-        # Ranks may have batches of different lengths, and have to reset their thresholds together.
+        # The last batch of an epoch is small in any run, and ranks have to reset their thresholds together.
         if items := count_items(engine.state.batch) if world_size() == 1 and not is_last else None:
             if 2 * items < self._smallest_batch:
                 text = "%s: iteration %d: batches of %d items; all thresholds are reset"
@@ -220,13 +217,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         action, values = policy.next(event, iteration, findings.age), dict[str, float]()
         if action != Action.NONE:
             self._discarded_count += was_recovering
-            snapshot = self._restore(action, iteration)
+            snapshot = self._restore(action, iteration, findings.margin)
             self._report(engine, action, snapshot, reason)
             values["restored_iteration"] = snapshot["iteration"]
         elif was_recovering and not policy.recovering:
             if policy.discarded >= LONG:  # since then the newest snapshot, healthy now, was restored
                 triggers.accept_peak(even_far=False)
             snapshots.drop_newer(snapshots.restored)
+            triggers.far.clear()
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
         if event == Event.HEALTHY and not policy.recovering:
             triggers.peak.clear()
@@ -240,22 +238,20 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if findings.reasons:
             return Event.UNSTABLE, ", ".join(findings.reasons)
         if findings.is_nonfinite:
-            return Event.NONFINITE, f"{self._policy.patience} losses or gradients in a row were not finite"
+            return Event.NONFINITE, "losses or gradients in a row were not finite"
         return (Event.UNHEALTHY if findings.is_unhealthy else Event.HEALTHY), "the instability continues"
 
     def _ruin(self, iteration: int) -> str:
         """Return the reason if tensors of any rank's state are not finite that were finite in a snapshot."""
-        earlier = finite(self._snapshots.before(iteration)["state"])
-        now = finite(self._training.state())
+        earlier, now = (finite(state) for state in (self._snapshots.before(iteration)["state"], self._training.state()))
         ruined = [path for path, is_finite in now.items() if not is_finite and earlier.get(path)]
         on_any = max_over_ranks(torch.tensor([float(bool(ruined))], device=device_of(self._training.modules[0])))
         return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""
 
-    def _restore(self, action: Action, iteration: int) -> Snapshot:
+    def _restore(self, action: Action, iteration: int, margin: int) -> Snapshot:
+        snapshot = self._snapshots.all[-1]
         if action in (Action.ROLL_BACK, Action.DISCARD):
-            snapshot = self._snapshots.choose(iteration, self._policy.first_sign, self._policy.discarded)
-        else:
-            snapshot = self._snapshots.all[-1]
+            snapshot = self._snapshots.choose(iteration, self._policy.first_sign, self._policy.discarded, margin)
         if action == Action.ROLL_BACK:
             self._count += 1
             self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
@@ -290,8 +286,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _thresholds(self) -> dict[str, Any]:
         """The thresholds' state as tensors that are never changed in place."""
-        monitors = {monitor.prefix: monitor.state_dict() for monitor in self._monitors()}
-        return {"monitors": monitors, "loss": self._triggers.loss.state}
+        return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._triggers.loss.state}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""

@@ -17,7 +17,8 @@ class Event(Enum):
     UNHEALTHY = "unhealthy"  # a signal exceeds its threshold, and everything is finite
     UNSTABLE = "unstable"  # a signal stayed above its threshold, or request() was called
     NONFINITE = "nonfinite"  # the loss or a gradient is not finite, but the state is: the batch is the cause
-    RUINED = "ruined"  # the state is not finite
+    PERSISTENT = "persistent"  # half of ``patience`` iterations in a row were NONFINITE
+    RUINED = "ruined"  # the state is not finite, or ``patience`` iterations in a row were NONFINITE
 
 
 class Action(Enum):
@@ -30,13 +31,13 @@ class Action(Enum):
     END = "end"  # restore it, and end the run
 
 
-# Event -> action while watching, after max_rollbacks within WINDOW, while recovering, HOLD iterations after the first
-# sign. ``patience`` non-finite iterations in a row are RUINED; fewer during a recovery are NONFINITE.
+# Event -> action while watching, after max_rollbacks within WINDOW, while recovering, HOLD after the first sign.
 _ACTIONS = {
     Event.HEALTHY: (Action.NONE, Action.NONE, Action.NONE, Action.NONE),
     Event.UNHEALTHY: (Action.NONE, Action.NONE, Action.DISCARD, Action.ACCEPT),
     Event.UNSTABLE: (Action.ROLL_BACK, Action.ACCEPT, Action.DISCARD, Action.ACCEPT),
     Event.NONFINITE: (Action.NONE, Action.NONE, Action.DISCARD, Action.DISCARD),
+    Event.PERSISTENT: (Action.ROLL_BACK, Action.NONE, Action.DISCARD, Action.DISCARD),
     Event.RUINED: (Action.ROLL_BACK, Action.END, Action.DISCARD, Action.END),
 }
 
@@ -65,6 +66,8 @@ class RecoveryPolicy:
         self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
         if self.nonfinite >= self.patience:
             event = Event.RUINED
+        elif event == Event.NONFINITE and 2 * self.nonfinite >= self.patience:
+            event = Event.PERSISTENT
         elif self.recovering and event == Event.RUINED:
             event = Event.NONFINITE
         self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < WINDOW]

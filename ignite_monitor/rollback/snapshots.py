@@ -23,7 +23,6 @@ Snapshot = dict[str, Any]  # iteration, copies of state and thresholds, and the 
 
 _RECENT = 3  # newest snapshots, which are always kept
 _SPACING = 5  # distance of older ones, in units of ``every``
-_SLOW, _MARGIN = 9, 2  # a detection delayed so long restores a snapshot so many delays before the first sign
 _CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
 _RETRY = 7  # discarded iterations after which the newest snapshot is restored
 
@@ -64,18 +63,18 @@ class Snapshots:
         usable = [snapshot for snapshot in self.all if snapshot["iteration"] + 1 < first_sign]
         return usable[-1] if usable else self.all[0]
 
-    def choose(self, iteration: int, first_sign: int, discarded: int) -> Snapshot:
+    def choose(self, iteration: int, first_sign: int, discarded: int, margin: int) -> Snapshot:
         """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
 
-        It begins with one that is older than the first sign, the more so if the detection was slow, and older than the
-        one restored last if that is unconfirmed. After some discarded iterations the newest one follows.
+        It begins with one that is older than the first sign and the margin, and older than the one restored last
+        if that is unconfirmed. After some discarded iterations the newest one follows.
         """
         if not discarded:
             newest, delay = self.before(first_sign), iteration - first_sign
             is_confirmed = first_sign - self.restored_at >= max(_CONFIRMED, 10 * delay)
             self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
             self.all[-1]["thresholds"] = newest["thresholds"]  # those of an older one may not be warmed up
-            self.restored = self.before(first_sign - _MARGIN * delay * (delay >= _SLOW))["iteration"]
+            self.restored = self.before(first_sign - margin)["iteration"]
         elif discarded >= _RETRY:
             self.restored = self.all[-1]["iteration"]
         self.restored_at = iteration
@@ -93,9 +92,7 @@ class TrainingState:
         kept = {name: thing for name, thing in to_save.items() if not isinstance(thing, Monitor)}
         for name, thing in kept.items():
             if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
-                raise TypeError(
-                    f"Argument to_save should hold objects with a state_dict, but {name!r} is {type(thing)}"
-                )
+                raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(thing)}")
         self.things = {name: _unwrapped(thing) for name, thing in kept.items()}
         self.modules = [thing for thing in self.things.values() if isinstance(thing, nn.Module)]
         self.optimizers = [thing for thing in self.things.values() if hasattr(thing, "register_step_post_hook")]

@@ -19,6 +19,7 @@ from ignite_monitor.monitor.transfer import transfer
 
 _FAR = 10.0  # times the threshold
 _FAR_PATIENCE, _FAR_WINDOW = 3, 10  # iterations far above the threshold, of the last ones, that trigger a rollback
+_MARGIN = 2  # times the delay of a slow detection
 _EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
 
@@ -60,11 +61,13 @@ class Findings:
     is_unhealthy: bool = False
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
     age: int = 1  # iterations since the first sign of instability
+    margin: int = 0  # iterations before that sign whose weights may be damaged already
     reasons: list[str] = field(default_factory=list)  # of instability
 
-    def add(self, reason: str, age: int) -> None:
-        """Add a reason of instability; the one that was detected first counts."""
-        self.age = min(self.age, age) if self.reasons else age
+    def add(self, reason: str, age: int, margin: int = 0) -> None:
+        """Add a reason of instability; the one with the latest first sign counts."""
+        if not self.reasons or age < self.age:
+            self.age, self.margin = age, margin
         self.reasons.append(reason)
 
 
@@ -122,7 +125,7 @@ class Triggers:
         findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         bits = self._note(findings, name, spike or reset, value, threshold)
         if reset and bits & 1:
-            findings.add(f"the statistics of {name} were reset", bits.bit_length())
+            findings.add(f"the statistics of {name} were reset", bits.bit_length(), _MARGIN * (bits.bit_length() - 1))
 
     def _detect(self, findings: Findings, loss: float) -> None:
         if not math.isfinite(loss):
@@ -135,7 +138,7 @@ class Triggers:
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
             self.loss.observe(entry)
         if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
-            findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
+            findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age, _MARGIN * (age - 1))
 
     def _note(self, findings: Findings, name: str, is_unhealthy: bool, value: float, threshold: float) -> int:
         self._limits[name] = threshold
@@ -146,8 +149,10 @@ class Triggers:
         bits = self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
         findings.is_unhealthy |= is_unhealthy
-        if is_far and (age := _lasts(far, _FAR_PATIENCE, _FAR_WINDOW)):
-            findings.add(f"{name} exceeded {_FAR:g} times its threshold in {_FAR_PATIENCE} iterations", age)
+        if is_far and _lasts(far, _FAR_PATIENCE, _FAR_WINDOW):
+            text = f"{name} exceeded {_FAR:g} times its threshold in {_FAR_PATIENCE} iterations"
+            # Healthy is a snapshot that is followed by more healthy iterations than lie between two of these.
+            findings.add(text, far.bit_length(), margin=max(map(len, f"{far:b}".split("1"))))
         return bits
 
 

@@ -156,8 +156,8 @@ def test_overflows_that_a_grad_scaler_handles_never_roll_back():
     assert scales[45] == scales[38] / 2**6
 
 
-def test_so_many_nonfinite_losses_in_a_row_roll_back():
-    training = Training(patience=4)
+def test_half_of_the_patience_in_nonfinite_losses_in_a_row_rolls_back():
+    training = Training(patience=8)
     training.after_step(lambda engine: math.nan if 32 <= engine.state.iteration < 42 else None)
     training.run(make_batches(48))
     assert set(training.of("restored_iteration")) == set(range(35, 42))

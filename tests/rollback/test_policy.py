@@ -22,8 +22,8 @@ def make_policy():
         ("hhuuuuuuuuuuh", "............."),  # the triggers decide whether a row is an instability
         ("ht", ".B"),
         ("hr", ".B"),
-        ("nnn", "..B"),  # a non-finite batch is left to the train step, three in a row are not
-        ("nnunnhnn", "........"),
+        ("nnn", ".BD"),  # a non-finite batch is left to the train step, half of the patience in a row are not
+        ("nunhn", "....."),
         ("tuuhu" + "h" * 8 + "u", "BDD.D" + "." * 9),  # one healthy iteration does not end the recovery, eight do
         ("tu" + "h" * 7 + "u" + "h" * 8 + "u", "BD" + "." * 7 + "D" + "." * 9),
         ("tnrt", "BDDD"),
@@ -33,6 +33,7 @@ def make_policy():
         ("t" + "u" * 46 + "nnn", "B" + "D" * 46 + "DDE"),
         (f"t{H}t{H}t", "B........B........A"),  # max_rollbacks
         (f"t{H}t{H}r", "B........B........E"),
+        (f"t{H}t{H}nnn", "B........B..........E"),  # here all of it
         (f"t{H}t" + "h" * 990 + "t", "B........B" + "." * 990 + "B"),  # the first is 1,000 iterations ago
         (f"t{H}t" + "h" * 989 + "t", "B........B" + "." * 989 + "A"),
     ],
@@ -61,8 +62,8 @@ def test_it_continues_from_its_state(cut):
     assert [second.next(event, cut + i) for i, event in enumerate(events[cut:])] == expected[cut:]
 
 
-@pytest.mark.parametrize(("iteration", "first_sign", "restored"), [(96, 95, 90), (100, 92, 90), (100, 91, 70)])
-def test_a_slow_detection_restores_an_older_snapshot(iteration, first_sign, restored):
+@pytest.mark.parametrize(("first_sign", "margin", "restored"), [(95, 0, 90), (92, 0, 90), (91, 0, 85), (91, 18, 70)])
+def test_the_restored_snapshot_is_older_than_the_first_sign_and_the_margin(first_sign, margin, restored):
     snapshots = Snapshots(every=5, keep=20, on_host=False)
     snapshots.all = [{"iteration": i, "thresholds": {}} for i in range(0, 101, 5)]
-    assert snapshots.choose(iteration, first_sign, 0)["iteration"] == restored
+    assert snapshots.choose(100, first_sign, 0, margin)["iteration"] == restored

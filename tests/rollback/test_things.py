@@ -19,7 +19,6 @@ from ignite.handlers.param_scheduler import (
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_monitor import MonitorEvents, RollbackHandler
-from ignite_monitor.rollback.snapshots import Snapshots
 from tests._helpers import assert_same
 from tests.rollback._small import Training, make_batches, make_net
 
@@ -170,11 +169,3 @@ def test_optimizers_with_a_state_of_their_own(kind, make):
     training.run(make_batches(40), request=[34])
     assert training.of("restored_iteration") == {34: 30}
     assert_same(back, [training.before[30]])
-
-
-def test_a_snapshot_is_older_than_the_first_sign_by_twice_the_delay_of_the_detection():
-    snapshots = Snapshots(every=10, keep=20, on_host=True)
-    for iteration in range(0, 401, 10):
-        snapshots.take(iteration, {}, None, 1.0)
-    restored = snapshots.choose(400, first_sign=370, discarded=0)["iteration"]
-    assert restored + 1 < 370 - 2 * 30 <= restored + 1 + 100

@@ -96,6 +96,24 @@ def test_far_above_the_threshold_in_three_of_ten_iterations_is_decisive(losses):
     assert unstable == [False] * (len(losses) - 1) + [len(losses) <= 10]
 
 
+@pytest.mark.parametrize(
+    ("losses", "age", "margin"),
+    [
+        ((100.0,) * 3, 3, 0),
+        ((100.0, 1.0, 100.0, 1.0, 1.0, 100.0), 6, 2),
+        ((100.0, *[1.0] * 6, 100.0, 1.0, 100.0, 100.0), 11, 6),
+        ((3.0, 1.0, 3.0, *[3.0] * 8), 11, 20),
+    ],
+)
+def test_first_sign_and_margin(losses, age, margin):
+    """Far above the threshold: the longest interruption of the signs. Slow detections: twice their delay."""
+    watch = Watch()
+    for i in range(40):
+        watch(1.0 + 0.01 * (i % 3))
+    *_, last = [watch.collect(loss) for loss in losses]
+    assert (last.age, last.margin, len(last.reasons)) == (age, margin, 1)
+
+
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_a_nonfinite_loss_updates_nothing(loss):
     watch = Watch(patience=2)
