@@ -59,7 +59,7 @@ class Experts(nn.Module):
         y = self.relu(self.layer(x))
         out = self.experts[0](y)
         large = x.amax(1) > 50
-        return out + self.experts[1](y[large]).sum() if large.any() else out
+        return out.index_add(0, large.nonzero().flatten(), self.experts[1](y[large])) if large.any() else out
 
 
 def branching() -> nn.Module:
@@ -171,6 +171,10 @@ def disturbed(model: nn.Module) -> dict[str, Any]:
     return {"after_backward": zero, "before_step": validate}
 
 
+def is_fifth(engine: Engine) -> bool:
+    return engine.state.iteration == 5
+
+
 def last_bias(model: nn.Module) -> str:
     return next(name for name, _ in model.named_parameters() if name.endswith("second.bias"))
 
@@ -268,6 +272,10 @@ CASES = {
     "update fsdp exact": Case(words_net, updates(None), sharded("first"), **_UPDATES),
     "update hybrid": Case(words_net, updates(), sharded("first", shape=(1, WORLD)), **_UPDATES),
     "update replicated": Case(words_net, updates(), sharded("first", shape=(WORLD, 1)), **_UPDATES),
+    # The second expert, which one rank reaches, in an iteration without a step too.
+    "update reached": Case(
+        Experts, updates(None), conditional, with_large_rows, step=lambda model: {"leave_out": is_fifth}
+    ),
     "update skipped": Case(words_net, updates(skip=True), sharded("first"), **_UPDATES),
 }
 
@@ -308,6 +316,22 @@ def test_one_of_the_parameters_freezes_and_a_skipped_step_is_none(results):
 @pytest.mark.parametrize(("name", "collectives"), [("ddp", 0), ("fsdp", 2 * COUNT), ("fsdp exact", 2 * COUNT)])
 def test_each_handler_makes_one_collective_for_all_sharded_parameters(results, name, collectives):
     assert results(f"update {name}")[0]["all_reduces"] == collectives
+
+
+def local_steps(rank: int) -> dict[str, Any]:
+    """Make each rank's steps with its own gradients, as under ``no_sync()``."""
+
+    def make_train_step(model: nn.Module, optimizer: Any) -> Any:
+        model.require_backward_grad_sync = False
+        return make_step(model, optimizer)
+
+    return {"published": train(words_net, ddp, rank, words(COUNT), updates(), step=make_train_step).rows}
+
+
+def test_gradients_that_differ_between_ranks_are_not_published(results):
+    for result in results("local steps"):
+        assert [row for row in result["published"] if any("grad" in key for key in row)] == []
+        assert "monitor/frozen_count" in result["published"][0]
 
 
 # Gradients and histograms
@@ -545,6 +569,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{f"clipped {name}": functools.partial(clipped, wrap) for name, wrap in WRAPS.items()},
     **{f"histograms {name}": functools.partial(histograms, wrap) for name, wrap in WRAPS.items()},
     "branch": branch,
+    "local steps": local_steps,
     "refused": refused,
     # The reference of one rank can't be run.
     "failing": lambda rank: both_or_one(

@@ -141,19 +141,24 @@ def own_net(rank: int) -> nn.Module:
     return Net()
 
 
-def different_parameters(rank: int, **kwargs: Any) -> dict[str, Any]:
+def different_parameters(rank: int, wrap: Callable[[nn.Module], Any] = unwrapped, **kwargs: Any) -> dict[str, Any]:
     """Each rank trains a model of its own on its own half."""
     own: list[torch.Tensor] = []
 
     def note(optimizer: Any, *_: Any) -> None:
-        own.append(torch.cat([item.grad.flatten().double() for item in optimizer.param_groups[0]["params"]]))
+        own.append(torch.cat([whole(item.grad).flatten().double() for item in optimizer.param_groups[0]["params"]]))
 
     def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         optimizer.register_step_pre_hook(note)
         return [GradMonitor(model, optimizer, **kwargs)]
 
-    run = train(functools.partial(own_net, rank), unwrapped, rank, batches(SPIKE), monitors, optimizer=sgd)
+    run = train(functools.partial(own_net, rank), wrap, rank, batches(SPIKE), monitors, optimizer=sgd)
     return {"seen": run.rows, "own": own}
+
+
+def first_sharded(model: nn.Module) -> nn.Module:
+    fsdp(model.first)
+    return model
 
 
 def auto_model(rank: int) -> dict[str, Any]:
@@ -332,6 +337,8 @@ SCENARIOS: dict[str, Any] = {
     "sum": functools.partial(different_parameters, reduction="sum"),
     "sum inf": functools.partial(different_parameters, reduction="sum", norm_type=float("inf")),
     "mean": functools.partial(different_parameters, reduction="mean"),
+    "sum, first layer sharded": functools.partial(different_parameters, wrap=first_sharded, reduction="sum"),
+    "mean, first layer sharded": functools.partial(different_parameters, wrap=first_sharded, reduction="mean"),
     "noise scale of two": functools.partial(noise_scale, micro=1),
     "noise scale of four": functools.partial(noise_scale, micro=2),
     "curvature": curvature,
@@ -550,6 +557,19 @@ def test_ranks_with_gradients_of_their_own(results, name):
         for result in both:
             assert result["seen"][place]["grad/norm"] == approx(expected)
             assert math.isfinite(result["seen"][place]["grad/norm"])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_sharded_layer_counts_once_beside_gradients_of_the_ranks_own(results, reduction):
+    both = results(f"{reduction}, first layer sharded")
+    is_sharded = torch.cat(
+        [torch.full((item.numel(),), name.startswith("first.")) for name, item in Net().named_parameters()]
+    )
+    for place in range(COUNT):
+        squares = torch.stack([result["own"][place] for result in both]) ** 2
+        others = squares[:, ~is_sharded].sum() / (WORLD if reduction == "mean" else 1.0)
+        expected = math.sqrt(squares[0, is_sharded].sum() + others)
+        assert [result["seen"][place]["grad/norm"] for result in both] == [approx(expected)] * WORLD
 
 
 def test_what_cannot_work_with_a_wrapper_is_refused_by_name(results):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 
 from ignite_monitor import DriftMonitor, MonitorEvents, ReplayCheckHandler
 from ignite_monitor.model.isolation import is_reference_run
-from tests._helpers import assert_same, make_batches, make_step, same
+from tests._helpers import assert_same, make_batches, make_step, mse_loss, same
 from tests._models import Net, make_model
 from tests._ranks import ddp, fsdp, run_scenarios, train, whole
 
@@ -45,6 +45,26 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters())
 
 
+def interrupted(rank: int, is_watched: bool = True) -> dict[str, Any]:
+    """The second pass fails between a forward, which leaves whole parameters behind, and its backward."""
+
+    def fails(model: Any, batch: Any) -> torch.Tensor:
+        loss = mse_loss(model, batch)
+        if is_reference_run():
+            raise RuntimeError("no second pass")
+        return loss
+
+    def monitors(model, optimizer):
+        return [ReplayCheckHandler(model, optimizer)] if is_watched else []
+
+    def step(model, optimizer):
+        return make_step(model, optimizer, loss_of=fails)
+
+    wrap, every_second = functools.partial(fsdp, inner=["first"]), Events.ITERATION_STARTED(every=2)
+    run = train(Net, wrap, rank, make_batches(6), monitors, step=step, event=every_second)
+    return {"weights": {name: whole(item) for name, item in run.model.state_dict().items()}}
+
+
 def drift(rank: int) -> dict[str, Any]:
     """A value that drifts on the first rank alone, and on both after a reduction."""
     detected = []
@@ -73,7 +93,8 @@ for name, scenario in WRAPS.items():
     SCENARIOS[name] = functools.partial(scenario, is_watched=True)
     SCENARIOS[f"{name}, alone"] = functools.partial(scenario, is_watched=False)
     SCENARIOS[f"{name}, faulty"] = functools.partial(scenario, is_watched=True, faulty=1)
-SCENARIOS["drift"] = drift
+SCENARIOS |= {"drift": drift, "interrupted": interrupted}
+SCENARIOS["interrupted, alone"] = functools.partial(interrupted, is_watched=False)
 
 
 @pytest.mark.parametrize("name", WRAPS)
@@ -89,6 +110,11 @@ def test_ranks_replay_together_and_train_as_without(results, name):
 def test_a_fault_on_one_rank_is_reported_on_both(results, name):
     for result in results(f"{name}, faulty"):
         assert result["rows"] == [{}] + [{KEY: float(i != FAULT)} for i in range(2, 7)]
+
+
+def test_a_second_pass_that_fails_leaves_the_parameters_sharded(results):
+    for actual, expected in zip(results("interrupted"), results("interrupted, alone"), strict=True):
+        assert_same(actual["weights"], expected["weights"])
 
 
 def test_a_drift_is_detected_on_both_ranks_alike(results):

@@ -36,6 +36,11 @@ COUNTS = {
     "LSTM language model": (1, 4, 1),
     "nn.Transformer": (2, 10, 1),
 }
+# The others run in `make compatibility`, as do the models of packages that `make test` does not install.
+USUAL = {
+    *("Llama, GQA (transformers)", "GPT-2 (transformers)", "T5 (transformers)", "Mixtral (transformers)"),
+    *("ConvNeXt (transformers)", "LSTM language model", "nn.Transformer"),
+}
 OWN = {  # exponents of the model's own factors
     "Gemma (transformers)": {"model.embed_tokens": 0.5},  # times the root of hidden_size, inside of a subclass
     "T5 (transformers)": {"lm_head": -0.5, "encoder.embed_tokens": 0.0},  # its input times d_model ** -0.5
@@ -62,7 +67,9 @@ def made(name):
         pytest.skip(f"{error}")
 
 
-@pytest.mark.parametrize("name", families.CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.compatibility) for name in families.CASES]
+)
 def test_every_weight_that_grows_has_its_role_and_a_rate(name):
     small, parametrization = made(name)
     layers = parametrization.layers.values()
@@ -100,13 +107,14 @@ def test_the_program_gives_the_closed_form_for_random_alignments(name):
         assert result == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.compatibility
 def test_bottlenecks_in_front_of_batch_norm():
     _, parametrization = made("ResNet, Bottleneck (torchvision)")
     result = {(name.rpartition(".")[2], layer.layer_type, layer.c) for name, layer in parametrization.layers.items()}
     assert result == {("conv1", "embedding", 0.5), ("conv2", "hidden", 1.0), ("conv3", "hidden", 1.0)}
 
 
-@pytest.mark.parametrize("way", ["default", "batched_mm", "eager"])
+@pytest.mark.parametrize("way", ["default", pytest.param("batched_mm", marks=pytest.mark.compatibility), "eager"])
 def test_experts_however_they_are_computed(way):
     make, sample_input = families.CASES["Mixtral (transformers)"]()
 
@@ -128,6 +136,7 @@ def test_experts_however_they_are_computed(way):
     assert layers["model.layers.0.mlp.gate"].layer_type == layers["lm_head"].layer_type == "readout"
 
 
+@pytest.mark.compatibility
 def test_lora_on_a_frozen_llama():
     parametrization = copy.deepcopy(made("LoRA on a frozen Llama (PEFT)")[1])
     assert {name.split(".")[-2] for name in parametrization.layers} == {"lora_A", "lora_B"}
