@@ -248,6 +248,13 @@ def test_thirty_bad_batches_cost_at_most_ten_more():
     assert training.metrics[130]["grad/spike_count"] == 30
 
 
+def test_signs_from_before_a_recovery_are_not_the_first_ones_of_the_next_instability():
+    training = Training(monitor={}, names=["model", "optimizer"])
+    training.run(make_batches(90, [*range(47, 50), *range(70, 73)]))
+    restored = training.of("restored_iteration")
+    assert (restored[49], restored[72] > 49) == (40, True)
+
+
 def test_weights_ruined_after_a_long_data_fault_are_restored():
     """The gradient is smaller than in the fault, in which the loss alone was accepted."""
     training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"])
