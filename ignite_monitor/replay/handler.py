@@ -106,10 +106,9 @@ def copied_gradients(model: nn.Module) -> dict[str, Tensor]:
 def difference(first: Tensor, second: Tensor) -> Tensor:
     """Return whether two gradients of one parameter differ in any bit, and their largest difference."""
     exact = torch.promote_types(first.dtype, torch.float32)
-    differences = nn.functional.pad(
-        (second.to(exact) - first.to(exact)).flatten(), (0, 1)
-    )  # a rank may hold no element
-    return torch.stack([(bits_of(first) != bits_of(second)).any().float(), differences.abs().amax().float()])
+    differences = (second.to(exact) - first.to(exact)).abs().flatten()
+    largest = nn.functional.pad(differences, (0, 1)).amax()  # a rank may hold no element
+    return torch.stack([(bits_of(first) != bits_of(second)).any().float(), largest.float()])
 
 
 class ReplayCheckHandler(Monitor, schema=REPLAY):
