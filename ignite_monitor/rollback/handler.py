@@ -131,7 +131,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._policy.reset()
         self._triggers.loss.reset()
 
-    reset_run_state = forget
+    def reset_run_state(self) -> None:
+        self.forget()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""

@@ -151,8 +151,7 @@ class Triggers:
         findings.is_unhealthy |= is_unhealthy
         if is_far and _lasts(far, _FAR_PATIENCE, _FAR_WINDOW):
             text = f"{name} exceeded {_FAR:g} times its threshold in {_FAR_PATIENCE} iterations"
-            # Healthy is a snapshot that is followed by more healthy iterations than lie between two of these.
-            findings.add(text, far.bit_length(), margin=max(map(len, f"{far:b}".split("1"))))
+            findings.add(text, far.bit_length(), max(map(len, f"{far:b}".split("1"))))  # longest gap between signs
         return bits
 
 
