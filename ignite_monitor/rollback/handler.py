@@ -239,12 +239,12 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if findings.reasons:
             return Event.UNSTABLE, ", ".join(findings.reasons)
         if findings.is_nonfinite:
-            return Event.NONFINITE, "losses or gradients in a row were not finite"
+            return Event.NONFINITE, f"{self._policy.nonfinite + 1} losses or gradients in a row were not finite"
         return (Event.UNHEALTHY if findings.is_unhealthy else Event.HEALTHY), "the instability continues"
 
     def _ruin(self, iteration: int) -> str:
         """Return the reason if tensors of any rank's state are not finite that were finite in a snapshot."""
-        earlier, now = (finite(state) for state in (self._snapshots.before(iteration)["state"], self._training.state()))
+        earlier, now = map(finite, (self._snapshots.before(iteration)["state"], self._training.state()))
         ruined = [path for path, is_finite in now.items() if not is_finite and earlier.get(path)]
         on_any = max_over_ranks(torch.tensor([float(bool(ruined))], device=device_of(self._training.modules[0])))
         return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""

@@ -114,6 +114,18 @@ def test_first_sign_and_margin(losses, age, margin):
     assert (last.age, last.margin, len(last.reasons)) == (age, margin, 1)
 
 
+def test_first_sign_and_margin_of_a_reset():
+    watch, monitor = Watch(), Monitor()
+    for i in range(5):
+        monitor.seen = i, 0, i // 4  # spikes, non-finite norms, resets
+        findings = watch.collect(None, [monitor])
+    assert (findings.age, findings.margin) == (4, 6)
+    findings.add("a reason with an earlier first sign", 9, 16)
+    assert (findings.age, findings.margin) == (4, 6)
+    findings.add("a reason with a later one", 3)
+    assert (findings.age, findings.margin) == (3, 0)
+
+
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_a_nonfinite_loss_updates_nothing(loss):
     watch = Watch(patience=2)
