@@ -35,17 +35,16 @@ from ignite_monitor import (
 from ignite_monitor.curvature.hessian import Hessian
 from tests._helpers import assert_same, grad_norm, make_batches, make_step, mse_loss
 from tests._models import Net
-from tests._oracle import Oracle, mean_of
+from tests._oracle import Oracle, mean_of, mean_std
 from tests._ranks import WORLD, ddp, fsdp, inner_of, launch, launched, run_scenarios, train, unwrapped, whole
 from tests._truth import norm
 
-COUNT = 26
-SPIKE = 24
+COUNT, WARMUP, SPIKE, LOSS_SPIKE = 10, 6, 9, 24
 
 
-def batches(spike: int | None = None):
+def batches(spike: int | None = None, count: int = COUNT):
     """Whole batches of 8; at ``spike`` the second half, which is rank 1's, has huge targets."""
-    made = make_batches(COUNT)
+    made = make_batches(count)
     if spike is not None:
         made[spike - 1][1][4:] *= 1000
     return made
@@ -61,9 +60,11 @@ def watched(
     *,
     make: Callable[[], nn.Module] = Net,
     spike: int | None = None,
+    count: int = COUNT,
     inner: bool = False,
     optimizer: Callable[[Any], Any] = sgd,
     step: Mapping[str, Any] = MappingProxyType({}),
+    threshold: MeanStdThreshold = MeanStdThreshold(warmup=WARMUP),
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Train with a GradMonitor, of the wrapped model or the ``inner`` one; return what it publishes, and parameters."""
@@ -74,12 +75,12 @@ def watched(
         norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
 
     def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
-        monitor = GradMonitor(inner_of(model) if inner else model, optimizer, **kwargs)
+        monitor = GradMonitor(inner_of(model) if inner else model, optimizer, threshold=threshold, **kwargs)
         ready = lambda engine: fired.append(engine.state.iteration)  # noqa: E731
         return [monitor, lambda engine: engine.add_event_handler(MonitorEvents.GRADIENTS_READY, ready)]
 
     make_train_step = functools.partial(make_step, after_backward=note, **step)
-    run = train(make, wrap, rank, batches(spike), monitors, optimizer=optimizer, step=make_train_step)
+    run = train(make, wrap, rank, batches(spike, count), monitors, optimizer=optimizer, step=make_train_step)
     parameters = [*map(whole, run.model.parameters())]
     return {"seen": run.rows, "fired": fired, "norms": norms, "parameters": parameters, "all_reduces": run.all_reduces}
 
@@ -91,6 +92,7 @@ SKIPPED_BY_HAND: dict[str, Any] = {
 }
 ACCUMULATING: dict[str, Any] = {
     "spike": 17,
+    "count": 26,
     "step": {"every": 4},
     "threshold": MeanStdThreshold(k=10.0, warmup=3),
 }
@@ -101,8 +103,8 @@ def differently(how: dict[str, Any], **step: Any) -> dict[str, Any]:
 
 
 def loss_at(iteration: int) -> float:
-    """Multiply the loss of the last rank once."""
-    return 100.0 if iteration == SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
+    """Multiply the loss of the last rank once, after the warm-up of its own rule."""
+    return 100.0 if iteration == LOSS_SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
 
 
 def skipping(wrap, rank: int, optimizer: Callable[[Any], Any] = sgd) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def skipping(wrap, rank: int, optimizer: Callable[[Any], Any] = sgd) -> dict[str
 
 
 class OneTensor(nn.Module):
-    """Multiply the gradient of the first layer's bias by 30 in one forward pass, without a change of the output."""
+    """Multiply the gradient of the first layer's bias by 100 in one forward pass, without a change of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class OneTensor(nn.Module):
     def forward(self, x):
         self.passes += 1
         bias = self.net.first.bias
-        factor = 29.0 if self.passes == SPIKE else 0.0
+        factor = 99.0 if self.passes == SPIKE else 0.0
         return self.net(x) + factor * (self.net(x + 0 * x) - self._without(x, bias.detach()))
 
     def _without(self, x, bias):
@@ -150,7 +152,7 @@ def different_parameters(rank: int, wrap: Callable[[nn.Module], Any] = unwrapped
 
     def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         optimizer.register_step_pre_hook(note)
-        return [GradMonitor(model, optimizer, **kwargs)]
+        return [GradMonitor(model, optimizer, threshold=MeanStdThreshold(warmup=WARMUP), **kwargs)]
 
     run = train(functools.partial(own_net, rank), wrap, rank, batches(SPIKE), monitors, optimizer=sgd)
     return {"seen": run.rows, "own": own}
@@ -285,6 +287,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 fsdp_net = functools.partial(fsdp, inner=["first"])
 BUCKETS = {"gradient_as_bucket_view": True}
 SPIKING, MICRO = {"spike": SPIKE}, {"step": {"parts": 2}}
+WITH_LOSS = {"count": LOSS_SPIKE + 1, "loss": lambda engine: loss_at(engine.state.iteration)}
 QUIET = {"step": {"parts": 2, "reduce_last": True}}
 # name -> arguments of DistributedDataParallel, or None for fully_shard; and those of the training
 TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
@@ -314,8 +317,8 @@ TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "accumulating fsdp zeroed in place": (None, differently(ACCUMULATING, set_to_none=False)),
     "clip ddp": ({}, {**SPIKING, "on_spike": "clip"}),
     "clip fsdp": (None, {**SPIKING, "on_spike": "clip"}),
-    "loss ddp": ({}, {"loss": lambda engine: loss_at(engine.state.iteration)}),
-    "loss fsdp": (None, {"loss": lambda engine: loss_at(engine.state.iteration)}),
+    "loss ddp": ({}, WITH_LOSS),
+    "loss fsdp": (None, WITH_LOSS),
 }
 SCENARIOS: dict[str, Any] = {
     **{
@@ -354,7 +357,7 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
-K, DECAY = 6.0, 0.99  # of the default rule
+DECAY = 0.99  # of the default rule
 
 ALONE = ("after the process group", "dropped")  # have processes of their own
 RUN = NAMES = [name for name in SCENARIOS if name not in ALONE]
@@ -388,7 +391,7 @@ def approx(value):
 def test_every_rank_publishes_what_one_process_would(results, one_process, name):
     norms = independent_norms(SPIKE)
     for result in results(name):
-        oracle = Oracle()
+        oracle = Oracle(mean_std(6.0, WARMUP, DECAY))
         assert result["fired"] == list(range(1, COUNT + 1))
         assert result["norms"] == approx(norms)
         assert [seen["grad/norm"] for seen in result["seen"]] == approx(norms)
@@ -401,7 +404,7 @@ def test_every_rank_publishes_what_one_process_would(results, one_process, name)
             if 2 <= place < SPIKE:
                 assert seen["grad/mean"] == approx(statistics["mean"])
                 assert seen["grad/std"] == pytest.approx(statistics["std"], rel=1e-3)
-            if 20 <= place < SPIKE:
+            if WARMUP <= place < SPIKE:
                 assert seen["grad/threshold"] == approx(statistics["threshold"])
 
 
@@ -480,8 +483,9 @@ def test_a_clipped_step_is_that_of_one_process_with_its_gradient_scaled_to_the_t
 def test_ranks_agree_on_a_loss_that_is_a_spike_on_one_of_them(results, name):
     first, second = results(name)
     assert first["seen"] == second["seen"]
-    assert [seen["grad/loss_spike"] for seen in first["seen"]] == [i == SPIKE for i in range(1, COUNT + 1)]
-    assert [seen["flag"] for seen in first["seen"]] == [i == SPIKE for i in range(1, COUNT + 1)]
+    expected = [i == LOSS_SPIKE for i in range(1, LOSS_SPIKE + 2)]
+    assert [seen["grad/loss_spike"] for seen in first["seen"]] == expected
+    assert [seen["flag"] for seen in first["seen"]] == expected
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("skip")])
