@@ -73,8 +73,14 @@ def one_rank_asks(kind: str, how: str, rank: int) -> dict[str, Any]:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     make = functools.partial(_faults.make_model, 0)
-    run = train(make, WRAPS[kind], rank, _faults.batches(0, 36, 16), monitors, optimizer=adamw, step=step, rows=8)
+    run = train(make, WRAPS[kind], rank, batches(36), monitors, optimizer=adamw, step=step, rows=8)
     return after | {"count": run.monitors[0]._count}
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(count, 16, 64, generator=generator), torch.randint(10, (count, 16), generator=generator)
+    return [*zip(x, y, strict=True)]
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
