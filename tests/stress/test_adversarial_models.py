@@ -246,6 +246,6 @@ def every_block(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
 @given(plans(), st.permutations([*HANDLERS]), st.integers(1, len(HANDLERS)))
 @every_block
-@examples(25)
+@examples(15)
 def test_any_model(plan, order, count):
     check(plan, order[:count])

@@ -162,7 +162,7 @@ class Observed:
 
 
 @given(runs())
-@examples(120)
+@examples(60)
 def test_values_of_any_sequence_of_norms(run):
     observed = Observed(run)
     monitor = observed.monitor()

@@ -184,6 +184,6 @@ def truth_of(training: Training, rule: Rule, reported: list[Reported]) -> tuple[
 @example(
     BOTH, [[Zero(0, "none"), Backward("a"), Step(0)], [Zero(1, "none"), Backward("b", body=False), Step(1)]] * 2, RULE
 )
-@examples(100)
+@examples(60)
 def test_any_train_step(setting, program, rule):
     check(setting, program, rule)

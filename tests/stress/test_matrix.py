@@ -28,7 +28,7 @@ from tests.stress._matrix import AXES, FULL, both, cases, compare
 
 CASES = {case.name: case for case in cases(["alone"], full=FULL)}
 # By default those in which most pairs meet.
-OF_RANKS = {case.name: case for case in cases(["ddp", "fsdp"], full=FULL)[: None if FULL else 4]}
+OF_RANKS = {case.name: case for case in cases(["ddp", "fsdp"], full=FULL)[: None if FULL else 3]}
 COMPILED = next(case for case in cases(["alone"], full=True) if case.mode == "compiled" and case.skip)
 
 
