@@ -93,7 +93,8 @@ class Evidence:
         is_left = any(self.values["step"]) and all(self.values["unchanged"])
         copied = {*NARROW} - {item.dtype for item in parameters_of(self.optimizer)}  # may have float32 copies
         left = [item for item in self.others if id(item) in self.seen and is_left and item.dtype not in copied]
-        alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]  # also those without a step
+        # Also those without a step; there may be millions of objects to look at.
+        alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer)] if left else []
         held = set().union(*(held_by(item) for item in alive if hasattr(item, "param_groups")))
         left = [item for item in left if id(item) not in held]
         gone = [item for item in parameters_of(self.optimizer) if id(item) not in names and item.grad is None]
