@@ -37,7 +37,7 @@ make_batches = functools.partial(helpers.make_batches, factor=300.0, size=16)  #
 
 
 class Training:
-    """A trainer, what it trains, and what there was before and after each iteration."""
+    """A trainer, what it trains, and what there was after each iteration."""
 
     def __init__(
         self,
@@ -56,14 +56,12 @@ class Training:
         )
         self.optimizer = optimizer(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7) if scaler else None
-        self.before: dict[int, Any] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         self.accumulate = accumulate
         self.step = helpers.make_step(
             self.model, self.optimizer, every=accumulate, loss_of=self.loss_of, scaler=self.scaler, zero_at="end"
         )
         self.trainer = Engine(self.train_step)
-        self.trainer.add_event_handler(Events.ITERATION_STARTED, self._note_before)
         self.things = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         self.monitor = None
         if monitor is not None:
@@ -89,8 +87,13 @@ class Training:
         state = {name: thing.state_dict() for name, thing in self.things.items()}
         return copy.deepcopy(state | {"steps": self.model.steps})
 
-    def _note_before(self, engine: Engine) -> None:
-        self.before[engine.state.iteration - 1] = self.state()
+    def states(self) -> dict[int, Any]:
+        """States by the iteration that they are after, noted from here on."""
+        noted: dict[int, Any] = {}
+        self.trainer.add_event_handler(
+            Events.ITERATION_STARTED, lambda engine: noted.update({engine.state.iteration - 1: self.state()})
+        )
+        return noted
 
     def _note_after(self, engine: Engine) -> None:
         self.metrics[engine.state.iteration] = dict(engine.state.metrics)

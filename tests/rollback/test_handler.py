@@ -52,12 +52,12 @@ TWICE = {34: 30, 65: 62}
 )
 def test_everything_is_bitwise_that_of_the_snapshot(optimizer, arguments, restored):
     training = Training(OPTIMIZERS[optimizer], lr_factor=1.0, monitor={}, loss=no_loss, **arguments)
-    back = []
+    back, states = [], training.states()
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda engine: back.append(training.state()))
     training.run(make_batches(70), request=restored)
     assert training.of("restored_iteration") == restored
     for state, iteration in zip(back, restored.values(), strict=True):
-        assert_same(state, training.before[iteration])
+        assert_same(state, states[iteration])
     assert training.of("count")[70] == len(restored)
 
 
@@ -365,7 +365,7 @@ def test_a_rate_that_was_set_too_high_and_left_is_restored():
 
 def test_no_handler_of_iteration_completed_sees_discarded_iterations(tmp_path):
     training = Training(handler=False, names=["model", "optimizer"], every=10)
-    seen = {}
+    seen, states = {}, training.states()
     training.trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda e: seen.update({e.state.iteration: training.state()})
     )
@@ -373,9 +373,9 @@ def test_no_handler_of_iteration_completed_sees_discarded_iterations(tmp_path):
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=34), saver)
     training.rollback.attach(training.trainer)
     training.run(make_batches(40), request=[34])
-    assert_same(seen[34], training.before[30])
+    assert_same(seen[34], states[30])
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert_same(dict(saved["model"]), dict(training.before[30]["model"]))
+    assert_same(dict(saved["model"]), dict(states[30]["model"]))
 
 
 def test_one_warning_and_one_event_per_rollback(caplog):

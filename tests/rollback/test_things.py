@@ -165,7 +165,8 @@ def wrapped_optimizers():
 @pytest.mark.parametrize(("kind", "make"), list(wrapped_optimizers()))
 def test_optimizers_with_a_state_of_their_own(kind, make):
     training, back = Training(make, every=10), []
+    states = training.states()
     training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(training.state()))
     training.run(make_batches(40), request=[34])
     assert training.of("restored_iteration") == {34: 30}
-    assert_same(back, [training.before[30]])
+    assert_same(back, [states[30]])
