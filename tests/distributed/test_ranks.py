@@ -64,7 +64,6 @@ def watched(
     inner: bool = False,
     optimizer: Callable[[Any], Any] = sgd,
     step: Mapping[str, Any] = MappingProxyType({}),
-    threshold: MeanStdThreshold = MeanStdThreshold(warmup=WARMUP),
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Train with a GradMonitor, of the wrapped model or the ``inner`` one; return what it publishes, and parameters."""
@@ -75,7 +74,8 @@ def watched(
         norms.append(None if engine.state.grad_norm is None else float(engine.state.grad_norm))
 
     def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
-        monitor = GradMonitor(inner_of(model) if inner else model, optimizer, threshold=threshold, **kwargs)
+        options = {"threshold": MeanStdThreshold(warmup=WARMUP)} | kwargs
+        monitor = GradMonitor(inner_of(model) if inner else model, optimizer, **options)
         ready = lambda engine: fired.append(engine.state.iteration)  # noqa: E731
         return [monitor, lambda engine: engine.add_event_handler(MonitorEvents.GRADIENTS_READY, ready)]
 
