@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -61,7 +63,8 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     monkeypatch.setenv("WANDB_SILENT", "true")
     mpl.use("agg")
-    yield tmp_path
+    with mock.patch.dict(os.environ):  # torch names the rank there
+        yield tmp_path
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.compiler.reset()
