@@ -176,7 +176,7 @@ SICK = {
     ),
     "dead units": (dead, vectors, adam(1e-3), {}, "dead_units"),
     "no gradient": (detached, vectors, adam(1e-3), {}, "frozen_parameters"),
-    "gpt, rate x 500": (TinyGPT, text, adam(1.0), {"every": 20, "iterations": 60}, "loss_rose"),
+    "gpt, rate x 1000": (TinyGPT, text, adam(2.0), {"every": 20, "iterations": 60}, "loss_rose"),
 }
 
 
