@@ -216,9 +216,9 @@ def uneven_inputs(rank: int) -> dict[str, Any]:
     return {"published": [sorted({name.split("/")[0] for name in row if "/" in name}) for row in rows]}
 
 
-PLACES = {"ddp": ("after backward", "handler of the gradients", "terminate"), "fsdp": ("handler",)}
-if SHARDS:  # with torch 2.6 the rank would wait for two minutes, since a timeout can't be changed any more
-    PLACES["ddp"] += ("before backward",)
+PLACES = {"ddp": ("after backward", "handler of the gradients", "terminate", "before backward"), "fsdp": ("handler",)}
+if not SHARDS:  # in torch 2.6 the timeout of a group can't be changed, so that a rank would wait for minutes
+    PLACES = {}
 FAILING = {
     f"{world} {place}": functools.partial(failing, WRAPS[world], place)
     for world, places in PLACES.items()
