@@ -151,6 +151,7 @@ FUNCTIONAL = {
         1,
     ),
     "conv": (lambda n: make_weight(n, n, 1), lambda m, x: F.conv1d(x.mT, m.weight).mT, 1),
+    "transposed conv": (lambda n: make_weight(n, 2 * n, 1), lambda m, x: F.conv_transpose1d(x.mT, m.weight).mT, 2),
 }
 
 
