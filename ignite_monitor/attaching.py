@@ -35,7 +35,7 @@ from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _ATTACHED = "_ignite_monitor_attached"  # of an engine: prefix -> AttachedMonitors
-_UNITS = nn.ReLU.__module__  # of torch's activation functions
+_ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
 _FEW = 6  # largest number of members of a module list that are all shown
 
 
@@ -121,7 +121,7 @@ def attach_monitors(
     if flag is None:
         flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
-    always, seldom = Events.ITERATION_STARTED, Events.ITERATION_STARTED(every=every)
+    always, sampled = Events.ITERATION_STARTED, Events.ITERATION_STARTED(every=every)
 
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
@@ -136,10 +136,10 @@ def attach_monitors(
     activation = ActivationHandler(model, activations=health, attention=True, prefix=prefix)
     activation.warns_without_attention = False  # the user did not ask for it
     update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
-    monitors |= {"update": (update, seldom), "activation": (activation, seldom)}
-    monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), seldom
+    monitors |= {"update": (update, sampled), "activation": (activation, sampled)}
+    monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), sampled
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
-        monitors["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), seldom
+        monitors["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
     extras: dict[str, Callable[..., Monitor]] = {
         "histograms": HistogramHandler,
         "replicas": partial(ReplicaCheckHandler, optimizer=optimizer),
@@ -148,7 +148,7 @@ def attach_monitors(
     }
     for name in extra:
         check_choice("extra", name, *extras)
-        monitors[name] = extras[name](model, prefix=f"{start}{name}"), seldom
+        monitors[name] = extras[name](model, prefix=f"{start}{name}"), sampled
     shown = {"activation": _shown_activations(model, start), "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$"}
     return AttachedMonitors(
         trainer, prefix, monitors, [(logger, {} if isinstance(logger, HDF5Logger) else shown) for logger in loggers]
@@ -214,7 +214,11 @@ def _shown_activations(model: nn.Module, start: str) -> str:
 
     outline = ["_root_", *([] if "" in lists else children[""]), *blocks]
     is_shown = tuple(f"{block}." for block in blocks) or ""
-    units = [name for name in modules if f"{name}.".startswith(is_shown) and type(modules[name]).__module__ == _UNITS]
+    units = [
+        name
+        for name in modules
+        if f"{name}.".startswith(is_shown) and type(modules[name]).__module__ == _ACTIVATION_MODULES
+    ]
     shown = [
         rf"activation/{one_of(outline)}/(?:[^/]+/)?(?:std|max_abs)",
         r"activation/_root_/.*nonfinite_count",

@@ -28,6 +28,19 @@ def run_example(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize("command", ["make demo", "make test"])
+def test_the_readme_names_a_target_that_creates_its_environment(command):
+    root = EXAMPLES.parent
+    typed = [line.partition("#")[0].strip() for line in (root / "README.md").read_text().splitlines()]
+    assert typed.count(command) == 1
+    target = re.escape(command.removeprefix("make "))
+    assert re.search(rf"^{target}: \$\(READY\) ## ", (root / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_continuous_integration_runs_the_command_of_the_readme():
+    assert "make test || failed" in (EXAMPLES.parent / ".ci/run").read_text()
+
+
 def accuracies(output):
     return [float(item) for item in re.findall(r"test accuracy ([\d.]+)", output)]
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ignite_monitor.activation.attention import AttentionArguments
 from ignite_monitor.model._torch import device_mode, function_modes, need, pop_mode, push_mode
 from ignite_monitor.model.forward import after_forward, before_forward
-from ignite_monitor.model.modes import aside, in_backward, is_plain
+from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
 NOT_PLAIN = "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
 
@@ -85,10 +85,10 @@ class AttentionCalls(TorchFunctionMode):
     def _report_call(
         self, current: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not all(is_plain(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)):
+        if not all(has_local_data(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)):
             self._report(current, NOT_PLAIN)
             return
-        with aside():
+        with hidden_from_user_modes():
             # The projections run in the user's autocast. It caches copies of weights that require gradients, and those
             # made here would have none, so arguments are detached.
             call = _READERS[func](*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})

@@ -20,8 +20,8 @@ from ignite_monitor.activation.statistics import grouped, merged_by_name
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
-from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import aside, is_plain
+from ignite_monitor.model.isolation import in_second_pass
+from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
@@ -96,7 +96,7 @@ class ForwardMetrics(ModuleHook):
 
     def _is_wanted(self) -> bool:
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
-        return not (self._pauses or backward_number() != -1 or is_reference_run()) and self._root.training
+        return not (self._pauses or backward_number() != -1 or in_second_pass()) and self._root.training
 
     def _skip(self, layer: Layer, reason: str) -> None:
         self.skipped.setdefault(reason, set()).add(layer[1])
@@ -108,9 +108,9 @@ class ForwardMetrics(ModuleHook):
         if layer is None or not self._is_wanted():
             return
         name, tag = layer
-        with aside() if function_modes() or dispatch_modes() else torch.no_grad():
+        with hidden_from_user_modes() if function_modes() or dispatch_modes() else torch.no_grad():
             for key, tensor in ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag):
-                if not is_plain(tensor):
+                if not has_local_data(tensor):
                     self._skip(layer, NOT_PLAIN)
                 elif tensor.is_floating_point():
                     self.activation.add(key, name, tensor, self._unit(module, tensor), copy=True)
@@ -126,7 +126,7 @@ class ForwardMetrics(ModuleHook):
 
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():
-            with aside():
+            with hidden_from_user_modes():
                 self.activation.flush()
 
     # Recorded values
@@ -139,10 +139,10 @@ class ForwardMetrics(ModuleHook):
             self._skip(layer, NOT_A_NAME)
             return
         try:
-            with aside():
+            with hidden_from_user_modes():
                 number = value if isinstance(value, (Tensor, Real)) else torch.as_tensor(value, device="cpu")
                 weight = number.numel() if isinstance(number, Tensor) else 1
-                if isinstance(number, Tensor) and not is_plain(number):
+                if isinstance(number, Tensor) and not has_local_data(number):
                     self._skip(layer, NOT_PLAIN)
                 elif weight:
                     number = as_number(number, device_of(self._root))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ignite_monitor.activation.measurement import Measurement, values_of
 from ignite_monitor.activation.metric import MetricSet
-from ignite_monitor.model.devices import upload
-from ignite_monitor.model.norms import is_sharded, whole_tensor
+from ignite_monitor.model.devices import move
+from ignite_monitor.model.norms import is_dtensor, whole_tensor
 from ignite_monitor.monitor.transfer import NamedValues, joined
 
 
@@ -46,7 +46,7 @@ class GradientMetrics:
         clipped = {item: item.grad for item in own if item in self._measured and item.grad is not None}
         self._measure_before([parameter for parameter in own if parameter not in self._measured], scale)
         # All ranks gather sharded gradients, those without a step too: at the end of the iteration.
-        sharded = {parameter: grad for parameter, grad in clipped.items() if is_sharded(grad)}
+        sharded = {parameter: grad for parameter, grad in clipped.items() if is_dtensor(grad)}
         self._sharded |= {parameter: (grad.detach().clone(), scale) for parameter, grad in sharded.items()}
         whole = {parameter: grad for parameter, grad in clipped.items() if parameter not in sharded}
         self._after += self._measure("gradient_after_clip", whole, scale)
@@ -60,7 +60,7 @@ class GradientMetrics:
         if not self._before:
             return []
         for parameter in self._parameters:
-            if parameter in self._measured and is_sharded(parameter):
+            if parameter in self._measured and is_dtensor(parameter):
                 gradient, scale = self._sharded.get(parameter, (parameter, None))
                 values = self._measure("gradient_after_clip", {parameter: gradient}, scale)
                 self._after += values if parameter in self._sharded else []
@@ -93,7 +93,7 @@ def _differing(before: NamedValues, after: NamedValues) -> NamedValues:
     owners = [name.rpartition("/")[0] for name in after.names]
     number_of = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
     index = [[index_of[name.partition("/")[2]] for name in after.names], [number_of[owner] for owner in owners]]
-    earlier, owner = upload(torch.tensor(index, device="cpu"), after.values.device).unbind()
+    earlier, owner = move(torch.tensor(index, device="cpu"), after.values.device).unbind()
     values, old = after.values, before.values[earlier]
     differs = (values != old) & ~(values.isnan() & old.isnan())
     counts = torch.zeros(len(number_of), dtype=values.dtype, device=values.device)

@@ -21,7 +21,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.modes import aside, eager
+from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
@@ -233,7 +233,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     # Values
 
     def _forward_values(self, forward: ForwardMetrics) -> list[NamedValues]:
-        with aside():
+        with hidden_from_user_modes():
             forward.activation.flush()  # of passes of single modules
         measurements = [forward.activation, forward.recorded]
         if self._differences is not None:

@@ -23,8 +23,8 @@ from ignite_monitor.activation.statistics import (
     statistics,
     with_units,
 )
-from ignite_monitor.model.devices import move_like, upload
-from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.devices import move, move_like
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
@@ -121,7 +121,7 @@ class Measurement:
                 sums[self.family, how] = NamedValues([*pairs], values)
             else:
                 weights = torch.tensor([weight for _, weight in pairs.values()], dtype=values.dtype, device="cpu")
-                sums[self.family, how] = NamedValues([*pairs], torch.stack([values, upload(weights, first.device)], 1))
+                sums[self.family, how] = NamedValues([*pairs], torch.stack([values, move(weights, first.device)], 1))
 
     def statistics(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
         """Names and values of the built-in metrics, NaN where there are none, from rows of this rank or of all."""
@@ -202,7 +202,7 @@ class OutputComparison(Comparison):
         initial = [tensor for tensor in call.kept if tensor is not None]
         if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
             raise NotComparableError("its outputs have other shapes than in the reference")
-        if not all(map(is_plain, [*(tensor for _, tensor in tensors), *initial])):
+        if not all(map(has_local_data, [*(tensor for _, tensor in tensors), *initial])):
             raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
         for (key, tensor), other in zip(tensors, initial, strict=True):
             self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.devices import move, upload, wide_dtype
+from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.transfer import NamedValues
 
@@ -49,7 +49,7 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
     if tensors.itemsize == 1 or (tensors.is_cpu and tensors.itemsize == 2 and tensors.is_floating_point()):
         tensors = tensors.float()
     # Reading whether results are exact synchronizes, but for the CPU.
-    quick = transfer.is_on_host(tensors) and tensors.is_floating_point() and tensors.shape[-1] <= _LONGEST_VECTOR
+    quick = transfer.is_cpu(tensors) and tensors.is_floating_point() and tensors.shape[-1] <= _LONGEST_VECTOR
     sums = _in_one_pass(tensors) if quick else _in_two_passes(tensors)
     return torch.cat([sums, _largest(tensors, unit)], 1)
 
@@ -93,7 +93,7 @@ def _exact(tensors: Tensor) -> Tensor:
     flat, norms = wide.flatten(1), torch.linalg.vector_norm(wide, dim=-1).reshape(len(wide), -1)
     mean = flat.mean(1)
     nonfinite = torch.zeros_like(mean)
-    if not transfer.is_on_host(mean) or not mean.isfinite().all():
+    if not transfer.is_cpu(mean) or not mean.isfinite().all():
         nonfinite = flat.isfinite().logical_not_().sum(1).to(mean.dtype)
     centred = torch.linalg.vector_norm(flat - mean.unsqueeze(1), dim=1).square_()
     counts = (torch.full_like(mean, rows.shape[1]) for rows in (flat, norms))
@@ -136,7 +136,7 @@ def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor
     index = {name: i for i, name in enumerate(dict.fromkeys(names))}
     if len(index) < len(names):
         owners = torch.tensor([index[name] for name in names], device="cpu")
-        rows = merge(rows, upload(owners, device), len(index))
+        rows = merge(rows, move(owners, device), len(index))
     return NamedValues([*index], rows)
 
 

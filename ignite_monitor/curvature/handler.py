@@ -24,7 +24,7 @@ from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import parameters_of, unwrapped
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
@@ -85,7 +85,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         super().__init__(model, prefix)
         check_optimizer(optimizer)
         check_holds(optimizer, model)
-        if any_sharded(model.parameters()):
+        if any_dtensor(model.parameters()):
             raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
         check_function("loss", loss, "the model", "the batch", optional=False)
         self.optimizer = optimizer
@@ -136,7 +136,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if not self._is_running or not self._values:
             return
         self.publish(**self._values)
-        if transfer.is_on_host(self._tridiagonals["hessian_max_eigenvalue"]):
+        if transfer.is_cpu(self._tridiagonals["hessian_max_eigenvalue"]):
             self.publish(**self.resolve_deferred([tensor.tolist() for tensor in self.deferred_tensors()]))
 
     def _measure(self, batch: Any) -> None:

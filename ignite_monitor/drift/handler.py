@@ -16,7 +16,7 @@ from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import NEGLIGIBLE, loaded
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import DRIFT
-from ignite_monitor.model.devices import move_like, upload
+from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.monitor.base import NoModel
 from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.monitor.transfer import DeferredFlag
@@ -103,7 +103,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         rows = move_like(self._rows, number)
         if self._sides is None or self._sides.device != number.device:
             own = torch.tensor([(1.0, -1.0), _SIDES[self.direction]], dtype=number.dtype, device="cpu")
-            self._sides = upload(own, number.device)
+            self._sides = move(own, number.device)
         signs, watched = self._sides
         finite = number.abs() <= largest_usable(number)
         after, sums = self._update(rows, torch.where(finite, number, rows[2]), signs)

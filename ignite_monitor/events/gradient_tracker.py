@@ -18,9 +18,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.events.hooks import weakly
+from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
-from ignite_monitor.model.norms import any_sharded, total_norm
+from ignite_monitor.model.norms import any_dtensor, total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
 _logger = logging.getLogger(__name__)
@@ -77,9 +77,9 @@ class AccumulationProbe(ExitStack):
     def __enter__(self) -> AccumulationProbe:
         leaves = [item for item in self._parameters if item.requires_grad and not item.is_inference()]
         if leaves:
-            self.enter_context(register_multi_grad_hook(leaves, weakly(self._measure), mode="any"))
-        if any_sharded(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
-            self.callback(self._tracker.model.register_forward_hook(weakly(self._hook_outputs)).remove)
+            self.enter_context(register_multi_grad_hook(leaves, weak_method(self._measure), mode="any"))
+        if any_dtensor(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
+            self.callback(self._tracker.model.register_forward_hook(weak_method(self._hook_outputs)).remove)
         self._tracker.observers.append(self)
         self.callback(self._tracker.observers.remove, self)
         self.callback(self._parameters.clear)
@@ -105,7 +105,7 @@ class AccumulationProbe(ExitStack):
     def _hook_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in floating_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(weakly(self._measure))
+                tensor.register_hook(weak_method(self._measure))
 
 
 class GradientTracker:

@@ -26,7 +26,7 @@ class Patch:
     def __init__(self, owner: Any, name: str, replacement: Any) -> None:
         self._owner, self._name = weakref.ref(owner), name
         self._original = vars(owner).get(name)  # None for a method of its class
-        original = weakly(getattr(owner, name)) if self._original is None else self._original
+        original = weak_method(getattr(owner, name)) if self._original is None else self._original
         owner_of, function = weakref.ref(replacement.__self__), replacement.__func__
 
         @functools.wraps(original)
@@ -45,7 +45,7 @@ class Patch:
             vars(owner).update({} if self._original is None else {self._name: self._original})
 
 
-def weakly(method: Any) -> Callable[..., Any]:
+def weak_method(method: Any) -> Callable[..., Any]:
     """A function that calls a method while its object exists."""
     owner_of, function = weakref.ref(method.__self__), method.__func__
 
@@ -81,10 +81,10 @@ def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
     return untraced(hook)
 
 
-def after_backward(function: Callable[[], None], hops: int) -> None:
+def after_backward(function: Callable[[], None], callback_depth: int) -> None:
     """Call a function at the end of the running backward, after a callback that queues so many others."""
-    if hops:
-        queue_callback(functools.partial(after_backward, function, hops - 1))
+    if callback_depth:
+        queue_callback(functools.partial(after_backward, function, callback_depth - 1))
     else:
         function()
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import Patch, after_backward, gradient_hook, is_nested, remove_all, weakly
+from ignite_monitor.events.hooks import Patch, after_backward, gradient_hook, is_nested, remove_all, weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
@@ -45,7 +45,7 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self.reached: dict[int, dict[int, set[int]]] = {}
-        hooks = map(weakly, (self._start_backward, self._end_backward, self._start_step, self.step_completed))
+        hooks = map(weak_method, (self._start_backward, self._end_backward, self._start_step, self.step_completed))
         self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -162,7 +162,7 @@ class EventSource:
             self.trackers[model].defer()
             return set()
         if number not in self.reached:
-            after_backward(functools.partial(self._on_backward_end, number), self._hops)
+            after_backward(functools.partial(self._on_backward_end, number), self._callback_depth)
         return self.reached.setdefault(number, {}).setdefault(model, set())
 
     def _end_backward(self, number: int) -> None:
@@ -245,7 +245,7 @@ class EventSource:
         self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
         # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
-        self._hops = 3 if dist.is_available() and dist.is_initialized() else 1
+        self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()

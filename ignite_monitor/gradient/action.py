@@ -16,7 +16,7 @@ from ignite_monitor.gradient.skip import StepSkipper, check_step, hides_gradient
 from ignite_monitor.gradient.window import Taken
 from ignite_monitor.model._torch import foreach_scale, sparse_parts
 from ignite_monitor.model.devices import move, move_like
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.norms import is_dtensor
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
 _DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient scaled to its threshold"}
@@ -120,7 +120,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 def _values(gradient: Any) -> Tensor:
     """The tensor of a gradient's numbers: of a DTensor this rank's part, of a sparse tensor its values."""
-    if is_sharded(gradient):
+    if is_dtensor(gradient):
         gradient = gradient.to_local()
     if gradient.layout == torch.sparse_coo:
         return sparse_parts(gradient)[1]

@@ -31,7 +31,7 @@ from ignite_monitor.model.modes import in_backward
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.transfer import as_published, bring_to_host, is_on_host
+from ignite_monitor.monitor.transfer import as_published, bring_to_host, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 _NO_GRADIENT = (
@@ -277,7 +277,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
                 self._detector.losses.postpone()
                 self._resets.set(newest.threshold_reset & flag)
                 if published is None:  # else the values are those of the last step
-                    published, is_published = newest, None if is_on_host(flag) else flag
+                    published, is_published = newest, None if is_cpu(flag) else flag
             self._announce(engine, newest)
         detection = published or newest
         if self._detector.losses.is_missing():
@@ -290,7 +290,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         else:
             self._publish(published)
             self._is_published = is_published
-            if self._possible_spike is not None and is_on_host(published.spike):
+            if self._possible_spike is not None and is_cpu(published.spike):
                 bring_to_host([self])
         if detection is not None:
             self._fire_reset(engine, detection)
@@ -366,7 +366,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
 
     def _locate_nonfinite(self, engine: Engine, detection: GradientDetection) -> None:
         nonfinite = detection.norm.nonfinite
-        if self._source is None or not (is_on_host(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
+        if self._source is None or not (is_cpu(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
             self._locator.calls.backward_ended()
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.model.devices import upload
+from ignite_monitor.model.devices import move
 
 _SHARED = 0.7
 
@@ -66,5 +66,5 @@ class PerParameterDetector(SpikeDetector):
         size = len(self._state["recent"])
         index_of = dict(zip(self.names, range(size), strict=False))
         index = torch.tensor([index_of.get(name, size) for name in names], dtype=torch.int64, device="cpu")
-        self.arrange(upload(index, self._state["recent"].device))
+        self.arrange(move(index, self._state["recent"].device))
         self.names = names

@@ -20,7 +20,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ignite_monitor.events.hooks import Patch, remove_all
 from ignite_monitor.model.names import parameters_of
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.norms import any_dtensor
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
 
@@ -125,7 +125,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     stepping = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
     # At its first step fused SGD takes momentum buffers into use even if it skips, and never fills them.
     # Fused kernels do not mix sharded parameters with a plain found_inf.
-    return all(parameter in optimizer.state for parameter in stepping) and not any_sharded(stepping)
+    return all(parameter in optimizer.state for parameter in stepping) and not any_dtensor(stepping)
 
 
 def _is_from_torch(optimizer: Optimizer) -> bool:

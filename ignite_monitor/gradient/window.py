@@ -38,7 +38,7 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from ignite_monitor.gradient.detector import GradientDetection
-from ignite_monitor.monitor.transfer import is_on_host
+from ignite_monitor.monitor.transfer import is_cpu
 
 _PATIENCE = 50  # consecutive gradients without a step
 _NO_STEP = (
@@ -132,7 +132,7 @@ class GradientWindow:
         cause = _OTHER_CAUSES
         if self.other_optimizer is not None:
             cause = f"{self.other_optimizer}, which holds parameters of the model too, makes the steps"
-        elif detection is not None and is_on_host(detection.spike) and detection.spike:
+        elif detection is not None and is_cpu(detection.spike) and detection.spike:
             cause = _ACCUMULATED_SPIKE
         return _NO_STEP % (_PATIENCE, "an optimizer" if optimizer is None else type(optimizer).__name__, cause)
 

@@ -18,10 +18,10 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
-from ignite_monitor.model.devices import device_of, move, upload, wide_dtype
+from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.forward import after_forward
-from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import aside, eager, in_backward, is_plain
+from ignite_monitor.model.isolation import in_second_pass
+from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes, in_backward
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
@@ -123,11 +123,11 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
         # It holds no monitor, since the engine holds the contexts of a step.
         def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not root.training or in_backward() or is_reference_run():  # checkpointing repeats passes in a backward
+            if not root.training or in_backward() or in_second_pass():  # checkpointing repeats passes in a backward
                 return
-            with aside():
+            with hidden_from_user_modes():
                 for name, tensor in tagged_tensors(output, modules[module]):
-                    if is_plain(tensor) and (name in counts or len(counts) < most):
+                    if has_local_data(tensor) and (name in counts or len(counts) < most):
                         counts[name] = count(tensor.detach())
 
         return [eager(), after_forward(modules, count_output)] if modules else []
@@ -244,4 +244,4 @@ def as_histogram(counted: Sequence[float]) -> dict[str, Any] | None:
 @functools.lru_cache(8)
 def _edges(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return upload(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)
+        return move(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)

@@ -18,9 +18,6 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-upload = move  # of a tensor on the CPU
-
-
 def move_like(tensor: Tensor, reference: Tensor) -> Tensor:
     """Copy a tensor to the device and dtype of another one."""
     return move(tensor.to(reference.dtype), reference.device)

@@ -27,7 +27,7 @@ from ignite_monitor.model.samples import local
 _thread = threading.local()
 
 
-def is_reference_run() -> bool:
+def in_second_pass() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
     return getattr(_thread, "in_second_pass", False)
 
@@ -40,7 +40,7 @@ def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = Non
     """
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
-    before = is_reference_run(), torch.is_autocast_cache_enabled()
+    before = in_second_pass(), torch.is_autocast_cache_enabled()
     with preserved_rng_state(devices, generators_of(model).values()), preserved_buffers(model.modules()):
         try:
             _thread.in_second_pass = True

@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _OVER_CHANNELS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.PReLU)
 
 
-def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Return True if a module computes the same as one of the kinds, with a weight that is its own parameter.
 
     A forward of its own excludes a module, and so does a computed weight: a parametrization, weight or spectral norm.
@@ -33,9 +33,9 @@ def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]],
 
     None if it is not one of Linear, convolutions, transposed convolutions, and Conv1D of transformers.
     """
-    if is_conv1d(module) and is_plain(module, type(module)):
+    if is_conv1d(module) and is_builtin_layer(module, type(module)):
         return lambda args, kwargs: torch.matmul
-    if not is_plain(module, nn.Linear, *CONVOLUTIONS, *TRANSPOSED):
+    if not is_builtin_layer(module, nn.Linear, *CONVOLUTIONS, *TRANSPOSED):
         return None
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LinearMap:

@@ -20,13 +20,13 @@ from ignite_monitor.model._torch import in_backward as in_backward
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def hidden_from_user_modes() -> Iterator[None]:
     """Compute without a graph, hidden from the user's modes: selective checkpointing, counters of operations."""
     with unseen_by_functions(), unseen_by_dispatch(), torch.no_grad():  # in this order modes are not asked about it
         yield
 
 
-def is_plain(tensor: Tensor) -> bool:
+def has_local_data(tensor: Tensor) -> bool:
     """Return True for data on one device: no DTensor, nested, meta or fake tensor, and none under ``vmap``."""
     return (
         (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model._torch import foreach_norm, sparse_parts
-from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model.devices import move, wide_dtype
 
 # On the CPU sums in float64 take 2 to 13 times as long as in float32, where the norm of 3e7 normal numbers is off by
 # 1.7e-3. Float32 norms of rows of this length, combined in float64, are right to 5e-7 and no slower.
@@ -34,16 +34,16 @@ def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     In float64, or float32 on devices without it. Sparse tensors count coalesced, DTensors with all shards: one
     collective per device mesh and sharded mesh dimension.
     """
-    if not any_sharded(tensors):
+    if not any_dtensor(tensors):
         return _local_norms(tensors, norm_type)
     local, placed = list(tensors), dict[Any, list[int]]()
     for i, tensor in enumerate(tensors):
-        if is_sharded(tensor):
+        if is_dtensor(tensor):
             local[i], mesh, dims = _shard(tensor)
             placed.setdefault((mesh, dims), []).append(i)
     values = _local_norms(local, norm_type)
     for (mesh, dims), indices in placed.items():
-        at = upload(torch.tensor(indices, device="cpu"), values.device)
+        at = move(torch.tensor(indices, device="cpu"), values.device)
         part = values[at]
         for dim in dims:
             part = reduce_norm(part, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
@@ -56,8 +56,8 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     local: list[Any] = list(tensors)
     if not local:
         return torch.zeros((), dtype=torch.float64)
-    if any_sharded(local):
-        local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in local]
+    if any_dtensor(local):
+        local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in local]
     with torch.no_grad():
         # The norm of one vector of all short tensors takes a third of the time of their norms.
         if _NARROW.issuperset(map(_kind, local)):
@@ -90,21 +90,21 @@ def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bo
     return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
 
 
-def any_sharded(tensors: Iterable[Tensor]) -> bool:
+def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Return True if there is a DTensor among tensors."""
     # No DTensor exists before its module is imported, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(map(issubclass, set(map(type, tensors)), repeat(module.DTensor)))
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Return True for a DTensor."""
-    return any_sharded((tensor,))
+    return any_dtensor((tensor,))
 
 
 def whole_tensor(tensor: Any) -> Tensor:
     """A detached dense tensor of all elements; of a DTensor a collective, for which all ranks have to ask."""
-    whole: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
+    whole: Tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()
     return whole if whole.layout == torch.strided else whole.to_dense()
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import foreach_norm
-from ignite_monitor.model.devices import device_of, move, upload, wide_dtype
+from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.names import held_by, named_parameters
-from ignite_monitor.model.norms import all_reduce, is_sharded
+from ignite_monitor.model.norms import all_reduce, is_dtensor
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -72,15 +72,15 @@ class ParameterSamples:
         for index in self.measurable:
             parameter = self.parameters[index]
             elements = sample_indices(self.names[index], parameter.shape, sample_size)
-            if is_sharded(parameter):
+            if is_dtensor(parameter):
                 dims = tuple(i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
                 self._meshes.setdefault((parameter.device_mesh, dims), set()).add(index)
             if elements is not None:
                 counts[index] = len(elements)
-                held = _local_elements(parameter, elements) if is_sharded(parameter) else elements
-                self._elements[index] = upload(held, local(parameter).device)
-        self.counts = upload(counts, self.device)
-        self.factors = upload((numels / counts).sqrt(), self.device)
+                held = _local_elements(parameter, elements) if is_dtensor(parameter) else elements
+                self._elements[index] = move(held, local(parameter).device)
+        self.counts = move(counts, self.device)
+        self.factors = move((numels / counts).sqrt(), self.device)
 
     def fits(self) -> bool:
         """Return True if the model's parameters are still those that are sampled."""
@@ -89,7 +89,7 @@ class ParameterSamples:
     def take(self, index: int, tensor: Any) -> Tensor:
         """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
         tensor = tensor.detach()
-        if is_sharded(tensor):
+        if is_dtensor(tensor):
             placements = self.parameters[index].placements
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
         elements = self._elements.get(index)
@@ -112,7 +112,7 @@ class ParameterSamples:
         """Combine norms (…, indices) of the ranks' parts of parameters, the same on every rank."""
         for (mesh, dims), members in self._meshes.items():
             columns = [column for column, index in enumerate(indices) if index in members]
-            at = upload(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
+            at = move(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
             squares = norms.index_select(-1, at).square()
             for dim in dims if columns else ():
                 squares = all_reduce(squares, group=mesh.get_group(dim))
@@ -130,13 +130,13 @@ def reshard(model: nn.Module) -> None:
     """Restore FSDP2's sharded parameters, which the optimizer holds, where a forward pass left unsharded ones."""
     modules: Iterable[Any] = (module for module in model.modules() if hasattr(module, "set_reshard_after_forward"))
     for module in modules:
-        if not all(map(is_sharded, module.parameters(recurse=False))):
+        if not all(map(is_dtensor, module.parameters(recurse=False))):
             module.reshard()
 
 
 def local(tensor: Any) -> Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def _kinds(model: nn.Module) -> list[Any]:
@@ -194,7 +194,7 @@ class SteppedParameters:
         for indices, moves in self._moves:
             members = torch.zeros(size, dtype=torch.bool, device="cpu")
             members[indices] = True
-            mask = mask | upload(members, device) & (move(moves, device) if isinstance(moves, Tensor) else moves)
+            mask = mask | move(members, device) & (move(moves, device) if isinstance(moves, Tensor) else moves)
         return mask
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import tags
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,14 +65,14 @@ def count_items(batch: Any) -> int | None:
 def loss_in(output: Any) -> Tensor | float | None:
     """Return the output of a train step, or its item ``"loss"``, if that is one floating-point number."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, Tensor) and is_plain(loss) and loss.numel() == 1 and loss.is_floating_point():
+    if isinstance(loss, Tensor) and has_local_data(loss) and loss.numel() == 1 and loss.is_floating_point():
         return loss.detach().clone().reshape(())
     return float(loss) if isinstance(loss, Real) and not isinstance(loss, Integral) else None
 
 
 def leaves_of(value: Any, depth: int = 8) -> list[Any]:
     """Return the parts of a batch; of a tensor its shape, dtype and device, and a copy of its bytes by element."""
-    if isinstance(value, Tensor) and is_plain(value) and not value.is_quantized:
+    if isinstance(value, Tensor) and has_local_data(value) and not value.is_quantized:
         elements = value.detach().resolve_conj().resolve_neg().reshape(value.numel(), 1)
         return [value.shape, value.dtype, value.device, elements.view(torch.uint8).clone()]
     if isinstance(value, (str, bytes, int, float, type(None))):

@@ -16,6 +16,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 
+from ignite_monitor.checks import check_choice
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource
@@ -24,6 +25,7 @@ from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
 from ignite_monitor.monitor.loggers import add_logger
+from ignite_monitor.monitor.reports import LEVELS, Report
 from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
@@ -49,6 +51,7 @@ class Monitor(Serializable):
         schema: the keys that the monitor publishes.
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
+        reports: what :meth:`report` has recorded, oldest first.
 
     Raises:
         ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
@@ -78,11 +81,12 @@ class Monitor(Serializable):
         self._source: EventSource | None = None
         self._filters: list[Any] = []
         self._log_handlers: list[Any] = []
-        self._warned_texts: set[str] = set()
+        self.reports: list[Report] = []
+        self._reported_kinds: set[str] = set()
         self._monitored = self._has_seen_step = False
         self.lacks_scaler = False  # True if a GradScaler scales gradients, and the monitor was not given it
         self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
-        self._is_complete = True  # False until deferred values have been resolved
+        self._is_resolved = True  # False until deferred values have been resolved
 
     def handlers(self) -> Handlers:
         """Return the events the monitor listens to in monitored iterations, with its methods."""
@@ -213,7 +217,7 @@ class Monitor(Serializable):
 
     def publish(self, **values: Tensor | float) -> None:
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
-        self._is_complete = False
+        self._is_resolved = False
         for name, value in values.items():
             if isinstance(value, Tensor) and value.device.type not in transfer.HOST:
                 self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
@@ -223,16 +227,46 @@ class Monitor(Serializable):
 
     def publish_table(self, names: Sequence[str], values: Tensor) -> None:
         """Publish the elements of a vector under names without the prefix."""
-        self._is_complete = False
-        if not transfer.is_on_host(values):
+        self._is_resolved = False
+        if not transfer.is_cpu(values):
             self._waiting.append(transfer.NamedValues(names, values))
             self._put(dict(zip(names, values.unbind(), strict=True)))
         else:
             self._put(dict(zip(names, values.tolist(), strict=True)))
 
+    def report(
+        self,
+        kind: str,
+        text: str,
+        *,
+        severity: str = "warning",
+        names: Sequence[str] = (),
+        once: bool = True,
+    ) -> None:
+        """Log a line, and record it: loggers that keep reports, as ``HDF5Logger`` does, write it to their file.
+
+        Args:
+            kind: identifier of what is reported: ``"not_in_optimizer"``.
+            text: the line without class, prefix and iteration, which precede it in the log.
+            severity: ``"problem"``, ``"warning"`` or ``"note"``.
+            names: the parameters, modules or groups it speaks of.
+            once: False to report a kind again that this monitor has reported.
+
+        Raises:
+            ValueError: if ``severity`` is another.
+        """
+        check_choice("severity", severity, *LEVELS)
+        if once and kind in self._reported_kinds:
+            return
+        self._reported_kinds.add(kind)
+        engine = self._attached_to()
+        iteration = 0 if engine is None else engine.state.iteration
+        self.reports.append(Report(iteration, self._title, kind, severity, text, tuple(names)))
+        self.logger.log(LEVELS[severity], "%s: iteration %d: %s", self._title, iteration, text)
+
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
-        if not self._is_complete:
+        if not self._is_resolved:
             transfer.bring_to_host([self] if self._source is None else self._source.monitors)
         return self.metrics
 
@@ -242,7 +276,7 @@ class Monitor(Serializable):
             for name in list(self.metrics):
                 metrics.pop(name, None)
         self._waiting.clear()
-        self._is_complete = True
+        self._is_resolved = True
 
     @property
     def _is_running(self) -> bool:
@@ -256,8 +290,8 @@ class Monitor(Serializable):
 
     def _warn_once(self, text: str, *values: object) -> None:
         """Log a warning, once per format text."""
-        if text not in self._warned_texts:
-            self._warned_texts.add(text)
+        if text not in self._reported_kinds:
+            self._reported_kinds.add(text)
             self.logger.warning(f"%s: {text}", self._title, *values)
 
     def _check_scaler(self, engine: Engine, step: Any) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import is_in_join
-from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.model.norms import all_reduce, any_sharded, combine, is_sharded, norms, reduce_norm, total_norm
+from ignite_monitor.model.devices import move, wide_dtype
+from ignite_monitor.model.norms import all_reduce, any_dtensor, combine, is_dtensor, norms, reduce_norm, total_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
         reduction: ``"mean"`` for the root mean square of the ranks' norms, ``"sum"`` if the ranks have parts of one
             gradient, None if their gradients are bitwise the same.
     """
-    is_whole = not any_sharded(gradients)  # then it counts as one tensor
+    is_whole = not any_dtensor(gradients)  # then it counts as one tensor
     parts: Norms = [total_norm(gradients, norm_type)] if is_whole else norms(gradients, norm_type)
     gradients = gradients[:1] if is_whole else gradients
     return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
@@ -50,7 +50,7 @@ def norm_of_parts(
     """Return :func:`gradient_norm` from the norms of all gradients, and whether a 0-dim flag is set on any rank."""
     if reduction is None or world_size() == 1:
         return combine(parts, norm_type, gradients), flag
-    sharded = [is_sharded(gradient) for gradient in gradients] if any_sharded(gradients) else [False] * len(gradients)
+    sharded = [is_dtensor(gradient) for gradient in gradients] if any_dtensor(gradients) else [False] * len(gradients)
     if all(sharded):
         return combine(parts, norm_type, gradients), flag
     own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
@@ -155,4 +155,4 @@ def _in_order(
     if own is not None:
         values = torch.cat([values, own.values.to(values)])
     index = torch.tensor([place.get(name, 0) for name in names], dtype=torch.int64, device="cpu")
-    return values[upload(index, device)].flatten()
+    return values[move(index, device)].flatten()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.devices import upload, wide_dtype
+from ignite_monitor.model.devices import move, wide_dtype
 
 HOST = frozenset({"cpu"})  # types of devices whose values can be read without synchronization
 
@@ -22,7 +22,7 @@ class NamedValues(NamedTuple):
 
     def rows(self, index: Sequence[int]) -> NamedValues:
         """Select rows by index, in that order."""
-        chosen = upload(torch.tensor(index, dtype=torch.int64, device="cpu"), self.values.device)
+        chosen = move(torch.tensor(index, dtype=torch.int64, device="cpu"), self.values.device)
         return NamedValues([self.names[i] for i in index], self.values[chosen])
 
 
@@ -38,7 +38,7 @@ def joined(parts: Sequence[NamedValues]) -> NamedValues:
     return together if len(last) == len(names) else together.rows([*last.values()])
 
 
-def is_on_host(values: Tensor) -> bool:
+def is_cpu(values: Tensor) -> bool:
     """Return True if the values are on the host."""
     return values.device.type in HOST
 
@@ -60,12 +60,12 @@ def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
 
 def bring_to_host(monitors: Sequence[Any]) -> None:
     """Replace the published tensors of monitors by floats, in one transfer, and resolve their deferred values."""
-    monitors = [monitor for monitor in monitors if not monitor._is_complete]
+    monitors = [monitor for monitor in monitors if not monitor._is_resolved]
     groups = [[*(values for _, values in monitor._waiting), *monitor.deferred_tensors()] for monitor in monitors]
     for monitor, numbers in zip(monitors, transfer(groups), strict=True):
         waiting = [names for names, _ in monitor._waiting]
         monitor._waiting.clear()
-        monitor._is_complete = True
+        monitor._is_resolved = True
         for names, own in zip(waiting, numbers, strict=False):
             monitor._put(dict(zip(names, own, strict=True)))
         monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))

@@ -19,7 +19,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -84,7 +84,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         super().__init__(model, prefix)
         check_optimizer(optimizer)
         check_holds(optimizer, model)
-        if any_sharded(model.parameters()):
+        if any_dtensor(model.parameters()):
             raise ValueError("Argument model should not be sharded: no rank has a gradient of its own part of a batch")
         self._over_ranks = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self.micro_batches = check_count("micro_batches", micro_batches, least=1)

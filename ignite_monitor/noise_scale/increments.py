@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.model._torch import backward_number, foreach_norm
-from ignite_monitor.model.devices import upload, wide_dtype
-from ignite_monitor.model.modes import aside
+from ignite_monitor.model.devices import move, wide_dtype
+from ignite_monitor.model.modes import hidden_from_user_modes
 from ignite_monitor.model.norms import summed_values
 
 
@@ -41,7 +41,7 @@ def sums_of(increments: Sequence[Increment]) -> Tensor:
     """Return what :func:`noise_and_signal` needs, the total last: NaN if gradients were changed in between."""
     squares = torch.stack([increment.square for increment in increments])
     counts = torch.tensor([increment.items for increment in increments], dtype=squares.dtype, device="cpu")
-    items = upload(counts, squares.device)
+    items = move(counts, squares.device)
     zero = squares.new_zeros(())
     before = torch.stack([zero if increment.before is None else increment.before for increment in increments])
     after = torch.stack([zero, *(increment.after for increment in increments)])
@@ -77,7 +77,7 @@ class IncrementObserver:
     def before_adding(self, gradient: Tensor) -> None:
         """Add the norm of a gradient to those of its backward pass."""
         task = backward_number()
-        with aside():
+        with hidden_from_user_modes():
             if task not in self._norms:
                 self._before[task] = self._square()
                 self._norms[task] = []
@@ -86,7 +86,7 @@ class IncrementObserver:
     def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
         """Append the increment of a backward pass; ``autograd.grad`` reaches no parameter, and makes none."""
         norms = self._norms.pop(task, None)
-        with aside():
+        with hidden_from_user_modes():
             after = self._square()
             if norms and after is not None:
                 before = self._before[task]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
-from ignite_monitor.model.isolation import generator_state, generators_of, is_reference_run
+from ignite_monitor.model.isolation import generator_state, generators_of, in_second_pass
 from ignite_monitor.model.names import named_modules, unwrapped
 
 MOST_CALLS = 64
@@ -83,7 +83,7 @@ class ModelCalls(ModuleHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or module is not self._called:  # a shallow copy has the same hooks
             return
-        if not torch.is_grad_enabled() or in_backward() or is_reference_run():
+        if not torch.is_grad_enabled() or in_backward() or in_second_pass():
             return
         if self._ended:
             self.calls.clear()

@@ -15,9 +15,9 @@ from ignite_monitor.events.monitor_events import NonFiniteSource
 from ignite_monitor.model._torch import DispatchMode, version
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass, set_generator_state
-from ignite_monitor.model.modes import aside, eager, is_plain
+from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
@@ -111,7 +111,7 @@ def _check(root: nn.Module, calls: list[ModelCall]) -> None:
     modules, generators = list(root.modules()), {place: id(item) for place, item in generators_of(root).items()}
     reasons = {
         "a scripted module has no copy": any(isinstance(module, torch.jit.ScriptModule) for module in modules),
-        "the model is sharded": any_sharded(root.parameters()),
+        "the model is sharded": any_dtensor(root.parameters()),
         "RNG state is kept for the CPU and CUDA only": any(
             parameter.device.type not in ("cpu", "cuda") for parameter in root.parameters()
         ),
@@ -195,7 +195,7 @@ class _Trace:
         # What is not claimed yet was computed by the module around.
         self._claim(tensors, self.names[self._open[-1][0]] if self._open else "")
         has_mask = len(tensors) > 1  # a mask is the mask of something
-        self._open.append((module, all(is_plain(item) and _is_finite(item, has_mask) for item in tensors)))
+        self._open.append((module, all(has_local_data(item) and _is_finite(item, has_mask) for item in tensors)))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _, finite_inputs = self._open.pop()
@@ -251,9 +251,9 @@ def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
 
 def _is_finite(tensor: Any, may_mask: bool = False) -> bool:
     """Return whether a tensor is finite; with ``may_mask`` -inf counts as finite in one that requires no gradient."""
-    if not isinstance(tensor, Tensor) or not is_plain(tensor):
+    if not isinstance(tensor, Tensor) or not has_local_data(tensor):
         return True
-    with aside():
+    with hidden_from_user_modes():
         finite = tensor.isfinite()
         if may_mask and not tensor.requires_grad and not tensor.is_complex():
             finite = finite | (tensor == -torch.inf)

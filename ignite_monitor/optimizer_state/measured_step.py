@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model.devices import move, upload
-from ignite_monitor.model.modes import is_plain
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.devices import move
+from ignite_monitor.model.modes import has_local_data
+from ignite_monitor.model.norms import is_dtensor
 from ignite_monitor.model.samples import SampledStep, local
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
@@ -37,7 +37,7 @@ class MeasuredStep(SampledStep):
         """Prepare for a train step."""
         super().start()
         self._members: list[int] = []
-        self._is_complete = True  # every tensor with a gradient is measured
+        self._is_resolved = True  # every tensor with a gradient is measured
 
     @torch.no_grad()
     def keep_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -49,7 +49,7 @@ class MeasuredStep(SampledStep):
             for index, gradient in gradients.items()
             if gradient is not None and gradient.layout == torch.strided and not gradient.is_complex()
         ]
-        self._is_complete = len(self._members) == sum(gradient is not None for gradient in gradients.values())
+        self._is_resolved = len(self._members) == sum(gradient is not None for gradient in gradients.values())
         if self._members:
             self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
             if scale is not None:
@@ -69,18 +69,18 @@ class MeasuredStep(SampledStep):
         momentum, square = self._elements(momenta), self._elements(squares)
         lengths = [len(part) for part in self.before(members)]
         eps, correction = self._eps_and_correction(optimizer, squares)
-        owner = upload(torch.repeat_interleave(torch.tensor(lengths, device="cpu")), samples.device)
+        owner = move(torch.repeat_interleave(torch.tensor(lengths, device="cpu")), samples.device)
         least = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
         flats = [*_elements(self._gradient, momentum, square, least), self.changes(members)]
         norms = samples.norms([part for flat in flats for part in self.split(flat, members)])
-        at = upload(torch.tensor(members, device="cpu"), samples.device)
+        at = move(torch.tensor(members, device="cpu"), samples.device)
         *rows, change_norms = samples.over_ranks(norms.view(len(flats), -1), members).unbind()
         statistics = _statistics(torch.stack(rows), eps, correction, samples.counts[at])
         moved = self.stepped.mask(len(samples.parameters), samples.device)[at]
         total = torch.where(moved, change_norms * samples.factors[at], 0.0).square().sum().sqrt()
         names = [samples.names[index] for index in members]
         # Without a step the norm is 0 / 0.
-        update_norm = total / moved.any() if self._is_complete else torch.full_like(total, math.nan)
+        update_norm = total / moved.any() if self._is_resolved else torch.full_like(total, math.nan)
         return StepResult(names, torch.where(moved, statistics, math.nan), update_norm)
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
@@ -128,7 +128,11 @@ def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Te
         value = state.get(name)
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
             own = local(value)
-            if is_sharded(value) == is_sharded(parameter) and is_plain(own) and own.device == local(parameter).device:
+            if (
+                is_dtensor(value) == is_dtensor(parameter)
+                and has_local_data(own)
+                and own.device == local(parameter).device
+            ):
                 return value
     return None
 

@@ -20,10 +20,9 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.linear_maps import feature_dim, linear_map
-from ignite_monitor.model.linear_maps import is_plain as is_plain_layer
-from ignite_monitor.model.modes import is_plain
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
+from ignite_monitor.model.modes import has_local_data
+from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
@@ -158,21 +157,21 @@ class LayerChanges(Comparison):
         reference = self._reference.modules[call.name]
         weights: Weights = {key: item for key, item in parameters_in(call.module).items() if item is not None}
         initial: Weights = {key: getattr(reference, key) for key in weights}
-        if any_sharded(initial.values()):
+        if any_dtensor(initial.values()):
             # FSDP2 gathers weights while the module runs.
             def gathered(*_: Any) -> None:
                 initial.update((key, getattr(reference, key).clone()) for key in weights)
 
             with before_forward([reference], gathered):
                 self._reference.run(call.name, call.args, call.kwargs)
-        if not all(map(is_plain, [*weights.values(), *initial.values()])):
+        if not all(map(has_local_data, [*weights.values(), *initial.values()])):
             raise NotComparableError("its weights are sharded, in the model or in the reference")
         # Mixed precision of FSDP2 rounds the model's weights.
         return weights, {key: initial[key].to(item.dtype) for key, item in weights.items()}
 
 
 def _is_linear(module: nn.Module) -> bool:
-    is_embedding = is_plain_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None
+    is_embedding = is_builtin_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None
     return is_embedding or linear_map(module) is not None
 
 
@@ -208,7 +207,7 @@ def _first(value: Any) -> Tensor | None:
 
 
 def _check(values: list[Tensor], others: list[Tensor]) -> None:
-    if not all(map(is_plain, values)):
+    if not all(map(has_local_data, values)):
         raise NotComparableError("its tensors are sharded, nested or sparse")
     shapes, expected = ([tuple(item.shape) for item in own] for own in (values, others))
     if shapes != expected:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ignite_monitor.model.devices import move, upload, wide_dtype
+from ignite_monitor.model.devices import move, wide_dtype
 
 # Columns of the table of norms.
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
@@ -65,8 +65,8 @@ def table_of(calls: Sequence[tuple[int, NormSums]], layers: int, device: torch.d
     if calls:
         index = torch.tensor([row for row, _ in calls], device="cpu")
         counts.index_add_(0, index, torch.tensor([own for _, (_, own) in calls], dtype=dtype, device="cpu"))
-        sums.index_add_(0, upload(index, device), torch.stack([move(own, device) for _, (own, _) in calls]))
-    return torch.stack([sums, upload(counts, device)])
+        sums.index_add_(0, move(index, device), torch.stack([move(own, device) for _, (own, _) in calls]))
+    return torch.stack([sums, move(counts, device)])
 
 
 def mean_norms(sums: Tensor, counts: Tensor) -> Tensor:

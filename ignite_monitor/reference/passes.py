@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import in_backward, module_call, running_transform, version
 from ignite_monitor.model.forward import after_forward, before_forward
-from ignite_monitor.model.isolation import is_reference_run
+from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import hookable, modules_by_name
-from ignite_monitor.model.norms import any_sharded
+from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
 from ignite_monitor.reference.reference import Reference, user_forward_hooks
@@ -94,7 +94,7 @@ class ReferencePasses:
         self._hooks.close()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_reference_run() or in_backward():
+        if in_second_pass() or in_backward():
             return
         if module is self._reference.root and module.training and not self.pauses and running_transform() is None:
             self._start(module, args, kwargs)
@@ -103,7 +103,7 @@ class ReferencePasses:
             self._enter(self._pass, Call(name, module, args, kwargs))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._pass is None or is_reference_run() or in_backward():
+        if self._pass is None or in_second_pass() or in_backward():
             return
         name = self._model_names.get(module)
         call = None if name is None else self._pass.open.pop(name, None)
@@ -140,7 +140,7 @@ class ReferencePasses:
             self._exclude_all(f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})")
         else:
             self._pass = current
-            if self.comparison.by_weights and not any_sharded(module.parameters()):
+            if self.comparison.by_weights and not any_dtensor(module.parameters()):
                 current.weights.update(map(id, module.parameters()))
             if self._reference.is_copy:
                 self._hooks.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))

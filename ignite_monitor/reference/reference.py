@@ -23,7 +23,7 @@ from ignite_monitor.model.isolation import (
     Captured,
     generator_state,
     generators_of,
-    is_reference_run,
+    in_second_pass,
     isolated_pass,
     preserved_rng_state,
     reachable,
@@ -222,7 +222,7 @@ def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
     errors: list[NotComparableError] = []
 
     def stop(module: nn.Module, *_: Any) -> None:
-        if is_reference_run():
+        if in_second_pass():
             text = (
                 f"the reference calls {names[module]} of the model that trains: give a module as the argument reference"
             )

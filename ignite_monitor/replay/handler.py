@@ -22,7 +22,7 @@ from ignite_monitor.keys import REPLAY
 from ignite_monitor.model import isolation
 from ignite_monitor.model._torch import backward_number, buffers_in, in_backward, version
 from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import listed, named_parameters, parameters_of
 from ignite_monitor.model.samples import local, reshard
 from ignite_monitor.model.tensors import bits_of, tensors_in
@@ -56,7 +56,7 @@ class FirstPass:
     def measure(self) -> list[Any]:
         """Version counters of batch, weights and earlier gradients; in monitored iterations sums of weights' bits."""
         weights = map(local, self._model.parameters() if self._is_monitored else ())
-        return [list(map(version, self._inputs)), *(bits_of(item).sum() for item in weights if is_plain(item))]
+        return [list(map(version, self._inputs)), *(bits_of(item).sum() for item in weights if has_local_data(item))]
 
     def repeat(self, source: EventSource, others: list[Any]) -> Tensor:
         """Run the train step again, restore the model and what ``others`` hold, and compare the gradients: (n, 2)."""
@@ -196,7 +196,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
                 first.backward, first.gradients = number, copied_gradients(self.model)
 
     def _replay(self, *step: Any) -> None:
-        if isolation.is_reference_run():
+        if isolation.in_second_pass():
             raise SecondPassEnded
         first, source, self._first = self._first, self._source, None
         if first is None or source is None or not (self._is_due or first.gradients):

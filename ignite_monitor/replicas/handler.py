@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
-from ignite_monitor.model.devices import device_of, upload
+from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.model.samples import reshard
 from ignite_monitor.monitor.arguments import check_optimizer
@@ -26,7 +26,7 @@ from ignite_monitor.replicas.items import (
     first_holders,
     hash_of,
     hashes_of,
-    is_dtensor,
+    is_dtensor_item,
     items_of,
     rng_items,
 )
@@ -146,19 +146,19 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         names = sorted(items)
         hashes = torch.zeros(world, dtype=torch.int64, device="cpu")
         hashes[own_rank()] = hash_of(names)
-        everyone = sum_over_ranks(upload(hashes, device)).tolist()
+        everyone = sum_over_ranks(move(hashes, device)).tolist()
         if names and len(set(everyone)) == 1:
             self._names = names
         if self._names == names or self._holder_table is None:
             self._holders = [*(first_holders(items.get(name), world) for name in self._names), [0] * world]
-            self._holder_table = upload(torch.tensor(self._holders, device="cpu").T.contiguous(), device)
+            self._holder_table = move(torch.tensor(self._holders, device="cpu").T.contiguous(), device)
 
     def _in_order(self, items: Items, hashes: Tensor) -> Tensor:
         """Return the hashes of all names, 0 for missing items, and one hash of all items without a name."""
         known, place = set(self._names), {name: i for i, name in enumerate(items)}
-        others = [name for name in items if name not in known and not is_dtensor(items[name])]
+        others = [name for name in items if name not in known and not is_dtensor_item(items[name])]
         index, key = (
-            upload(torch.tensor(column, dtype=torch.int64, device="cpu"), hashes.device)
+            move(torch.tensor(column, dtype=torch.int64, device="cpu"), hashes.device)
             for column in ([place.get(name, -1) for name in self._names + others], list(map(hash_of, others)))
         )
         named, unnamed = hashes[index].split([len(self._names), len(others)])

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.isolation import capture_rng_state
-from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.model.norms import is_sharded
+from ignite_monitor.model.norms import is_dtensor
 from ignite_monitor.model.samples import local
 from ignite_monitor.model.tensors import bits_of
 
@@ -41,7 +41,7 @@ def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
             for i, parameter in enumerate(group["params"]):
                 name = names.get(parameter, f"parameter {i} of group {number}")
                 items |= _split("numbers", f"{name} in the optimizer", optimizer.state.get(parameter, {}))
-    return {name: value for name, value in items.items() if isinstance(value, int) or is_plain(local(value))}
+    return {name: value for name, value in items.items() if isinstance(value, int) or has_local_data(local(value))}
 
 
 def rng_items(device: torch.device) -> Items:
@@ -53,14 +53,14 @@ def rng_items(device: torch.device) -> Items:
     return items | {f"RNG state of {name}": value for name, value in state["devices"].items()}
 
 
-def is_dtensor(item: Any) -> bool:
+def is_dtensor_item(item: Any) -> bool:
     """Return True if an item is a DTensor, of which a rank may hold a part."""
-    return isinstance(item, Tensor) and is_sharded(item)
+    return isinstance(item, Tensor) and is_dtensor(item)
 
 
 def first_holders(item: Any, world: int) -> list[int]:
     """Return for every rank the first rank with the same part of an item; the rank itself if it has none."""
-    if not is_dtensor(item):
+    if not is_dtensor_item(item):
         return [0] * world
     dims = [dim for dim, placement in enumerate(item.placements) if not placement.is_replicate()]
     mesh = item.device_mesh.mesh

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ignite_monitor.model.devices import move_like, wide_dtype
 from ignite_monitor.model.forward import ModuleHook
-from ignite_monitor.model.isolation import is_reference_run
-from ignite_monitor.model.modes import aside, in_backward, is_plain
+from ignite_monitor.model.isolation import in_second_pass
+from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
 NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts: %s"
@@ -46,7 +46,7 @@ class RouterDecisions(ModuleHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         router = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
-        if router is None or in_backward() or is_reference_run() or not self._root.training:  # repeated or evaluated
+        if router is None or in_backward() or in_second_pass() or not self._root.training:  # repeated or evaluated
             return
         name, k = router
         logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
@@ -54,7 +54,7 @@ class RouterDecisions(ModuleHook):
         if not _fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):
             self.skipped[NOT_LOGITS].add(name)
         elif logits.numel():
-            with aside():
+            with hidden_from_user_modes():
                 if choice is None and k is not None and k <= logits.shape[-1]:
                     choice = logits.topk(k).indices
                 elif choice is None:
@@ -74,7 +74,7 @@ def _parts(output: Any) -> tuple[Any, Any, bool]:
 
 def _fits(logits: Any, choice: Any) -> bool:
     tensors = [logits] if choice is None else [logits, choice]
-    if not all(isinstance(tensor, Tensor) and is_plain(tensor) and tensor.ndim for tensor in tensors):
+    if not all(isinstance(tensor, Tensor) and has_local_data(tensor) and tensor.ndim for tensor in tensors):
         return False
     is_real = logits.is_floating_point() and logits.itemsize > 1  # float8 has no arithmetic
     return is_real and logits.shape[-1] > 1 and all(tensor.shape[:-1] == logits.shape[:-1] for tensor in tensors)

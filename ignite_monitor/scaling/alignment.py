@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.keys import ALIGNMENT
-from ignite_monitor.model.devices import device_of, move_like, upload, wide_dtype
+from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
-from ignite_monitor.model.modes import aside, full_precision, is_plain
+from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, tags
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.reference.call import Call, Comparison, NotComparableError
@@ -139,10 +139,10 @@ class AlignmentCalls(Comparison):
         bound, weight, x0, x = linear_map(module), module.weight, call.kept.pop(), self._sample(call)
         if bound is None or x is None or x0 is None or x.shape != x0.shape:
             raise NotComparableError("its forward was replaced, or its input is no dense tensor as in the reference")
-        if not isinstance(weight, Tensor) or not is_plain(weight):
+        if not isinstance(weight, Tensor) or not has_local_data(weight):
             raise NotComparableError("its weight is sharded while it runs")
         wide = wide_dtype(x.device)
-        with aside(), full_precision(x.device):
+        with hidden_from_user_modes(), full_precision(x.device):
             # Mixed precision of fully_shard rounds weights; the reference's are rounded alike.
             w0 = reference.weight.to(weight.dtype).to(wide)
             z0, dw = x0.to(wide), weight.to(wide) - w0
@@ -161,16 +161,16 @@ class AlignmentCalls(Comparison):
         places = {name: row for row, name in enumerate(self.layers) if name not in incomplete}
         complete = [(places[name], sums) for name, sums in self._sums if name in places]
         if complete:
-            rows = upload(torch.tensor([row for row, _ in complete], device="cpu"), device)
+            rows = move(torch.tensor([row for row, _ in complete], device="cpu"), device)
             table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in complete]))
         table = sum_over_ranks(table)
         return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
 
     def _sample(self, call: Call) -> Tensor | None:
         x = call.args[0] if call.args else call.kwargs.get("input")
-        if not isinstance(x, Tensor) or not is_plain(x) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or not has_local_data(x) or not x.is_floating_point():
             return None
-        with aside():
+        with hidden_from_user_modes():
             # A row has all dimensions from the features on.
             rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
             step = max(len(rows) // self._sample_size, 1)

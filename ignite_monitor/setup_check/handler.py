@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
-from ignite_monitor.events.hooks import weakly
+from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.norms import any_sharded, total_norm
+from ignite_monitor.model.norms import any_dtensor, total_norm
 from ignite_monitor.model.samples import NARROW, reshard
 from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.arguments import check_optimizer
@@ -88,7 +88,7 @@ class SetupCheck(Monitor):
             self._measured.start()
         self._probe, hooks = AccumulationProbe(tracker, self.optimizer), ExitStack()
         # No event announces the steps of an optimizer that the model's monitors were not given.
-        hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weakly(self._on_step))).remove)
+        hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step))).remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
             wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
             pairs, note = [*wrappers, *(wrapper.module for wrapper in wrappers)], evidence.values["call"].append
@@ -109,7 +109,7 @@ class SetupCheck(Monitor):
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         evidence.values["rate"] += [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
         gradients = [item.grad for item in evidence.held if item.grad is not None]
-        is_whole = gradients and not any_sharded(gradients)
+        is_whole = gradients and not any_dtensor(gradients)
         evidence.values["norm"].append(total_norm(gradients, math.inf) if is_whole else math.nan)
         return None if measured is None else lambda: lambda: measured.measured_step_started(step)  # after the others
 
@@ -130,7 +130,7 @@ class SetupCheck(Monitor):
         evidence.values["lost"] += [] if result is None or result.lost is None else [result.lost]
         if len(evidence.values["step"]) == self.iterations:
             evidence.values["unchanged"].append(total_norm(evidence.others) == evidence.norm)
-            self._is_complete = False  # until the tensors have been brought to the host
+            self._is_resolved = False  # until the tensors have been brought to the host
 
     def deferred_tensors(self) -> list[Tensor]:
         values = {} if self._evidence is None else self._evidence.values

@@ -17,9 +17,9 @@ from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import SPECTRAL
-from ignite_monitor.model.devices import upload
+from ignite_monitor.model.devices import move
 from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
-from ignite_monitor.model.norms import any_sharded, order_statistics
+from ignite_monitor.model.norms import any_dtensor, order_statistics
 from ignite_monitor.model.samples import SteppedParameters, reshard
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
@@ -174,8 +174,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         shapes = {name: before.shape for name, (_, before) in self._before.items()}
         weights = [weight for weight in weights if shapes.get(weight.name) == weight.shape]
         # Without a step on this rank there may be one on another rank, which gathers DTensors.
-        is_sharded = any_sharded(part for weight in weights for part in weight.parameters)
-        if not weights or not (self._stepped or is_sharded):
+        is_dtensor = any_dtensor(part for weight in weights for part in weight.parameters)
+        if not weights or not (self._stepped or is_dtensor):
             return {}
         origins: list[int] = []
 
@@ -191,7 +191,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if not self._stepped:
             return {}
         device = measured.norms.device
-        at = upload(torch.tensor(origins, device="cpu"), device)
+        at = move(torch.tensor(origins, device="cpu"), device)
         moved = self._stepped.mask(len(self._before), device)[at]
         norms = torch.where(moved, measured.norms, torch.nan)
         return {
@@ -230,6 +230,6 @@ def _summary(measured: Spectra, steps: int) -> dict[str, Tensor]:
 
 
 def _conditions(of: str, norms: Tensor, scales: list[float]) -> dict[str, Tensor]:
-    divisors = upload(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
+    divisors = move(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
     median, _, _, largest = order_statistics(norms / divisors).unbind()
     return {f"{of}_condition_max": largest, f"{of}_condition_median": median}

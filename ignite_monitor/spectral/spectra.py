@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_monitor.model.devices import upload
+from ignite_monitor.model.devices import move
 from ignite_monitor.model.samples import fnv1a_64
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import Weight
@@ -66,7 +66,7 @@ class SpectralMeter:
             finish(batch)
         self.steps = max(result.steps for result in results)
         device = results[0].norms.device
-        at = upload(torch.tensor(order, device="cpu").argsort(), device)
+        at = move(torch.tensor(order, device="cpu").argsort(), device)
         norms, errors, frobenius = (
             torch.cat([column.to(device, non_blocking=device.type != "cpu") for column in columns])[at]
             for columns in list(zip(*results, strict=True))[:3]

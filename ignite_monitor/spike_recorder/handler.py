@@ -19,7 +19,7 @@ from ignite_monitor.activation.record import recording
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
-from ignite_monitor.model.isolation import capture_rng_state, is_reference_run
+from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
 from ignite_monitor.model.modes import in_backward
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
@@ -121,7 +121,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self._losses = []
 
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
-        if name == "losses" and isinstance(value, Tensor) and value.dim() and not (in_backward() or is_reference_run()):
+        if name == "losses" and isinstance(value, Tensor) and value.dim() and not (in_backward() or in_second_pass()):
             self._losses.append(value.detach().clone())
 
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ignite_monitor.model._torch import version
 from ignite_monitor.model.isolation import restore_rng_state
-from ignite_monitor.model.modes import is_plain
+from ignite_monitor.model.modes import has_local_data
 
 _FORMAT = "ignite_monitor spike"
 _VERSION = 2
@@ -212,7 +212,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         if type(value) is Tensor and value.is_sparse:
             return value.detach().cpu()
-        if not is_plain(value):
+        if not has_local_data(value):
             raise CannotBeSavedError(f"it holds a {type(value).__name__} that is not a single dense array")
         # Cloned, since torch.save writes the whole storage of a view.
         return value.detach().as_subclass(Tensor).cpu().clone()

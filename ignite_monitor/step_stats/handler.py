@@ -16,7 +16,7 @@ from ignite_monitor.checks import check_function, check_real, check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
-from ignite_monitor.model.devices import device_of, upload
+from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.names import held_by
 from ignite_monitor.model.samples import is_measurable, reshard
 from ignite_monitor.model.tensors import count_items
@@ -157,7 +157,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         values: dict[str, float | Tensor] = {"data_wait_ms": milliseconds}
         if self.slowest_rank and world_size() > 1 and all_take_part(self.model):
             place = torch.tensor([float(rank == own_rank()) for rank in range(world_size())], device="cpu")
-            waits = sum_over_ranks(upload(milliseconds * place, self._device))
+            waits = sum_over_ranks(move(milliseconds * place, self._device))
             values |= {"data_wait_max_ms": waits.max(), "data_wait_rank": waits.argmax()}
         return values
 

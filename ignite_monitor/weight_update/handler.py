@@ -260,7 +260,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 self._warn_once("parameters with requires_grad=True that do not learn: %s", report)
         self._table = torch.stack([norms, ratios, self._frozen.still])
         self.publish(**values)
-        if transfer.is_on_host(self._table):
+        if transfer.is_cpu(self._table):
             self._warn_of_frozen(self._frozen.still.tolist())
 
     def deferred_tensors(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.model.devices import upload
+from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import summed_values
 from ignite_monitor.model.samples import SampledStep
 
@@ -85,7 +85,7 @@ class MeasuredStep(SampledStep):
                 ]
                 lost = [mask * (change == 0) for mask, change in zip(had, changes, strict=True)]
                 rows += [samples.norms(lost), samples.norms(had)]
-        at = upload(torch.tensor(own, device="cpu"), samples.device)
+        at = move(torch.tensor(own, device="cpu"), samples.device)
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
         measured = samples.over_ranks(torch.stack(rows), own) * samples.factors[at]

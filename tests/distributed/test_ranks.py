@@ -566,13 +566,13 @@ def test_ranks_with_gradients_of_their_own(results, name):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_sharded_layer_counts_once_beside_gradients_of_the_ranks_own(results, reduction):
     both = results(f"{reduction}, first layer sharded")
-    is_sharded = torch.cat(
+    is_dtensor = torch.cat(
         [torch.full((item.numel(),), name.startswith("first.")) for name, item in Net().named_parameters()]
     )
     for place in range(COUNT):
         squares = torch.stack([result["own"][place] for result in both]) ** 2
-        others = squares[:, ~is_sharded].sum() / (WORLD if reduction == "mean" else 1.0)
-        expected = math.sqrt(squares[0, is_sharded].sum() + others)
+        others = squares[:, ~is_dtensor].sum() / (WORLD if reduction == "mean" else 1.0)
+        expected = math.sqrt(squares[0, is_dtensor].sum() + others)
         assert [result["seen"][place]["grad/norm"] for result in both] == [approx(expected)] * WORLD
 
 

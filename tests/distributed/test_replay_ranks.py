@@ -10,7 +10,7 @@ import torch
 from ignite.engine import Engine, Events
 
 from ignite_monitor import DriftMonitor, MonitorEvents, ReplayCheckHandler
-from ignite_monitor.model.isolation import is_reference_run
+from ignite_monitor.model.isolation import in_second_pass
 from tests._helpers import assert_same, make_batches, make_step, mse_loss, same
 from tests._models import Net, make_model
 from tests._ranks import ddp, fsdp, run_scenarios, train, whole
@@ -26,7 +26,7 @@ def replayed(wrap, rank: int, is_watched: bool, faulty: int | None = None, make:
         engines = []
 
         def disturb(module, args, output):
-            return output * 1.001 if is_reference_run() and engines[0].state.iteration == FAULT else output
+            return output * 1.001 if in_second_pass() and engines[0].state.iteration == FAULT else output
 
         if faulty == rank:
             model.register_forward_hook(disturb)
@@ -50,7 +50,7 @@ def interrupted(rank: int, is_watched: bool = True) -> dict[str, Any]:
 
     def fails(model: Any, batch: Any) -> torch.Tensor:
         loss = mse_loss(model, batch)
-        if is_reference_run():
+        if in_second_pass():
             raise RuntimeError("no second pass")
         return loss
 

@@ -15,7 +15,7 @@ from torch import nn
 from ignite_monitor.model.isolation import (
     capture_rng_state,
     generators_of,
-    is_reference_run,
+    in_second_pass,
     isolated_pass,
     preserved_rng_state,
     restore_rng_state,
@@ -97,10 +97,10 @@ def test_an_isolated_pass_restores_generators_buffers_and_flags():
     expected = draws()
     restore_rng_state(state)
     with isolated_pass(model):
-        assert is_reference_run()
+        assert in_second_pass()
         first = model()
         draws()
-    assert not is_reference_run()
+    assert not in_second_pass()
     assert model.calls is calls
     assert model.calls == 0
     assert model.inner.training

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ignite_monitor import GradMonitor, MonitorEvents, ReplayCheckHandler, StaticThreshold
-from ignite_monitor.model.isolation import is_reference_run
+from ignite_monitor.model.isolation import in_second_pass
 from tests._handlers import HANDLERS
 from tests._helpers import make_batches, make_step, mse_loss, run_monitored, same
 from tests._models import make_model
@@ -158,7 +158,7 @@ def test_a_flipped_bit_in_one_pass_is_found(name, parts):
         fault.update(parameter=chance.choice(parameters), in_second=chance.random() < 0.5, bit=chance.choice(bits))
 
     def hook(parameter):
-        if parameter is fault["parameter"] and is_reference_run() == fault["in_second"] and expected[-1] != SAME:
+        if parameter is fault["parameter"] and in_second_pass() == fault["in_second"] and expected[-1] != SAME:
             calls.append(parameter)
             if len(calls) == parts:  # an earlier one may be lost to rounding
                 element = chance.randrange(parameter.numel())
@@ -186,7 +186,7 @@ def test_a_spike_between_monitored_iterations_is_replayed(fault, caplog):
     handler = ReplayCheckHandler(model, optimizer)
     if fault in ("second pass", "before any pass"):
         model[0].weight.register_post_accumulate_grad_hook(
-            lambda item: [item.grad.add_(is_reference_run() and trainer.state.iteration == 6)].clear()
+            lambda item: [item.grad.add_(in_second_pass() and trainer.state.iteration == 6)].clear()
         )
     parts, every = 2 if fault == "changed between" else 1, 3 if fault == "over iterations" else 1
     trainer, published = Engine(make_step(model, optimizer, parts, every=every)), {}
@@ -249,7 +249,7 @@ def overflowing(model, optimizer):
 
 def failing_twice(model, optimizer):
     step = make_step(model, optimizer)
-    return lambda engine, batch: {}["once"] if is_reference_run() else step(engine, batch)
+    return lambda engine, batch: {}["once"] if in_second_pass() else step(engine, batch)
 
 
 def inside_autocast(model, optimizer):
