@@ -13,6 +13,7 @@ under cross-entropy, whose gradients stay bounded.
 """
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 
@@ -28,7 +29,7 @@ LAYERS = {"0": "input layer", "2": "hidden layer 1", "4": "hidden layer 2", "6":
 def make_model(width: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Standard parametrization: weights of variance 2 / fan-in, in the output layer 1 / fan-in."""
     sizes = [64, width, width, width, 10]
-    layers = [nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     for layer in layers:
         nn.init.normal_(layer.weight, std=math.sqrt((1 if layer is layers[-1] else 2) / layer.in_features))
         nn.init.zeros_(layer.bias)
