@@ -156,7 +156,8 @@ def plot(iterations, runs, path):
     axes.plot(run.spikes, [bottom] * len(run.spikes), "|", color="#c0362c", label="spikes: steps skipped")
     for at, back_to in run.rollbacks:
         arrow = {"arrowstyle": "-|>", "color": "#0b5fa5", "connectionstyle": "arc3,rad=0.35"}
-        axes.annotate(f"back to {back_to} ", (at, bottom), (back_to, bottom), ha="right", va="center", arrowprops=arrow)
+        axes.annotate("", (back_to, bottom), (at, bottom), arrowprops=arrow)
+        axes.text(back_to, bottom, f"back to {back_to} ", ha="right", va="center", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center right")
     figure.savefig(path)
