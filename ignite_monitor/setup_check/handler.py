@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.samples import NARROW, reshard
@@ -62,6 +62,7 @@ class SetupCheck(Monitor):
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
@@ -123,8 +124,10 @@ class SetupCheck(Monitor):
             self._evidence.note()
             if self.findings is None:
                 self._evidence.note_step()
-            if self.findings is None and self._lost is not None:
-                self._lost.keep_gradients(step.optimizer)
+
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._lost is not None and self.findings is None and step.is_of(self.optimizer):
+            self._lost.keep_gradients(step.optimizer)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running:
