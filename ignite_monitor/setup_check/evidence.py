@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.names import held_by, listed, named_parameters, parameters_of, unwrapped
 from ignite_monitor.model.norms import total_norm
-from ignite_monitor.model.samples import NARROW, is_measurable, local
+from ignite_monitor.model.sampling import NARROW, is_measurable
 from ignite_monitor.model.tensors import is_same, leaves_of
 from ignite_monitor.routing.decisions import is_of_transformers
 
