@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import held_by, named_parameters, unwrapped
-from ignite_monitor.model.norms import any_dtensor, total_norm
-from ignite_monitor.model.samples import is_measurable, local
+from ignite_monitor.model.norms import total_norm
+from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import is_same, leaves_of
 
 

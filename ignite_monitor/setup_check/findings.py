@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.names import held_by, listed, named_modules, parameters_of
-from ignite_monitor.model.samples import NARROW
+from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.setup_check.evidence import Evidence
 
 _NAMED = 5

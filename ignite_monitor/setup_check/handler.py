@@ -18,8 +18,9 @@ from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsR
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
+from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.samples import NARROW, reshard
+from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.reports import Report

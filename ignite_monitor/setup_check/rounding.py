@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model.samples import SampledStep
+from ignite_monitor.model.sampled_step import SampledStep
 
 
 class LostUpdates(SampledStep):
