@@ -34,7 +34,7 @@ def run(monkeypatch, capsys):
 def rows(output):
     """Cells of the tables that a script has printed, without their heads."""
     lines = [line.strip("|").split("|") for line in output.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line] for line in lines if not set("".join(line)) <= {"-"}][1:]
+    return [[cell.strip() for cell in line] for line in lines if not set("".join(line)) <= {"-", " "}][1:]
 
 
 @pytest.mark.parametrize(
