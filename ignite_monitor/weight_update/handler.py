@@ -133,8 +133,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
-        # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps.
-        self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * 3
+        # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps, norms.
+        self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * 4
         self._frozen = FrozenParameters(self._names, still_ratio, patience)
         self._untrained = UntrainedParameters(patience)
         self._step: MeasuredStep | None = None  # while a run lasts
@@ -155,7 +155,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 norm > self.exploding_grad_threshold,
                 not math.isnan(ratio) and self._frozen.is_frozen(still),
             )
-            for name, norm, ratio, still in zip(self._names, *self._rows(), strict=True)
+            for name, norm, ratio, still in zip(self._names, *self._rows()[:3], strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -190,7 +190,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             samples = self._step.samples
             self._frozen.rename(samples.names, like=samples.factors)
             if samples.names != self._names:
-                self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * 3
+                self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * 4
         self._step.start()
 
     def on_run_end(self) -> None:
@@ -258,7 +258,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             report = self._untrained.completed({samples.names[i]: samples.parameters[i] for i in samples.measurable})
             if report:
                 self._warn_once("parameters with requires_grad=True that do not learn: %s", report)
-        self._table = torch.stack([norms, ratios, self._frozen.still])
+        self._table = torch.stack([norms, ratios, self._frozen.still, measured.weights])
         self.publish(**values)
         if transfer.is_cpu(self._table):
             self._warn_of_frozen(self._frozen.still.tolist())
@@ -270,14 +270,18 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if not extra:
             return {}
         count = len(self._names)
-        self._table = [extra[0][i * count : (i + 1) * count] for i in range(3)]
-        norms, ratios, still = self._table
+        self._table = [extra[0][i * count : (i + 1) * count] for i in range(4)]
+        norms, ratios, still, weights = self._table
         self._warn_of_frozen(still)
         names = tags(self._names)
         largest = heapq.nlargest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
+        smallest = heapq.nsmallest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
+        heaviest = heapq.nlargest(self.top_k, (i for i in range(count) if weights[i] >= 0), key=weights.__getitem__)
         frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
         values = {f"topk_grad/{names[i]}": norms[i] for i in largest}
+        values |= {f"smallest_grad/{names[i]}": norms[i] for i in smallest}
+        values |= {f"largest_weight/{names[i]}": weights[i] for i in heaviest}
         values |= {f"topk_frozen/{names[i]}": still[i] for i in longest}
         for group, members in enumerate(self._groups()):
             moved = [i for i in members if ratios[i] >= 0]
