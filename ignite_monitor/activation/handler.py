@@ -201,7 +201,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if self._gradients is not None and step.tracker.reduced:
-            self._gradients.step_started(parameters_of(step.optimizer), step.scale)
+            self._gradients.step_started(parameters_of(step.optimizer), step.loss_scale)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         forward, gradients = self._forward, self._gradients

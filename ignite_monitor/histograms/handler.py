@@ -146,7 +146,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         for parameter in parameters_of(step.optimizer) if step.tracker.reduced else ():
             tag = self._parameters.get(parameter)
             if tag is not None and tag not in counts and parameter.grad is not None:
-                counts[tag] = count(whole_tensor(parameter.grad), step.scale)
+                counts[tag] = count(whole_tensor(parameter.grad), step.loss_scale)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:

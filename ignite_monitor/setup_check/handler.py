@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.norms import any_dtensor, total_norm
@@ -60,6 +60,7 @@ class SetupCheck(Monitor):
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
@@ -101,17 +102,20 @@ class SetupCheck(Monitor):
             self._evidence.seen |= backward.reached & {id(item) for item in self._evidence.held}
             self._evidence.note()
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
-        evidence, measured = self._evidence, self._measured
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        evidence = self._evidence
         if evidence is None or not step.is_of(self.optimizer):
-            return None
+            return
         evidence.note()
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         evidence.values["rate"] += [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
         gradients = [item.grad for item in evidence.held if item.grad is not None]
         is_whole = gradients and not any_dtensor(gradients)
         evidence.values["norm"].append(total_norm(gradients, math.inf) if is_whole else math.nan)
-        return None if measured is None else lambda: lambda: measured.measured_step_started(step)  # after the others
+
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._measured is not None and step.is_of(self.optimizer):
+            self._measured.measured_step_started(step)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running:

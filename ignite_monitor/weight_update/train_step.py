@@ -52,7 +52,7 @@ class MeasuredStep(SampledStep):
         parameters = self.samples.parameters
         indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
         if step.tracker.reduced:  # else it is another gradient on each rank
-            self._measure((index for index in indices if index not in self._latest), step.scale)
+            self._measure((index for index in indices if index not in self._latest), step.loss_scale)
         self._taken = {index: self._latest.get(index) for index in indices}
 
     def step_completed(self) -> None:
