@@ -396,7 +396,10 @@ def spoiled(factor: float, which: Callable[[int], bool]) -> Callable[[int, Tenso
     def batch(i: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if not which(i):
             return x, y
-        return (factor * x, y) if x.is_floating_point() else (torch.full_like(x, 7), torch.randint_like(y, 128))
+        if not x.is_floating_point():
+            return torch.full_like(x, 7), torch.randint_like(y, 128)
+        x[: len(x) // 2] *= factor
+        return x, factor * y if y.is_floating_point() else y
 
     return batch
 
@@ -428,7 +431,7 @@ FAULTS = (
     Fault("scheduler stepped per batch", "cnn lstm", "rate_vanished", {"schedule": lambda s: 0.1 ** (s // 15)}),
     Fault("one parameter group's rate × 300", "mlp lstm", "group_rate", {"members": two_groups}),
     Fault("gradient clipped to 1e-7", "cnn lstm", "clipped_away", {"clip": 1e-7}),
-    Fault("one batch × 1e3", "mlp cnn lstm rl", "bad_batches", {"batch": spoiled(1e3, lambda i: i == 170)}),
+    Fault("one batch × 1e3", "mlp cnn gpt lstm rl", "bad_batches", {"batch": spoiled(1e3, lambda i: i == 170)}),
     Fault("every 10th batch bad", "mlp cnn lstm", "periodic_spikes",
           {"batch": spoiled(300.0, lambda i: i > 60 and i % 10 == 0)}, "every 10"),
     Fault("a sample of NaN", "mlp cnn", "nonfinite_input", {"batch": nan_row}),
@@ -442,9 +445,9 @@ FAULTS = (
     Fault("sqrt(0) in the loss", "mlp lstm", "nonfinite_loss",
           {"loss": lambda i, loss, out, y: loss + 1e-3 * (out * (i < 120)).abs().sum().sqrt()}),
     Fault("14 sigmoid layers", "mlp", "vanishing_gradients", {"before": deep(nn.Sigmoid, 14)}),
-    Fault("14 tanh layers, weights × 6", "mlp", "exploding_gradients",
-          {"before": deep(nn.Tanh, 14), "after": set_("weight", "6")}),
-    Fault("recurrent weights × 30", "lstm", "exploding_gradients large_weights", {"after": set_("weight_hh", "30")}),
+    Fault("14 ReLU layers, weights × 6", "mlp", "exploding_gradients large_initial_values",
+          {"before": deep(nn.ReLU, 14), "after": set_("weight", "6")}),
+    Fault("recurrent weights × 30", "lstm", "exploding_gradients", {"after": set_("weight_hh", "30")}),
     Fault("biases of -30 before ReLU", "mlp cnn", "dead_units", {"after": set_(r"^2\.bias|^4\.bias", -30.0)}),
     Fault("queries and keys × 20", "gpt", "large_logits attention_collapse", {"after": set_("qkv.weight", "20")}),
     Fault("weight decay × 1e4", "mlp gpt", "weights_shrank",

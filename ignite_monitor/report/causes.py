@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
-from ignite_monitor.report.run import Recorded, Run, Series
+from ignite_monitor.report.finding import SEVERITIES, Finding, iterations, listed, number, plural, times
+from ignite_monitor.report.run import MIN_ONSET, Recorded, Run, Series, is_loss
 
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev|held_?out)([^a-z]|$)", re.IGNORECASE)
 
@@ -44,10 +45,10 @@ def large_updates(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
     sizes = step_sizes(monitor, run)
     large = sizes.values > limits.LARGE_UPDATE
-    runs = np.flatnonzero(np.convolve(large, np.ones(limits.ONSET, int), "valid") == limits.ONSET)
+    runs = np.flatnonzero(np.convolve(large, np.ones(MIN_ONSET, int), "valid") == MIN_ONSET)
     if len(runs):
         begin = int(runs[0])
-        part = sizes.part(slice(begin, begin + limits.ONSET))
+        part = sizes.part(slice(begin, begin + MIN_ONSET))
         name = monitor.name("parameter_norm")
         what = f"{'The first' if not begin else 'The'} steps were too large: in {iterations(part.steps)} a step moved the "
         what += f"parameters by {listed([number(size, 2) for size in part.values])} of their norm ({name}); 1e-3 is usual."
@@ -65,7 +66,7 @@ def rate_vanished(monitor: Recorded, run: Run) -> Iterator[Finding]:
         if not low[-1] or highest <= 0:
             continue
         since = rates.since(low)
-        if (rates.steps[-1] - since) < limits.VANISHED_SHARE * rates.steps[-1] or low.sum() < limits.ONSET:
+        if (rates.steps[-1] - since) < limits.VANISHED_SHARE * rates.steps[-1] or low.sum() < MIN_ONSET:
             continue
         name = monitor.name(f"lr/{group}")
         what = f"The learning rate of parameter {printable(group).replace('_', ' ')} fell from {number(highest, 3)} below "
@@ -78,7 +79,7 @@ def clipped_away(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Gradients that the step used at a small fraction of their size."""
     used, before = monitor.get("gradient_norm").finite, run.beside(monitor, "grad").get("norm").finite
     shares = Series(used.steps, used.values / before.at(used.steps)).finite
-    if len(shares.steps) >= limits.ONSET and shares.median < limits.CLIPPED_SHARE:
+    if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE:
         name = monitor.name("gradient_norm")
         what = f"Gradients are clipped away: the step used {number(used.median, 2)} ({name}) of a norm of "
         what += f"{number(float(np.median(before.at(used.steps)[np.isfinite(before.at(used.steps))])), 2)}."
@@ -89,7 +90,7 @@ def input_scale(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
     places = {place: series for place, series in monitor.items("batch_rms/{}").items()}
     for index, (place, series) in enumerate(places.items()):
-        if len(series.steps) >= limits.ONSET and series.median > limits.LARGE_INPUT:
+        if len(series.steps) >= MIN_ONSET and series.median > limits.LARGE_INPUT:
             name = monitor.name(f"batch_rms/{place}")
             kind, words = ("loss_scale", "Targets") if index else ("input_scale", "Inputs")
             what = f"{words} are large: the root mean square of batch[{printable(place)}] is {number(series.median, 3)} "
@@ -184,12 +185,12 @@ def overfitting(run: Run) -> Iterator[Finding]:
     train = run.loss.finite
     for name, series in run.own.items():
         held = series.finite
-        if not run.is_loss(name) or not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
+        if not is_loss(name) or not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
             continue
         place = int(held.values.argmin())
         best, end, at = float(held.values[place]), held.tail.median, int(held.steps[place])
         near = train.part(np.abs(train.steps - at) <= max(5, train.steps[-1] // 20)).median
-        if end > limits.OVERFIT * best > 0 and len(held.values) - place > limits.ONSET and train.tail.median < near:
+        if end > limits.OVERFIT * best > 0 and len(held.values) - place > MIN_ONSET and train.tail.median < near:
             what = f"{printable(name)} rose from {number(best)} in iteration {at} to {number(end)}, while the training "
             what += f"loss ({run.loss_name}) fell from {number(near)} to {number(train.tail.median)}."
             yield Finding("overfitting", "warning", what, (name, run.loss_name), (at,), {"best": best, "last": end})

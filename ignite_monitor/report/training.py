@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import KINDS, Finding, iterations, number, times
-from ignite_monitor.report.run import Recorded, Run, Series
-
-LOSS = re.compile(
-    r"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer)"
-    r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$",
-    re.IGNORECASE,
-)
-
-
-def is_loss(name: str) -> bool:
-    """Check whether a metric is a loss, by the end of its name."""
-    return LOSS.search(name.rpartition("/")[2]) is not None
-
+from ignite_monitor.report.finding import Finding, iterations, number, times
+from ignite_monitor.report.run import Recorded, Run, Series, is_loss
 
 def curves(run: Run) -> Iterator[Finding]:
     """The user's own metrics that are non-finite, and the course of losses."""
@@ -99,7 +86,7 @@ def rollbacks(run: Run) -> Iterator[Finding]:
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Learning rates that rose far above earlier ones, with damage during the rise or soon after."""
-    follows = [it.onset for it in findings if it.severity != "note" and "rate_rose" in KINDS[it.kind].follows]
+    follows = [it.onset for it in findings if it.severity != "note" and "rate_rose" in it.about.explained_by]
     for monitor in run.of("step"):
         for group, rates in monitor.items("lr/{}").items():
             highest = np.maximum.accumulate(rates.values)
