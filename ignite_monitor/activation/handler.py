@@ -21,6 +21,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import (
     Pattern,
@@ -31,7 +32,6 @@ from ignite_monitor.model.names import (
     parameters_of,
     tags,
 )
-from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import RankReduction, world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.running_statistics import RunningStatistics
 from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
-from ignite_monitor.model.norms import any_dtensor, total_norm
+from ignite_monitor.model.dtensor import any_dtensor
+from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
 _logger = logging.getLogger(__name__)

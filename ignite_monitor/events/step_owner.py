@@ -23,8 +23,8 @@ from ignite_monitor.events.gradient_tracker import GradientTracker, StepRequests
 from ignite_monitor.events.hooks import Patch, remove_all, weak_method
 from ignite_monitor.model._torch import first_post_hook, foreach_scale, has_step_hooks, post_hooks, sparse_parts
 from ignite_monitor.model.devices import move
+from ignite_monitor.model.dtensor import any_dtensor, is_dtensor
 from ignite_monitor.model.names import parameters_of
-from ignite_monitor.model.norms import any_dtensor, is_dtensor
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
 

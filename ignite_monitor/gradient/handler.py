@@ -378,4 +378,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         text = self._locator.locate(not is_nonfinite, self.scaler is not None)
         self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
         if text is not None:
-            self._log(logging.WARNING, text)
+            source = self._locator.newest
+            kind, names = ("not_located", ()) if source is None else (source.kind, (source.name,))
+            self.report(f"nonfinite_{kind}", text, names=names, once=False)

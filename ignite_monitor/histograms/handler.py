@@ -19,6 +19,7 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move, wide_dtype
+from ignite_monitor.model.dtensor import reshard, whole_tensor
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes, in_backward
@@ -32,8 +33,7 @@ from ignite_monitor.model.names import (
     tags,
     unwrapped,
 )
-from ignite_monitor.model.norms import whole_tensor
-from ignite_monitor.model.samples import is_measurable, reshard
+from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
 

@@ -304,7 +304,8 @@ class Monitor(Serializable):
             self._has_seen_step = True
             self.lacks_scaler = arguments.steps_through_scaler()
             if self.lacks_scaler:
-                self._warn_once("gradients are scaled by a GradScaler, and measured so: give the argument scaler")
+                text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"
+                self.report("scaler_not_given", text)
 
     def _attached_to(self) -> Engine | None:
         return None if self._engine is None else self._engine()

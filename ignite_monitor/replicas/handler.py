@@ -14,8 +14,8 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of, move
+from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.names import Pattern, Selection, tags
-from ignite_monitor.model.samples import reshard
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, own_rank, sum_over_ranks, world_size

@@ -32,12 +32,13 @@ class Kind(NamedTuple):
 
 
 _RATE = frozenset({"large_updates", "group_rate", "rate_rose"})
-_DATA = frozenset({"bad_batches", "periodic_spikes", "input_scale", "loss_scale", "nonfinite_input"})
+_DATA = frozenset({"bad_batches", "periodic_spikes", "input_scale", "loss_scale"})
 _SETUP = frozenset(
-    "not_in_optimizer no_gradient gradients_not_zeroed stale_optimizer zero_learning_rate evaluation_mode batch_repeats "
-    "wrapper_bypassed scaler_not_given constant_loss low_precision_updates no_step".split()
+    "not_in_optimizer no_gradients unused_parameters gradients_not_zeroed stale_optimizer zero_learning_rate "
+    "evaluation_mode batch_repeats wrapper_bypassed scaler_not_given low_precision_updates no_step".split()
 )
-_DAMAGE = _RATE | _DATA | _SETUP | {"weight_changed", "nonfinite_loss", "nonfinite_source", "wrong_sign"}
+_SOURCES = frozenset({"nonfinite_loss", "nonfinite_input", "nonfinite_forward", "nonfinite_backward"})
+_DAMAGE = _RATE | _DATA | _SETUP | _SOURCES | {"weight_changed", "wrong_sign"}
 _STILL = _RATE | _SETUP | {"rate_vanished", "clipped_away", "weights_shrank", "small_updates", "nonfinite_loss"}
 _NOT_FINITE = _DAMAGE | {"nonfinite_activations", "nonfinite_gradients", "large_initial_values"}
 _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.'
@@ -53,9 +54,11 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(_SETUP - {"no_step"}, Kind()),
     "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls.", _SETUP - {"no_step"}),
     "requires_grad_false": Kind(),
-    "nonfinite_input": Kind(),
-    "nonfinite_loss": Kind(),
-    "nonfinite_source": Kind(),
+    "nonfinite_input": Kind("Inspect this batch, and the code that makes it."),
+    "nonfinite_loss": Kind("Look for log, sqrt or a division near 0 in the loss."),
+    "nonfinite_forward": Kind("Inspect that module and its input.", _RATE | {"weight_changed"}),
+    "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", _RATE | {"weight_changed"}),
+    "nonfinite_not_located": _symptom("", _RATE | {"weight_changed"}),
     "input_scale": Kind("Normalize the inputs."),
     "loss_scale": Kind(
         'Scale the targets (or rewards) to about 1, or average the loss (reduction="mean").', frozenset({"input_scale"})

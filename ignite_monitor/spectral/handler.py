@@ -17,9 +17,10 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import move
+from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
-from ignite_monitor.model.norms import any_dtensor, order_statistics
-from ignite_monitor.model.samples import SteppedParameters, reshard
+from ignite_monitor.model.norms import order_statistics
+from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS

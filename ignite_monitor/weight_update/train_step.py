@@ -12,7 +12,7 @@ from torch import Tensor
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import summed_values
-from ignite_monitor.model.samples import SampledStep
+from ignite_monitor.model.sampled_step import SampledStep
 
 _ROWS = 5  # gradient, weights, change, and the counts of lost updates and of gradients
 
