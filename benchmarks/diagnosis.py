@@ -138,6 +138,11 @@ def make_optimizer(plan: Plan, parameters: Any, rate: float) -> Any:
     return torch.optim.AdamW(parameters, lr=rate)
 
 
+def also(logger: HDF5Logger, trainer: Engine) -> None:
+    """Record the loss."""
+    logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda o: o)
+
+
 def supervised(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
     """Train a classifier, a regression or a language model."""
     generator = torch.Generator().manual_seed(100 + plan.seed)
@@ -195,10 +200,12 @@ def supervised(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
 
     def loader() -> Any:
         for i in range(1, iterations + 1):
-            time.sleep(plan.wait)
+            if plan.wait:
+                time.sleep(plan.wait)
             x, y = batches[(i - 1) % count]
             yield plan.batch(i, x.clone(), y.clone())
 
+    also(logger, trainer)
     trainer.run(loader(), epoch_length=iterations)
 
 
@@ -282,6 +289,7 @@ def reinforce(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
 
     trainer = Engine(train_step)
     attach_monitors(trainer, model, optimizer, loggers=logger, every=EVERY, **plan.extras)
+    also(logger, trainer)
     trainer.run(range(iterations))
 
 
@@ -360,7 +368,7 @@ def log_zero(i: int, loss: Tensor, out: Tensor, y: Tensor) -> Tensor:
     """Return a loss with log(0) from iteration 150 on."""
     if i < 150:
         return loss
-    return -(out.float() * 1e3).softmax(-1).flatten(0, -2)[range(y.numel()), y.flatten()].log().mean()
+    return loss - 1e-3 * (out.float() * 1e3).softmax(-1).min(-1).values.log().mean()
 
 
 def at_step(n: int, change: Callable[[nn.Module], Any]) -> Callable[[int, nn.Module, Any], Any]:
@@ -415,8 +423,8 @@ FAULTS = (
           {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**14), "given": False}),
     Fault("head replaced after the optimizer was made", "mlp lstm", "stale_optimizer", {"after": new_head}),
     Fault("learning rate 0", "lstm mlp", "zero_learning_rate", {"rate": 0.0}),
-    Fault("detach() by mistake", "mlp", "no_gradient", {"before": inserted(Cut, 3)}),
-    Fault("a layer whose output is unused", "mlp", "no_gradient", {"before": inserted(Aside, 2)}),
+    Fault("detach() by mistake", "mlp", "unused_parameters", {"before": inserted(Cut, 3)}),
+    Fault("a layer whose output is unused", "mlp", "unused_parameters", {"before": inserted(Aside, 2)}),
     Fault("bfloat16 weights, small rate", "mlp", "low_precision_updates lost_updates",
           {"after": lambda m: m.bfloat16(), "batch": lambda i, x, y: (x.bfloat16(), y), "rate": 0.05}),
     Fault("step() forgotten", "mlp cnn", "no_step", {"step": False}),
@@ -437,7 +445,7 @@ FAULTS = (
     Fault("a sample of NaN", "mlp cnn", "nonfinite_input", {"batch": nan_row}),
     Fault("labels are noise", "mlp cnn gpt", "not_learning", {"batch": noise_labels}),
     Fault("inputs not normalized", "mlp lstm cnn", "input_scale", {"batch": lambda i, x, y: (500 * x + 2000, y)}),
-    Fault("targets not normalized", "lstm", "target_scale", {"batch": lambda i, x, y: (x, 3000 * y)}),
+    Fault("targets not normalized", "lstm", "loss_scale", {"batch": lambda i, x, y: (x, 3000 * y)}),
     Fault("softmax before cross_entropy", "mlp cnn", "bounded_outputs", {"before": added(nn.Softmax(1))}),
     Fault("a weight × 1e6 between steps", "gpt mlp lstm", "weight_changed",
           {"each": at_step(175, set_(r"blocks\.0\.mlp\.0\.weight|^2\.weight|weight_hh", "1e6"))}),
@@ -445,7 +453,7 @@ FAULTS = (
     Fault("sqrt(0) in the loss", "mlp lstm", "nonfinite_loss",
           {"loss": lambda i, loss, out, y: loss + 1e-3 * (out * (i < 120)).abs().sum().sqrt()}),
     Fault("14 sigmoid layers", "mlp", "vanishing_gradients", {"before": deep(nn.Sigmoid, 14)}),
-    Fault("14 ReLU layers, weights × 6", "mlp", "exploding_gradients large_initial_values",
+    Fault("14 ReLU layers, weights × 6", "mlp", "exploding_gradients activation_outlier",
           {"before": deep(nn.ReLU, 14), "after": set_("weight", "6")}),
     Fault("recurrent weights × 30", "lstm", "exploding_gradients", {"after": set_("weight_hh", "30")}),
     Fault("biases of -30 before ReLU", "mlp cnn", "dead_units", {"after": set_(r"^2\.bias|^4\.bias", -30.0)}),
@@ -458,8 +466,8 @@ FAULTS = (
     Fault("float16 overflows", "cnn", "overflows no_step",
           {"scaler": torch.amp.GradScaler("cpu", growth_interval=2), "autocast": torch.float16}),
     Fault("eps of 10", "mlp gpt", "epsilon_dominated", {"optimizer": adam(eps=10.0)}),
-    Fault("gradient ascent", "mlp cnn", "loss_rose", {"optimizer": adam(maximize=True)}),
-    Fault("rewards × 1e4", "rl", "target_scale", {"reward": 1e4}),
+    Fault("gradient ascent", "mlp cnn", "wrong_sign", {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=2e-3, maximize=True)}),
+    Fault("rewards × 1e4", "rl", "loss_scale", {"reward": 1e4}),
     Fault("discriminator stops learning", "gan", "not_learning rate_vanished small_updates", {"rates": (1e-6, 1.0)}),
 )
 HEALTHY = (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ignite_monitor.report.run import Run
 
 PROGRAM = "ignite-monitor"
+FAILED = 3  # exit code if a rule failed
 
 EXAMPLES = """\
 examples:
@@ -61,22 +62,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: its words; None for those the process was given.
 
     Returns:
-        The exit code: 0, or 2 if the input is bad, with one line on the standard error.
+        The exit code: 0; 2 if the input is bad, with one line on the standard error; 3 if a rule of the summary failed.
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)
     try:
-        with _one_line("the output"):
-            if chosen.command is None:
-                parser.print_help()
-            else:
-                chosen.command(chosen)
-            sys.stdout.flush()
+        code = parser.print_help() if chosen.command is None else chosen.command(chosen)
+        sys.stdout.flush()
+        return code or 0
     except BrokenPipeError:
         _discard_output()  # the reader has closed the pipe
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         _discard_output()
-        print(f"{PROGRAM}: error: {printable(str(error))}", file=sys.stderr)
+        text = error if isinstance(error, BadInput) else f"the output: {error.strerror or error}"
+        print(f"{PROGRAM}: error: {printable(str(text))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
@@ -104,7 +103,7 @@ def _parser() -> Parser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
-    def add(command: Callable[[argparse.Namespace], None], does: str, example: str, *runs: str) -> Any:
+    def add(command: Callable[[argparse.Namespace], int | None], does: str, example: str, *runs: str) -> Any:
         texts: Any = {"description": f"{does[0].upper()}{does[1:]}.", "epilog": f"examples:\n  {PROGRAM} {example}"}
         added = commands.add_parser(command.__name__[1:], help=does, **texts, **options)
         added.set_defaults(command=command)
@@ -141,7 +140,7 @@ def _demo(chosen: argparse.Namespace) -> None:
         run_demo(Path(chosen.output), chosen.iterations)
 
 
-def _summary(chosen: argparse.Namespace) -> None:
+def _summary(chosen: argparse.Namespace) -> int:
     from ignite_monitor.report.summary import summarise
 
     summary = summarise(chosen.run, _read(chosen.run))
@@ -151,6 +150,7 @@ def _summary(chosen: argparse.Namespace) -> None:
         from ignite_monitor.report.text import show, summary_text
 
         show(summary_text(summary, chosen.all))
+    return FAILED if summary.failed else 0
 
 
 def _plot(chosen: argparse.Namespace) -> None:
@@ -198,7 +198,7 @@ def _read(path: str) -> Run:
         from ignite_monitor.report.run import Run
 
         run = Run(read_hdf5(path))
-        if not run.series:
+        if not run.series and not run.reports:
             raise BadInput(f"{path} holds no metrics: nothing was written to it yet")
         return run
 

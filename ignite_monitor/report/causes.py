@@ -90,7 +90,8 @@ def input_scale(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
     places = {place: series for place, series in monitor.items("batch_rms/{}").items()}
     for index, (place, series) in enumerate(places.items()):
-        if len(series.steps) >= MIN_ONSET and series.median > limits.LARGE_INPUT:
+        first = series.values[:MIN_ONSET]
+        if len(first) == MIN_ONSET and min(first.min(), series.median) > limits.LARGE_INPUT:
             name = monitor.name(f"batch_rms/{place}")
             kind, words = ("loss_scale", "Targets") if index else ("input_scale", "Inputs")
             what = f"{words} are large: the root mean square of batch[{printable(place)}] is {number(series.median, 3)} "
@@ -174,7 +175,7 @@ def learning(run: Run) -> Iterator[Finding]:
     if end > begin + limits.LOST_NOISE * noise and fifth.tail.median > begin + 2 * noise and end > 1.5 * abs(begin):
         what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
         yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
-    elif abs(begin - end) < limits.FLAT * max(abs(begin), abs(end)) or (0 <= begin - end < noise and end > 0.8 * begin):
+    elif abs(begin - end) < limits.FLAT * max(abs(begin), abs(end)) and loss.steps[0] <= max(1, run.first_made):
         what = f"The loss has not fallen in {plural(int(loss.steps[-1] - loss.steps[0]), 'iteration')} ({name}): "
         what += f"{number(begin)} at the beginning, {number(end)} at the end."
         yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))

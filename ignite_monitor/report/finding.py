@@ -64,7 +64,7 @@ KINDS: dict[str, Kind] = {
         'Scale the targets (or rewards) to about 1, or average the loss (reduction="mean").', frozenset({"input_scale"})
     ),
     "weight_changed": Kind("Look for code that writes to weights: initialization, loading, clipping, hardware.", _RATE),
-    "clipped_away": Kind("Clip to about the usual norm."),
+    "clipped_away": Kind("Clip to about the usual norm.", _SETUP),
     "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs."),
     "group_rate": Kind(
         "Give this group a learning rate nearer to the others', or check that its updates are intended.", _SETUP

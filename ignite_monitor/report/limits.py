@@ -63,7 +63,7 @@ CURVATURE_MEASUREMENTS = 3
 LARGE_INPUT = 50.0  # root mean square of a tensor of the batch; normalized ones have 1
 LARGE_LOSS = 50.0  # times the square of the outputs: a mean squared error with targets of 7 times their size
 LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
-FLAT = 0.01  # relative difference of the loss at the beginning and the end
+FLAT = 0.05  # relative difference of the loss at the beginning and the end
 SATURATED, UNFITTED = 0.9, 0.5  # largest output of a softmax that is certain; loss at the end to that at the beginning
 OVERFIT = 1.2  # held-out loss at the end to the best
 

@@ -194,8 +194,14 @@ class Run:
     @property
     def loss_name(self) -> str:
         """Name of the loss that attach_monitors recorded, or of the first loss of the user's own; else empty."""
-        recorded = [monitor.name(key) for monitor in self.of("loss") for key in monitor.series if not key.count("/")]
-        return next(iter([*recorded, *filter(is_loss, self.own)]), "")
+        return next(iter(self.losses), "")
+
+    @property
+    def losses(self) -> dict[str, Series]:
+        """Losses that attach_monitors recorded, and the user's own, by name."""
+        recorded = {monitor.name(key): series for monitor in self.of("loss") for key, series in monitor.series.items()}
+        kept = {name: series for name, series in recorded.items() if name.endswith("/value") or is_loss(name)}
+        return kept | {name: series for name, series in self.own.items() if is_loss(name)}
 
     @property
     def loss(self) -> Series:

@@ -155,14 +155,15 @@ class Summary:
 
 
 def summarise(file: str, run: Run) -> Summary:
-    """Summarise a run, which has one series at least."""
+    """Summarise a run."""
     names = sorted(run.own, key=natural)
     for of_parts in (False, True):
         for monitor in run.monitors:
             keys = [key for key in monitor.series if ("/" in key) is of_parts]
             names += map(monitor.name, sorted(keys, key=natural))
     metrics = {name: _statistics(run.series[name]) for name in names}
-    first, last = min(it.first_step for it in metrics.values()), max(it.last_step for it in metrics.values())
+    first = min((it.first_step for it in metrics.values()), default=0)
+    last = max((it.last_step for it in metrics.values()), default=0)
     return Summary(file, first, last, *diagnose(run), measured(run), metrics)
 
 

@@ -22,8 +22,9 @@ def curves(run: Run) -> Iterator[Finding]:
             what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
             severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
             yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
-        if is_loss(name):
-            yield from course(name, series)
+    for name, series in run.losses.items():
+        begun = series.part(series.steps >= run.first_made)
+        yield from course(name, begun, has_to_fall=name not in run.own and run.judges_loss)
 
 
 def monitored_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -31,8 +32,11 @@ def monitored_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
     yield from course(monitor.name("value"), monitor.get("value"))
 
 
-def course(name: str, series: Series) -> Iterator[Finding]:
-    """A loss that ended far above its best, or that was far above its start for a while; a finite one."""
+def course(name: str, series: Series, has_to_fall: bool = False) -> Iterator[Finding]:
+    """A loss that ended far above its best, or that was far above its start for a while; a finite one.
+
+    Unless it has to fall, only one that fell at first is a loss: others grow with the returns of a policy.
+    """
     if len(series.values) < limits.LOSS_POINTS or not np.isfinite(series.values[-1]):
         return
     series = series.finite
@@ -44,6 +48,8 @@ def course(name: str, series: Series) -> Iterator[Finding]:
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
     advice = "Lower the learning rate, or use a warm-up." if lowest < len(series.head.values) else ""
     kind, peak = "", int(series.values.argmax())
+    if not has_to_fall and not smooth.values[: max(1, len(smooth.values) // 2)].min() < begin - 2 * noise:
+        return
     if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
         kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
     elif gained > 0 and (much or far):

@@ -11,7 +11,7 @@ import pytest
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, SEVERITIES, iterations, listed, number, times
-from ignite_monitor.report.summary import find, measured
+from ignite_monitor.report.summary import diagnose, measured
 from tests.report import _runs as runs
 from tests.report._runs import found, make_run, only, rollback, series, summary, weights
 
@@ -357,7 +357,7 @@ def test_no_advice_contradicts_another():
     """Dead units, from iteration 105 on; parameters that no longer move and small updates follow."""
     run = {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))} | runs.grad(runs.calm_norms())
     run |= weights(frozen=np.where(np.arange(40) < 22, 0, 2), median=5e-7)
-    findings = find(make_run(run))
+    findings = diagnose(make_run(run)).findings
     assert [finding.kind for finding in findings] == ["small_updates", "dead_units", "frozen_parameters"]
     assert [finding.action[:5] for finding in findings] == ["Raise", "Follo", "Proba"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ignite_monitor.report.gradients import norms
-from ignite_monitor.report.summary import find
+from ignite_monitor.report.summary import diagnose
 from tests.report._runs import calm_norms, found, grad, make_run, only, series, summary, weights, with_spike
 
 ALL = range(1, 201)
@@ -188,7 +188,7 @@ def test_a_run_without_a_threshold_is_not_called_healthy():
         (warming_up, "None of 15 gradient norms (grad/norm) was compared with a threshold"),
         (weights(), "the file has no metrics of a GradMonitor"),
     ):
-        (finding,) = find(make_run(run))
+        (finding,) = diagnose(make_run(run)).findings
         assert (finding.kind, finding.severity) == ("not_monitored", "note")
         assert words in finding.text
         assert summary(run).healthy is None
