@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.devices import move, wide_dtype
-from ignite_monitor.model.samples import local
+from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.tensors import bits_of
 
 # SplitMix64 (G. L. Steele, D. Lea and C. H. Flood, "Fast splittable pseudorandom number generators", 2014).

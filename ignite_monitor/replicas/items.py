@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.optim import Optimizer
 
+from ignite_monitor.model.dtensor import is_dtensor, local
 from ignite_monitor.model.isolation import capture_rng_state
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.model.norms import is_dtensor
-from ignite_monitor.model.samples import local
 from ignite_monitor.replicas.hashes import hash_of
 
 Items = dict[str, Tensor | int]
