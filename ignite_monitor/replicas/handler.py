@@ -15,9 +15,8 @@ from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.dtensor import reshard
+from ignite_monitor.model.dtensor import all_reduce, reshard
 from ignite_monitor.model.names import Pattern, Selection, listed, tags
-from ignite_monitor.model.norms import all_reduce
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, from_every_rank, max_over_ranks, world_size
