@@ -109,14 +109,18 @@ class AttentionCalls(TorchFunctionMode):
     def enter(self, *_: Any) -> None:
         """Detect calls of this thread until :meth:`leave`; pairs may be nested."""
         if not in_backward():  # where checkpointing leaves modules half-way
-            self._thread.depth = getattr(self._thread, "depth", 0) + 1
+            self._thread.depth = self._depth + 1
             self._switch(True)
 
     def leave(self, *_: Any) -> None:
         """Return to what was before the latest :meth:`enter`."""
-        if not in_backward() and getattr(self._thread, "depth", 0):
-            self._thread.depth -= 1
-            self._switch(self._thread.depth > 0)
+        if not in_backward() and self._depth:
+            self._thread.depth = self._depth - 1
+            self._switch(self._depth > 0)
+
+    @property
+    def _depth(self) -> int:
+        return int(vars(self._thread).get("depth", 0))  # of this thread
 
     def _switch(self, enabled: bool) -> None:
         modes = [pop_mode() for _ in range(function_modes())][::-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ignite_monitor.activation.measurement import Measurement, values_of
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import move, wide_dtype
-from ignite_monitor.model.norms import is_dtensor, whole_tensor
+from ignite_monitor.model.dtensor import is_dtensor, whole_tensor
 from ignite_monitor.monitor.transfer import NamedValues, joined
 
 

@@ -21,6 +21,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import (
     Pattern,
@@ -31,7 +32,6 @@ from ignite_monitor.model.names import (
     parameters_of,
     tags,
 )
-from ignite_monitor.model.norms import whole_tensor
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import RankReduction, world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined
@@ -205,7 +205,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if self._gradients is not None and step.tracker.reduced:
-            self._gradients.step_started(parameters_of(step.optimizer), step.scale)
+            self._gradients.step_started(parameters_of(step.optimizer), step.loss_scale)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         forward, gradients = self._forward, self._gradients

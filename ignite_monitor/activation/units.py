@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class UnitDimensions:
 
     def of(self, module: nn.Module, args: tuple[Any, ...], tensor: Tensor, is_first: bool) -> int | None:
         """Return the dimension for a tensor of a call's output, the first one or another."""
-        is_layer, is_elementwise = _kind_of(type(module))
+        is_layer, is_elementwise = _kind_of(cast("Any", type(module)))
         if is_layer and _has_units(module, is_first) and tensor.ndim:
             dim: int | None = feature_dim(module) % tensor.ndim
             self._shapes[tensor.shape] = dim if self._shapes.get(tensor.shape, dim) == dim else None

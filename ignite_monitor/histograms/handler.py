@@ -19,6 +19,7 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move, wide_dtype
+from ignite_monitor.model.dtensor import is_dtensor, reshard, whole_tensor
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes, in_backward
@@ -32,8 +33,7 @@ from ignite_monitor.model.names import (
     tags,
     unwrapped,
 )
-from ignite_monitor.model.norms import is_dtensor, whole_tensor
-from ignite_monitor.model.samples import is_measurable, reshard
+from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
 
@@ -149,9 +149,9 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             if tag is None or parameter.grad is None or tag in counts or parameter in self._sharded:
                 continue
             if is_dtensor(parameter):  # another rank may make no step: all gather when the train step has returned
-                self._sharded[parameter] = parameter.grad.clone(), step.scale
+                self._sharded[parameter] = parameter.grad.clone(), step.loss_scale
             else:
-                counts[tag] = count(parameter.grad, step.scale)
+                counts[tag] = count(parameter.grad, step.loss_scale)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -19,10 +19,10 @@ from ignite_monitor.model._torch import (
     with_weights,
 )
 from ignite_monitor.model.devices import device_of, wide_dtype
+from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
 from ignite_monitor.model.modes import has_local_data
-from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
