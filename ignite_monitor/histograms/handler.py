@@ -151,7 +151,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             if is_dtensor(parameter):  # another rank may make no step: all gather when the train step has returned
                 self._sharded[parameter] = parameter.grad.clone(), step.loss_scale
             else:
-                counts[tag] = count(parameter.grad, step.loss_scale)
+                counts[tag] = count(whole_tensor(parameter.grad), step.loss_scale)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
