@@ -206,6 +206,7 @@ def supervised(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
             yield plan.batch(i, x.clone(), y.clone())
 
     also(logger, trainer)
+    model.train(plan.mode)
     trainer.run(loader(), epoch_length=iterations)
 
 

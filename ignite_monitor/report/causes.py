@@ -45,9 +45,9 @@ def large_updates(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
     sizes = step_sizes(monitor, run)
     large = sizes.values > limits.LARGE_UPDATE
-    runs = np.flatnonzero(np.convolve(large, np.ones(MIN_ONSET, int), "valid") == MIN_ONSET)
-    if len(runs):
-        begin = int(runs[0])
+    following = large[:-2] & large[1:-1] & large[2:]
+    if following.any():
+        begin = int(following.argmax())
         part = sizes.part(slice(begin, begin + MIN_ONSET))
         name = monitor.name("parameter_norm")
         what = f"{'The first' if not begin else 'The'} steps were too large: in {iterations(part.steps)} a step moved the "
@@ -111,12 +111,11 @@ def weight_changed(monitor: Recorded, run: Run) -> Iterator[Finding]:
     norm, moved = monitor.get("parameter_norm"), run.beside(monitor, "optimizer").get("update_norm").finite
     gradients, is_adam = run.beside(monitor, "grad").get("norm"), run.beside(monitor, "optimizer").get("rms_median")
     rates = [series for series in monitor.items("lr/{}").values()]
-    for a, b in zip(range(len(norm.steps) - 1), range(1, len(norm.steps)), strict=True):
-        first, last = norm.steps[a], norm.steps[b]
-        jump = abs(norm.values[b] - norm.values[a])
-        if not jump > limits.JUMP * norm.values[a]:
-            continue
-        between = gradients.values[(gradients.steps > first) & (gradients.steps <= last)]
+    jumps = np.abs(np.diff(norm.values)) > limits.JUMP * norm.values[:-1]
+    for a in np.flatnonzero(jumps)[: limits.JUMPS].tolist():
+        b = a + 1
+        first, last, jump = norm.steps[a], norm.steps[b], abs(norm.values[b] - norm.values[a])
+        between = gradients.values[slice(*np.searchsorted(gradients.steps, [first, last], "right"))]
         rate = max((float(np.nan_to_num(series.at(norm.steps[[a, b]])).max()) for series in rates), default=0.0)
         if is_adam:
             known = moved.values[(moved.steps <= first)][-3:]

@@ -193,7 +193,7 @@ class Finding:
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
     """Sort findings: by iteration, each cause before the symptoms that it explains, notes last.
 
-    No advice contradicts an earlier one. If the first finding is a symptom, it says that its cause is unknown.
+    No advice contradicts an earlier one.
 
     Args:
         slack: iterations by which a symptom may have been measured before its cause.
@@ -224,10 +224,6 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
         elif own:
             direction = direction or own
         ordered.append(finding)
-    if ordered and ordered[0].severity != "note" and not ordered[0].is_cause:
-        first = ordered[0]
-        sign = f"Cause unknown; the first sign was {first.kind} in iteration {first.onset}. {first.what}"
-        ordered[0] = replace(first, what=sign)
     return ordered
 
 

@@ -40,7 +40,7 @@ LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be 
 SMALL_UPDATE = 1e-6  # of the median update ratio: a change of a tenth takes 1e5 steps
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
-JUMP, OTHER_MEANS = 1.0, 10.0  # of the parameters' norm between measurements; times what the steps can move
+JUMP, OTHER_MEANS, JUMPS = 1.0, 10.0, 50  # of the parameters' norm between measurements; times what the steps can move; number looked at
 
 # Layers.
 DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3

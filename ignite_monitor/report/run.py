@@ -182,14 +182,14 @@ class Run:
     @property
     def distance(self) -> int:
         """Usual distance of measurements, in iterations."""
-        distances = [np.median(np.diff(it.steps)) for monitor in self.of("step") for it in monitor.series.values()]
-        return int(max((it for it in distances if np.isfinite(it)), default=0))
+        measured = [it.steps for monitor in self.of("step") for it in monitor.series.values() if len(it.steps) > 1]
+        return int(max((np.median(np.diff(steps)) for steps in measured), default=0))
 
     @property
     def first_made(self) -> float:
         """The iteration of the first optimizer step; 0 if it is not known."""
         stepped = [monitor.get("stepped") for monitor in self.of("grad")]
-        return min((float(it.steps[it.values > 0][0]) for it in stepped if it.values.any()), default=0.0)
+        return min((float(it.steps[it.values.argmax()]) for it in stepped if it.values.any()), default=0.0)
 
     @property
     def loss_name(self) -> str:

@@ -131,7 +131,9 @@ class Summary:
         counts = {kind: sum(finding.severity == kind for finding in self.findings) for kind in ("problem", "warning")}
         parts = [plural(count, kind) for kind, count in counts.items() if count]
         if parts:
-            return f"Needs attention: {' and '.join(parts)}."
+            first = self.findings[0]
+            sign = f" Cause unknown; the first sign was {first.kind} in iteration {first.onset}."
+            return f"Needs attention: {' and '.join(parts)}.{'' if first.is_cause else sign}"
         if not self.measured:
             return "The file has no metrics of a monitor, so little can be detected."
         if self.failed:
@@ -147,6 +149,7 @@ class Summary:
             "file": self.file,
             "iterations": {"first": self.first, "last": self.last},
             "healthy": self.healthy,
+            "assessment": self.assessment,
             "measured": self.measured,
             "findings": _findings_json(self),
             "failed": self.failed,
