@@ -275,5 +275,5 @@ def test_a_forgotten_scaler_is_noticed(caplog, kind):
     trainer.run(make_batches(5))
     warned = [message for message in caplog.messages if "GradScaler" in message]
     assert [message.split(":")[0] for message in warned] == (
-        ["GradMonitor (grad)", "WeightUpdateHandler (monitor)", "SetupCheck (setup)"] if kind == "forgotten" else []
+        ["GradMonitor (grad)", "WeightUpdateHandler (monitor)"] if kind == "forgotten" else []
     )

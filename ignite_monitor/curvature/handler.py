@@ -21,10 +21,10 @@ from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, large
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
+from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import parameters_of, unwrapped
-from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Set
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_monitor.events.hooks import weak_method
+from ignite_monitor.events.running_statistics import RunningStatistics
 from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
-from ignite_monitor.model.norms import any_dtensor, total_norm
+from ignite_monitor.model.dtensor import any_dtensor
+from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
 _logger = logging.getLogger(__name__)
@@ -42,14 +45,42 @@ class GradientsReady(NamedTuple):
         return scale
 
 
+@dataclass(eq=False)
+class StepRequests:
+    """What monitors ask of a step during OPTIMIZER_STEP_STARTED, and then whether it is made."""
+
+    flags: list[bool | Tensor] = field(default_factory=list)
+    factors: dict[GradientTracker, Tensor] = field(default_factory=dict)
+    made: bool | Tensor = True
+
+
 class OptimizerStep(NamedTuple):
-    """The step of an optimizer that holds parameters of a monitored model."""
+    """The step of an optimizer that holds parameters of a monitored model.
+
+    During OPTIMIZER_STEP_STARTED monitors may call :meth:`skip` and :meth:`scale`. When all of them have been called,
+    the event source does once what they asked: any skip, and of every gradient the smallest factor.
+    """
 
     tracker: GradientTracker  # of the model of the monitor that is called
     optimizer: Optimizer
+    requests: StepRequests
+
+    def skip(self, flag: bool | Tensor) -> None:
+        """Skip the step if a flag is True: a bool, or a 0-dim bool tensor."""
+        self.requests.flags.append(flag)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradients of the model that the optimizer uses by a 0-dim tensor, from 0 to 1."""
+        other = self.requests.factors.get(self.tracker)
+        self.requests.factors[self.tracker] = factor if other is None else torch.minimum(factor, other)
 
     @property
-    def scale(self) -> Tensor | None:
+    def made(self) -> bool | Tensor:
+        """Whether the step is made, once it is decided; a 0-dim bool tensor if only the device may know."""
+        return self.requests.made
+
+    @property
+    def loss_scale(self) -> Tensor | None:
         """The scale of the gradients, which a fused optimizer divides by; None for 1."""
         return getattr(self.optimizer, "grad_scale", None)
 
@@ -116,6 +147,8 @@ class GradientTracker:
         self.hook = GradientHook()
         finalize(self, self.hook.remove).atexit = False
         self.parameters: list[nn.Parameter] = []  # when the train step started
+        self.statistics = RunningStatistics()
+        self.accumulates = False  # whether a backward has reached the model since the last step
         self.reduced = True  # whether the last backward of this iteration has left its gradients reduced
         self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
         self._is_deferred = self._has_warned = False  # deferred: the train step finalizes the reduction
@@ -134,6 +167,7 @@ class GradientTracker:
         self._members = _values(self._registries)
         self.parameters = list(self.model.parameters())
         self._held.clear()
+        self.statistics.watch(self.model)
         return True
 
     def parameters_of(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
@@ -163,6 +197,7 @@ class GradientTracker:
             The ids of the parameters whose gradients may have changed; empty while they are not reduced, under
             ``no_sync()`` and where the train step calls ``finalize_backward()`` (torch 2.15).
         """
+        self.accumulates = True
         self.reduced = all(map(attrgetter("require_backward_grad_sync"), self._replicas))
         if self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded))):
             self.defer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, NamedTuple
 
 from ignite.engine import Engine
@@ -34,6 +35,25 @@ class MonitorEvents(EventEnum):
     OPTIMIZER_STEP_STARTED = "optimizer_step_started"
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed"
     TRAIN_STEP_COMPLETED = "train_step_completed"
+
+
+class Phase(Enum):
+    """Phases of an event in which monitors are called, after those that listen to the event itself.
+
+    - STEP_DECIDED : of OPTIMIZER_STEP_STARTED: gradients are scaled, or those of a skipped step hidden.
+    - VALUES_PUBLISHED : of TRAIN_STEP_COMPLETED: for monitors that read what others publish.
+    - SIGNALS_PUBLISHED : of TRAIN_STEP_COMPLETED: for handlers that act on what all others have published.
+    """
+
+    STEP_DECIDED = "step_decided"
+    VALUES_PUBLISHED = "values_published"
+    SIGNALS_PUBLISHED = "signals_published"
+
+
+PHASES: dict[MonitorEvents, tuple[Phase, ...]] = {
+    MonitorEvents.OPTIMIZER_STEP_STARTED: (Phase.STEP_DECIDED,),
+    MonitorEvents.TRAIN_STEP_COMPLETED: (Phase.VALUES_PUBLISHED, Phase.SIGNALS_PUBLISHED),
+}
 
 
 def register_events(engine: Engine) -> None:

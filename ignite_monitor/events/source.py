@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,10 +14,11 @@ from ignite.engine import Engine, Events
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep, StepRequests
 from ignite_monitor.events.hooks import Patch, after_backward, gradient_hook, is_nested, remove_all, weak_method
-from ignite_monitor.events.monitor_events import MonitorEvents, NonFiniteSource, register_events
+from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.run_summary import log_run_summary
+from ignite_monitor.events.step_owner import StepOwner
 from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
 from ignite_monitor.model.modes import users_grad_mode
 
@@ -45,22 +46,23 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self.reached: dict[int, dict[int, set[int]]] = {}
-        hooks = map(weak_method, (self._start_backward, self._end_backward, self._start_step, self.step_completed))
-        self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
+        hooks = (self._start_backward, self._end_backward, self._await_step, self._start_step, self._end_step)
+        on = [torch.compiler.disable(weak_method(hook)) for hook in hooks]
+        self._on_backward, self._on_backward_end, self._on_step, self._on_own_step, self._on_step_end = on
+        self._steps = StepOwner(weak_method(self._end_step))
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: list[weakref.ref[Any]] = []
         # Weak references to monitors, with functions of theirs.
-        self._listeners: dict[str, list[tuple[Any, Any]]] = {name: [] for name in self._NAMES}
+        self._listeners: dict[str, list[tuple[Any, Any]]] = {name: [] for name in (*self._NAMES, *Phase.__members__)}
         self._reset()
 
     def _reset(self) -> None:
         self.reached.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
-        # The optimizer whose step is running, and as long as this is not reported.
-        self._stepping: Optimizer | None = None
-        self._unreported: Optimizer | None = None
+        self._stepping: Optimizer | None = None  # whose step is running
+        self._requests: StepRequests | None = None  # for that step, once it is reported
         self.nonfinite_source: NonFiniteSource | None = None
         self.train_step: functools.partial[Any] | None = None
         self.running = self.listened = self._awaits_step = False
@@ -78,14 +80,12 @@ class EventSource:
                 engine.add_event_handler(event, handler)
         return source
 
-    def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents, Any]]) -> None:
+    def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents | Phase, Any]]) -> None:
         """Add a monitor, whose handlers are called at their events before all other handlers.
 
         Args:
             handlers: methods of the monitor, called if it monitors the iteration. They get the engine, and for backward
-                passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep` of their model. A
-                function that one returns is called when all monitors have read the gradients, and may change them; a
-                function which that returns is called after all changes.
+                passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep` of their model.
 
         Raises:
             ValueError: if another monitor on this engine has one of its families.
@@ -140,19 +140,23 @@ class EventSource:
         engine = self._engine()
         if engine is None:
             return
-        # All monitors read before one changes anything: the order of attaching must not matter.
-        changes = []
-        for reference, handler in self._listeners[event._name_]:
-            monitor = reference()
-            if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                changes.append(handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],))))
-        while changes:
-            changes = [change() for change in changes if change is not None]
+        self._call(event, engine, about)
+        # All monitors read before anything is changed: the order of attaching must not matter.
+        for phase in PHASES.get(event, ()):
+            if phase is Phase.STEP_DECIDED:
+                self._act()
+            self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
             with users_grad_mode():
                 engine.fire_event(event)
+
+    def _call(self, moment: MonitorEvents | Phase, engine: Engine, about: Mapping[int, Any] | None) -> None:
+        for reference, handler in self._listeners[moment._name_]:
+            monitor = reference()
+            if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
+                handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
 
     def _start_backward(self, model: int, number: int) -> set[int]:
         """Begin to record a backward that reaches a model, by its id; return the set of its reached parameters."""
@@ -179,20 +183,20 @@ class EventSource:
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
-    def step_completed(self, optimizer: Optimizer, *_: Any) -> None:
-        """Report the end of the running optimizer step, made or skipped by a monitor."""
-        if self._stepping is optimizer:
-            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
-            self._stepping = self._unreported = None
+    def _await_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Report the step that starts after the hooks of the optimizer's own, which may change its gradients."""
+        if self.running and not (self._stepping is not None and is_nested(optimizer)) and self._sharing(optimizer):
+            self._stepping, self._requests = optimizer, None
+            self._steps.last_pre_hook(optimizer, self._on_own_step)
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sharing = [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]
-        if not self.running or not sharing or (self._stepping is not None and is_nested(optimizer)):
+        if self._stepping is not optimizer or self._requests is not None:
             return None
-        self._stepping = self._unreported = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._steps.check_call(optimizer, closure)
         if not callable(closure):
             self._report_step(optimizer)
+            self._steps.end_skipped(optimizer)
             return None
 
         @functools.wraps(closure)
@@ -206,14 +210,37 @@ class EventSource:
         return (args[0], evaluate, *args[2:]), kwargs
 
     def _report_step(self, optimizer: Optimizer) -> None:
-        if self._unreported is optimizer:
-            self._unreported = None
+        if self._stepping is optimizer and self._requests is None:
+            self._requests = StepRequests()
             for tracker in self.trackers.values():
                 tracker.step_started(optimizer)
             self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
 
+    def _act(self) -> None:
+        """Do what the monitors ask of the running step."""
+        if self._stepping is not None and self._requests is not None:
+            self._steps.act(self._stepping, self._requests, self._sharing(self._stepping))
+
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Report the end of the running step, made or not."""
+        if self._stepping is not optimizer:
+            return
+        self._steps.release()
+        if self._requests is not None:
+            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
+        self._stepping = self._requests = None
+        for tracker in self._sharing(optimizer):
+            tracker.accumulates = False
+            if any(item is optimizer or item.param_groups is optimizer.param_groups for item in self._acting):
+                tracker.statistics.keep()
+
+    def _sharing(self, optimizer: Optimizer) -> Sequence[GradientTracker]:
+        """The trackers of models of which an optimizer holds parameters."""
+        return [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]
+
     def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
-        self.fire(event, {key: OptimizerStep(tracker, optimizer) for key, tracker in self.trackers.items()})
+        requests = self._requests or StepRequests()
+        self.fire(event, {key: OptimizerStep(item, optimizer, requests) for key, item in self.trackers.items()})
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -253,7 +280,15 @@ class EventSource:
                 start = functools.partial(self._on_backward, id(tracker.model))
                 tracker.hook.register(tracker.parameters, gradient_hook(start))
         self.train_step = functools.partial(original, engine, batch)
+        self._acting = [monitor.acts_on for monitor in monitored if monitor.acts_on is not None]
+        for tracker in self.trackers.values():
+            tracker.accumulates &= bool(self._acting)
+            if self._acting and not tracker.accumulates:
+                tracker.statistics.keep()
+        for monitor in monitored:
+            monitor.before_train_step(engine)
         with ExitStack() as contexts:
+            contexts.enter_context(self._steps.context(self._acting))
             for monitor in monitored:
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
@@ -284,6 +319,8 @@ class EventSource:
         remove_all(self._handles)
         for tracker in self.trackers.values():
             tracker.hook.remove()
+            tracker.accumulates = False
+        self._steps.release()
         self._reset()
         for monitor in self.monitors:
             monitor.reset_run_state()

@@ -41,6 +41,12 @@ class GradientDetection(NamedTuple):
     threshold_reset: Tensor  # whether it resets any of their rules
     names: tuple[str, ...] = ()  # those of the parameters
 
+    @property
+    def exceeds(self) -> Tensor:
+        """Whether a finite norm is above its threshold, of the gradient or of a parameter, 0-dim."""
+        above = self.norm.above if self.parameters is None else self.norm.above | self.parameters.above.any()
+        return above & ~self.norm.nonfinite
+
     def values(self) -> dict[str, Tensor]:
         """Published values by name, but for counts."""
         norm, loss = self.norm, self.loss
@@ -153,8 +159,7 @@ class GradientDetector:
         of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
         loss, parameter, names = None, None, ()
         if of_parameters is None:
-            norm = gradient_norm(gradients, self._norm_type, self._reduction)
-            norm = norm if scale is None else norm / scale.to(norm.device)
+            norm = self.norm(gradients, scale)
         else:
             parts = norms(gradients, self._norm_type)
             parts = parts if scale is None else parts / scale.to(parts.device)
@@ -173,6 +178,11 @@ class GradientDetector:
             loss = of_loss.detect(self.losses.mean(norm.device))
             spike, reset = spike | loss.spike, reset | loss.threshold_reset
         return GradientDetection(detection, loss, parameter, spike, reset, names)
+
+    def norm(self, gradients: Sequence[Tensor], scale: Tensor | None) -> Tensor:
+        """The norm of gradients over all ranks, times 0-dim ``scale``."""
+        norm = gradient_norm(gradients, self._norm_type, self._reduction)
+        return norm if scale is None else norm / scale.to(norm.device)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if parameters is not self._named[0]:  # the tracker keeps the list while they are the same

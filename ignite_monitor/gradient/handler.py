@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.events.run_summary import RunSummary
+from ignite_monitor.events.step_owner import hides_gradients
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detector import GradientDetection, GradientDetector, SpikeNumbers, gradients_of
 from ignite_monitor.gradient.loss import NO_LOSS, LossSource
@@ -113,6 +115,9 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._action = SpikeAction(on_spike, optimizer)
         self.optimizer = optimizer
+        # Others than torch's cannot be stopped inside of "clip", which allows for closures.
+        if optimizer is not None and (on_spike == "skip" or (on_spike == "clip" and hides_gradients(optimizer))):
+            self.acts_on = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
@@ -189,8 +194,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         if tracker.parameters:
             self._locator.calls.device = tracker.parameters[0].device
         contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
-        if self._action.kind == "skip":
-            contexts.append(self._action.skipper.context(self.optimizer, self._source.step_completed))
         return contexts + self._detector.probe_contexts(tracker, self.optimizer)
 
     def reset_run_state(self) -> None:
@@ -220,46 +223,46 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._locate_nonfinite(engine, detection)
         self._show(engine, detection, announce)
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
-        self._action.skipper.restore()  # from a step that raised an error
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         tracker = step.tracker
         if not step.is_of(self.optimizer):
             if tracker.shares(step.optimizer):
                 self._window.other_optimizer = type(step.optimizer).__name__
             if self._window.other_step_started():
                 self._show_last(engine)
-            return None
+            return
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = tracker.parameters_of(self.optimizer)
         if not is_whole or all(parameter.grad is None for parameter in parameters):
             self._window.close()
             self._show_last(engine)
-            return None
+            return
 
         def detect() -> GradientDetection:
             self._seen = True
             self._detector.drop_pending()  # its gradient is the same, or a part of it
-            return self._detector.detect(parameters, gradients_of(parameters), step.scale)
+            return self._detector.detect(parameters, gradients_of(parameters), step.loss_scale)
 
         taken = self._window.step_started(detect)
         self._show(engine, taken.detection, announce=taken.updates)
-        return self._action.at_step(step.optimizer, parameters, taken, self._is_known_spike)
+        known = self._known_spike
+        is_known = known[1] if known is not None and known[0] is taken.detection.spike else None
+        norm = functools.partial(self._detector.norm, gradients_of(parameters), step.loss_scale)
+        self._action.ask(step, taken, is_known, norm)
 
-    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> Callable[[], None] | None:
+    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):
-            return None
+            return
         taken = self._window.step_completed()
         self._detector.losses.clear()
         if taken is not None:
-            made = self._action.made(step.optimizer, taken.detection.spike)
-            self._stepped = self._stepped | made
+            self._stepped = self._stepped | step.made
             if self.run_summary is not None:
-                self.run_summary.step(step.optimizer, made)
+                self.run_summary.step(step.optimizer, step.made)
             if taken.updates:
                 self._detector.observe(taken.detection)
                 self._resets.set(taken.detection.threshold_reset)
-        return None if self._action.kind is None else self._action.skipper.restore
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._source is None:

@@ -90,6 +90,26 @@ def finalizes_manually(module: nn.Module) -> bool:
     return getattr(module, "require_manual_backward_finalization", False)
 
 
+# Optimizers
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Return True if the steps of an optimizer call hooks: its constructor has called torch's."""
+    return hasattr(type(optimizer).step, "hooked") and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    """The step post-hooks of an optimizer's own."""
+    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
+
+
+def first_post_hook(optimizer: Any, hook: Callable[..., None]) -> Any:
+    """Register a step post-hook that is called before the other ones; return its handle."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
 # Modules
 
 # What is a module's own: parameters, without those that a parametrization computes, buffers, and submodules.
@@ -174,6 +194,7 @@ foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
 foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
 foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
 foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
+foreach_copy: Callable[..., None] = _find("torch._foreach_copy_")
 
 
 class DispatchMode(TorchDispatchMode):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in
+from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.names import named_modules
-from ignite_monitor.model.samples import local
 
 _thread = threading.local()
 

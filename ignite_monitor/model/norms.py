@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from ignite_monitor.model._torch import foreach_norm, sparse_parts
 from ignite_monitor.model.devices import move, wide_dtype
+from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, shard_of
 
 # On the CPU sums in float64 take 2 to 13 times as long as in float32, where the norm of 3e7 normal numbers is off by
 # 1.7e-3. Float32 norms of rows of this length, combined in float64, are right to 5e-7 and no slower.
@@ -39,7 +38,7 @@ def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     local, placed = list(tensors), dict[Any, list[int]]()
     for i, tensor in enumerate(tensors):
         if is_dtensor(tensor):
-            local[i], mesh, dims = _shard(tensor)
+            local[i], mesh, dims = shard_of(tensor)
             placed.setdefault((mesh, dims), []).append(i)
     values = _local_norms(local, norm_type)
     for (mesh, dims), indices in placed.items():
@@ -90,24 +89,6 @@ def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bo
     return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
 
 
-def any_dtensor(tensors: Iterable[Tensor]) -> bool:
-    """Return True if there is a DTensor among tensors."""
-    # No DTensor exists before its module is imported, which takes a while.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(map(issubclass, set(map(type, tensors)), repeat(module.DTensor)))
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return True for a DTensor."""
-    return any_dtensor((tensor,))
-
-
-def whole_tensor(tensor: Any) -> Tensor:
-    """A detached dense tensor of all elements; of a DTensor a collective, for which all ranks have to ask."""
-    whole: Tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()
-    return whole if whole.layout == torch.strided else whole.to_dense()
-
-
 def summed_values(sparse: Tensor) -> Tensor:
     """The values of a sparse COO tensor, those of the same index summed, as a dense tensor.
 
@@ -122,16 +103,6 @@ def summed_values(sparse: Tensor) -> Tensor:
     ordered, order = places.sort()
     first = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
     return torch.zeros_like(values).index_add_(0, first.cumsum(0), values[order])
-
-
-def _shard(tensor: Any) -> tuple[Tensor, Any, tuple[int, ...]]:
-    """This rank's part of a DTensor; its mesh, and the mesh dimensions over which the parts are distributed."""
-    from torch.distributed.tensor import Replicate
-
-    if any(placement.is_partial() for placement in tensor.placements):
-        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    dims = tuple(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-    return tensor.to_local(), tensor.device_mesh, dims
 
 
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -186,14 +157,6 @@ def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()) if norm_type == 2.0 else tensor.abs()
     return tensor
-
-
-def all_reduce(values: Tensor, largest: bool = False, group: Any = None) -> Tensor:
-    """The sum of the tensors of a process group, or their maximum, element by element."""
-    values = values.clone(memory_format=torch.contiguous_format)
-    kind = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-    torch.distributed.all_reduce(values, kind, group=group)
-    return values
 
 
 def order_statistics(values: Tensor) -> Tensor:

@@ -77,7 +77,12 @@ def leaves_of(value: Any, depth: int = 8) -> list[Any]:
         return [value.shape, value.dtype, value.device, elements.view(torch.uint8).clone()]
     if isinstance(value, (str, bytes, int, float, type(None))):
         return [value]
+    if callable(getattr(value, "tobytes", None)):  # arrays of NumPy, images of Pillow
+        content = torch.frombuffer(bytearray(value.tobytes() or b"0"), dtype=torch.uint8)
+        return [type(value), str(getattr(value, "shape", "")), str(getattr(value, "dtype", "")), content[:, None]]
     members = [*value.items()] if isinstance(value, Mapping) else value
+    if not isinstance(members, (list, tuple)) and hasattr(members, "__dict__") and not isinstance(value, type):
+        members = [*vars(value).items()]  # an object of a class of the user's
     if depth and isinstance(members, (list, tuple)):
         return [leaf for member in members for leaf in leaves_of(member, depth - 1)]
     return [object()]  # equal to no other

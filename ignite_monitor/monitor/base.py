@@ -15,9 +15,10 @@ from ignite.base import Serializable
 from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
@@ -30,7 +31,7 @@ from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
 
-Handlers = list[tuple[MonitorEvents, Callable[..., Any]]]
+Handlers = list[tuple[MonitorEvents | Phase, Callable[..., Any]]]
 
 _LAST_VALUES = "_ignite_monitor_last_values"  # of an engine: names that stay after a ``with`` block
 
@@ -58,6 +59,7 @@ class Monitor(Serializable):
     """
 
     schema: ClassVar[Schema] = Schema("other", "", ())
+    acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     is_finished = False  # True in a monitor that needs no more iterations of this run
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
@@ -89,7 +91,7 @@ class Monitor(Serializable):
         self._is_resolved = True  # False until deferred values have been resolved
 
     def handlers(self) -> Handlers:
-        """Return the events the monitor listens to in monitored iterations, with its methods."""
+        """Return the events and phases it listens to in monitored iterations, with methods that return nothing."""
         return []
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
@@ -98,6 +100,9 @@ class Monitor(Serializable):
 
     def start_iteration(self, engine: Engine) -> None:
         """Prepare for a monitored iteration."""
+
+    def before_train_step(self, engine: Engine) -> None:
+        """Prepare for the train step of a monitored iteration, before any context of a monitor is entered."""
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         """Return context managers to enter around the train step."""
@@ -299,7 +304,8 @@ class Monitor(Serializable):
             self._has_seen_step = True
             self.lacks_scaler = arguments.steps_through_scaler()
             if self.lacks_scaler:
-                self._warn_once("gradients are scaled by a GradScaler, and measured so: give the argument scaler")
+                text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"
+                self.report("scaler_not_given", text)
 
     def _attached_to(self) -> Engine | None:
         return None if self._engine is None else self._engine()

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import is_in_join
 from ignite_monitor.model.devices import move, wide_dtype
-from ignite_monitor.model.norms import all_reduce, any_dtensor, combine, is_dtensor, norms, reduce_norm, total_norm
+from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor
+from ignite_monitor.model.norms import combine, norms, reduce_norm, total_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_function
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import Phase
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Handlers, Monitor
 
@@ -28,11 +27,11 @@ class ScalarMonitor(Monitor):
     _PATIENCE = 50
 
     def handlers(self) -> Handlers:
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+        return [(Phase.VALUES_PUBLISHED, self._on_values_published)]  # the value may be one of theirs
 
-    def _on_train_step_completed(self, engine: Engine) -> Callable[[], None] | None:
-        # Once all monitors have published: the value may be one of theirs.
-        return functools.partial(self._detect, engine) if self._is_running else None
+    def _on_values_published(self, engine: Engine) -> None:
+        if self._is_running:
+            self._detect(engine)
 
     def _detect(self, engine: Engine) -> None:
         raise NotImplementedError

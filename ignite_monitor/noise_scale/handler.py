@@ -19,7 +19,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.model.norms import any_dtensor
+from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor

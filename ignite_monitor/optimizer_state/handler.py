@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from ignite.engine import Engine
@@ -14,7 +12,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import OPTIMIZER_STATE
 from ignite_monitor.model.names import tags
 from ignite_monitor.model.norms import order_statistics
@@ -84,7 +82,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     def handlers(self) -> Handlers:
         return [
-            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
@@ -107,13 +105,9 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     def reset_run_state(self) -> None:
         self._step = self._measured = None
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
-        # After the other monitors, which may clip or hide gradients.
-        return (lambda: functools.partial(self._start_step, step)) if step.is_of(self.optimizer) else None
-
-    def _start_step(self, step: OptimizerStep) -> None:
-        if self._step is not None:
-            self._step.keep_gradients(step.optimizer, step.scale)
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._step is not None and step.is_of(self.optimizer):
+            self._step.keep_gradients(step.optimizer, step.loss_scale)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None and step.is_of(self.optimizer) and self._step.fits():

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move
+from ignite_monitor.model.dtensor import is_dtensor, local
 from ignite_monitor.model.modes import has_local_data
-from ignite_monitor.model.norms import is_dtensor
-from ignite_monitor.model.samples import SampledStep, local
+from ignite_monitor.model.sampled_step import SampledStep
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far

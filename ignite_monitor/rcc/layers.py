@@ -19,10 +19,10 @@ from ignite_monitor.model._torch import (
     with_weights,
 )
 from ignite_monitor.model.devices import device_of, wide_dtype
+from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
 from ignite_monitor.model.modes import has_local_data
-from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
@@ -84,10 +84,10 @@ class LayerChanges(Comparison):
         self._calls = []
 
     def means(self, incomplete: Collection[str]) -> Tensor:
-        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`, without incomplete layers."""
-        calls = [(self._rows[name], result) for name, result in self._calls if name not in incomplete]
-        # Ranks may have measured different layers: the table has the same shape on all of them.
-        return mean_norms(*sum_over_ranks(table_of(calls, len(self._rows), device_of(self._reference.root))))
+        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`; NaN if a rank's are incomplete."""
+        calls = [(self._rows[name], result) for name, result in self._calls]
+        rows, device = [self._rows[name] for name in incomplete], device_of(self._reference.root)
+        return mean_norms(*sum_over_ranks(table_of(calls, rows, len(self._rows), device)))
 
     def _compared(self, call: Call, x: Tensor | None, crossed: Tensor | None) -> NormSums:
         outputs = [item for item in (_first(call.output), crossed, call.kept[1]) if item is not None]

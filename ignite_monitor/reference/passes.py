@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import in_backward, module_call, running_transform, version
+from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import hookable, modules_by_name
-from ignite_monitor.model.norms import any_dtensor
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
 from ignite_monitor.reference.reference import Reference, user_forward_hooks

@@ -22,9 +22,9 @@ from ignite_monitor.keys import REPLAY
 from ignite_monitor.model import isolation
 from ignite_monitor.model._torch import backward_number, buffers_in, in_backward, version
 from ignite_monitor.model.devices import device_of, move
+from ignite_monitor.model.dtensor import local, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import listed, named_parameters, parameters_of
-from ignite_monitor.model.samples import local, reshard
 from ignite_monitor.model.tensors import bits_of, tensors_in
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor

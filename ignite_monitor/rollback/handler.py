@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_real, check_type
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
@@ -203,11 +203,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self.run_summary.step(optimizer)
 
     def handlers(self) -> Handlers:
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+        return [(Phase.SIGNALS_PUBLISHED, self._on_signals_published)]
 
-    def _on_train_step_completed(self, engine: Engine) -> Callable[[], Any] | None:
-        # After all monitors have published, those included that use other monitors' values.
-        return (lambda: lambda: functools.partial(self._decide, engine)) if self._is_running else None
+    def _on_signals_published(self, engine: Engine) -> None:
+        if self._is_running:
+            self._decide(engine)
 
     def _decide(self, engine: Engine) -> None:
         policy, triggers, iteration = self._policy, self._triggers, engine.state.iteration

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
-from ignite_monitor.model.samples import is_measurable, local
+from ignite_monitor.model.dtensor import local
+from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.transfer import transfer

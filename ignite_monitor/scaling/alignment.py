@@ -6,7 +6,9 @@ The three products of a layer's change (arXiv:2407.05872) have the alignments :m
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -47,7 +49,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
     Args:
         model_or_parametrization: the model as the train step uses it (wrapped, if it is wrapped), or a
             :class:`Parametrization`.
-        sample_size: number of rows to measure, evenly spaced in each batch.
+        sample_size: number of rows to measure, a random sample of each input's rows with a fixed seed.
         reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
             of the same structure.
         include: a regular expression that the names of measured layers contain; None for all layers.
@@ -173,9 +175,17 @@ class AlignmentCalls(Comparison):
         with hidden_from_user_modes():
             # A row has all dimensions from the features on.
             rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
-            step = max(len(rows) // self._sample_size, 1)
             # A copy: it keeps no batch alive, and in-place operations of the model do not change it.
-            return rows[::step][: self._sample_size].clone()
+            return rows[move(sampled_rows(len(rows), self._sample_size), rows.device)]
+
+
+@functools.lru_cache(maxsize=64)
+def sampled_rows(count: int, sample_size: int) -> Tensor:
+    """Indices of a random sample of rows, the same for each input of so many rows.
+
+    Evenly spaced rows of (batch, sequence, features) may all be of one position.
+    """
+    return torch.tensor(random.Random(0).sample(range(count), min(count, sample_size)), dtype=torch.int64, device="cpu")
 
 
 def fan_in(module: nn.Module) -> float:

@@ -71,7 +71,7 @@ def coordinate_check(
     check_function("make_batch", make_batch, "width", optional=False)
     check_function("train_step", train_step, "model", "optimizer", "batch")
     records: list[Record] = []
-    expected: dict[tuple[str, str], float] = {}
+    expected: dict[tuple[str, str], tuple[float, float]] = {}
     with preserved_rng_state(cuda_devices()):
         for width, seed in itertools.product(widths, range(seeds)):
             _seed(seed, 0)
@@ -81,17 +81,22 @@ def coordinate_check(
             multipliers: dict[str, float] = {}
             if isinstance(model, Parametrization):
                 expected = expected_slopes(model)
-                multipliers = {name: layer.multiplier for name, layer in model.layers.items()}
+                multipliers = {layer.module: layer.multiplier for layer in model.layers.values() if layer.module}
                 model = model.model
             step = functools.partial(train_step or _cross_entropy_step, model, optimizer)
             records += _train(model, multipliers, step, make_batch, width, seed, steps)
     return CoordinateCheck(records, expected)
 
 
-def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], float]:
-    """Return the slopes of layers and quantities after the first update, by the exponents of a parametrization."""
+def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return the ranges of slopes of modules and quantities in the first updates, by a parametrization's exponents.
+
+    Weights: each of fan-in n changes by n^-(a + c + g) in the direction of its input, which adds up to alpha or u.
+    Input: backpropagation directs its change along the weights. Of k outputs from n inputs, the root mean square then
+    grows by omega = 1/2 (k = n, a spectral norm of order 1) up to 1 (k fixed: rows of norm 1 that it is aligned with).
+    """
     solution = parametrization.solution
-    slopes: dict[tuple[str, str], float] = {}
+    slopes: dict[tuple[str, str], tuple[float, float]] = {}
     for layer in parametrization.layers.values():
         if layer.module is None:
             continue
@@ -99,10 +104,14 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], f
         alpha, omega, u = clipped(layer, FULL)
         reached = min((solution.r[source] for source in node.inputs), default=math.inf)
         start = (0.0 if layer.layer_type == "embedding" else 0.5) - layer.a - layer.b
-        change, update = -solution.r[node.name], max(alpha, u - reached) - layer.a - solution.c[layer.name]
-        values = max(start, change), change, update, omega - layer.a - layer.b - reached
-        pairs = zip(QUANTITIES, values, strict=True)
-        slopes |= {(layer.name, quantity): value + 0.0 for quantity, value in pairs if math.isfinite(value)}
+        step = layer.a + solution.c[layer.name] + solution.g[node.name]  # of the output by one element of the weight
+        update, drift = max(alpha, u - reached) - step, omega - layer.a - layer.b - reached
+        aligned = 1.0 - layer.a - layer.b - reached if layer.layer_type == "readout" or layer.has_few_outputs else drift
+        change = max(update, drift), max(update, aligned)
+        values = (start, max(start, change[1])), change, (update, update), (drift, aligned)
+        for quantity, (low, high) in zip(QUANTITIES, values, strict=True):
+            if math.isfinite(low):
+                slopes[layer.module, quantity] = low + 0.0, high + 0.0
     return slopes
 
 

@@ -39,15 +39,17 @@ class Slope(NamedTuple):
     quantity: str
     slope: float
     standard_error: float  # infinite for two points
-    expected: float | None = None  # by the parametrization, after the first update; None if it is not known
+    expected: tuple[float, float] | None = None  # lowest and highest, by the parametrization; None if not known
 
     @property
     def is_steep(self) -> bool:
-        """True if it is beyond ±0.1 by more than two standard errors."""
-        return abs(self.slope) - FLAT > 2 * self.standard_error
+        """True if it is above 0.1, or 0.1 below 0 and all expected slopes, by more than two standard errors."""
+        low = 0.0 if self.expected is None else min(self.expected[0], 0.0)
+        return max(self.slope, low - self.slope) - FLAT > 2 * self.standard_error
 
     def __str__(self) -> str:
-        expected = "" if self.expected is None else f" ({self.expected:+.2f})"
+        low, high = (f"{slope:+.2f}" for slope in self.expected or (0.0, 0.0))
+        expected = "" if self.expected is None else f" ({low})" if low == high else f" ({low} to {high})"
         return f"{self.slope:+.2f} ± {self.standard_error:.2f}{expected}{' *' * self.is_steep}"
 
 
@@ -55,7 +57,7 @@ class CoordinateCheck:
     """Records of the same training at several widths, made by :func:`coordinate_check`.
 
     Args:
-        expected: (layer, quantity) -> the expected slope.
+        expected: (layer, quantity) -> the lowest and the highest expected slope.
 
     Attributes:
         records: the records, in the order in which they were made.
@@ -63,7 +65,9 @@ class CoordinateCheck:
             of 0, such as all changes before the first update.
     """
 
-    def __init__(self, records: Iterable[Record], expected: Mapping[tuple[str, str], float] | None = None) -> None:
+    def __init__(
+        self, records: Iterable[Record], expected: Mapping[tuple[str, str], tuple[float, float]] | None = None
+    ) -> None:
         self.records = list(records)
         self._layers = list(dict.fromkeys(record.layer for record in self.records))
         points: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
@@ -80,7 +84,7 @@ class CoordinateCheck:
         self._last_slopes = {(slope.layer, slope.quantity): slope for slope in self.slopes if slope.step == last}
 
     def table(self) -> str:
-        """Return the slopes after the last step as text: slope ± standard error (expected slope), * if it is steep."""
+        """Return the slopes after the last step as text: slope ± standard error (expected slopes), * if it is steep."""
         slopes = self._last_slopes
         rows = [["layer", *QUANTITIES]]
         for layer in self._layers:

@@ -144,7 +144,10 @@ class ExportedModels:
             argument = op.argument(index)
             values = self._infos[argument].values if isinstance(argument, Operation) else argument
             if values is not None:
-                growth += (-1 if op.name == "div" and index else 1) * program.log_ratio(*values)
+                ratio = program.log_ratio(*values)
+                if ratio is None:
+                    raise ExportError(f"{op.place} takes constants of which it is not known how they grow with width")
+                growth += (-1 if op.name == "div" and index else 1) * ratio
         return growth
 
     def _multiplied(self, op: Operation, moving: list[Info]) -> Info:

@@ -22,7 +22,7 @@ from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling.alignment import AlignmentCalls, measurable_layers
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.solver import FULL, Alignment, Solution
+from ignite_monitor.scaling.solver import FULL, Alignment
 
 
 class MaxPScheduler(ReferenceMonitor, schema=MAXP):
@@ -133,7 +133,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         super().load_state_dict(state_dict)
         self._steps = int(state_dict["steps"])
         self.alignment = alignment
-        self.solution = Solution(dict(state_dict["c"]), self.solution.r)
+        self.solution = self.solution._replace(c=dict(state_dict["c"]))
         self.lr_prefactor = state_dict["lr_prefactor"]
 
     # Events
@@ -159,17 +159,19 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         measured = self._calls.result(incomplete).tolist()
         if all(math.isnan(value) for row in measured for value in row):
             return
-        for name, row in zip(self._calls.layers, measured, strict=True):
-            pairs = zip(self.alignment[name], row, strict=True)
-            self.alignment[name] = Alignment(*(old if math.isnan(new) else new for old, new in pairs))
+        rows = dict(zip(self._calls.layers, measured, strict=True))
+        for name, layer in self.parametrization.layers.items():
+            if layer.module in rows:
+                pairs = zip(self.alignment[name], rows[layer.module], strict=True)
+                self.alignment[name] = Alignment(*(old if math.isnan(new) else new for old, new in pairs))
         try:
             solution = self.parametrization.solve(self.alignment)
         except ValueError as error:
-            self._warn_once("no solution for the measured alignment; the exponents are not changed: %s", error)
+            self.report("no_exponents", f"no solution for the measured alignment; exponents are unchanged: {error}")
             return
         kept = self._c_ema
         c = {key: kept * old + (1 - kept) * solution.c[key] for key, old in self.solution.c.items()}
-        self.solution = Solution(c, solution.r)
+        self.solution = solution._replace(c=c)
         self._set_rates()
 
     # Learning rates

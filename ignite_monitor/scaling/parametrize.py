@@ -126,7 +126,9 @@ def parametrize(
         layer.std = None if is_kept else std_prefactor * layer.fan_in**-layer.b
         layer.biases = _biases(model, layer)
         if optimizer_type == "muon" and layer.layer_type == "hidden" and weights[layer.weight].ndim == 2:
-            layer.muon_update = MUON_UPDATES[adjust_lr_fn]
+            # An orthogonal update of k x n maps an aligned input of norm sqrt(n) to a vector of that norm, whose k
+            # elements have the root mean square sqrt(n / k). It grows if k does not.
+            layer.muon_update = MUON_UPDATES[adjust_lr_fn] + 0.5 * layer.has_few_outputs
         first = owners.setdefault(layer.weight, layer)
         if initialize and (first.std, first.fan_in) != (layer.std, layer.fan_in):
             raise ValueError(f"Layers {first.name} and {layer.name} share a weight, but not width and initial values")
@@ -169,7 +171,7 @@ def _read(
 def _read_sizes(
     models: tuple[nn.Module, nn.Module], roles: Mapping[str, str], growing: Collection[str]
 ) -> tuple[dict[str, ParametrizedLayer], dict[str, Node]]:
-    """Layers and a graph, in which all take the output of the first embedding, for a model that can't be read."""
+    """Layers and a graph for a model that can't be read: embeddings, then hidden layers side by side, then readouts."""
     shapes = {name: parameter.shape for name, parameter, _ in named_parameters(models[0])}
     layers: dict[str, ParametrizedLayer] = {}
     for name, weight, module in named_parameters(models[1]):
@@ -187,9 +189,10 @@ def _read_sizes(
             layers[key] = ParametrizedLayer(key, role, widths, name)
     first = next((name for name, layer in layers.items() if layer.layer_type == "embedding"), None)
     graph = {} if first is None else {first: Node(first, (), layers[first])}
-    for name, layer in layers.items():
-        inputs = () if layer.layer_type == "embedding" or first is None else (first,)
-        graph[name] = Node(name, inputs, layer)
+    before: dict[str, tuple[str, ...]] = {"embedding": (), "hidden": () if first is None else (first,)}
+    before["readout"] = before["hidden"] + tuple(name for name, layer in layers.items() if layer.layer_type == "hidden")
+    for name, layer in sorted(layers.items(), key=lambda item: LAYER_TYPES.index(item[1].layer_type)):
+        graph[name] = Node(name, before[layer.layer_type], layer)
     return layers, graph
 
 

@@ -256,8 +256,12 @@ def role_by_fans(fans: Fans, given: str | None) -> tuple[str, tuple[int, int]]:
     return role, (small[side], large[side])
 
 
-def log_ratio(small: Any, large: Any) -> float:
-    """Logarithm of the ratio of two constants that are uniform, or proportional to each other; else 0."""
+def log_ratio(small: Any, large: Any) -> float | None:
+    """Logarithm of the ratio of two constants; None if it is not known.
+
+    It is known of constants that are uniform or proportional to each other. Others count as equally large if their root
+    mean squares are, to 2^(1/4), half of the smallest factor that two widths make.
+    """
     one, other = (torch.as_tensor(value, device="cpu").double().abs() for value in (small, large))
     means = [float(value.mean()) if value.numel() else math.nan for value in (one, other)]
     if not all(math.isfinite(mean) and mean > 0 for mean in means):
@@ -265,4 +269,7 @@ def log_ratio(small: Any, large: Any) -> float:
     scaled = [value / mean for value, mean in zip((one, other), means, strict=True)]
     is_uniform = all(float((value - 1).abs().max()) < 1e-5 for value in scaled)
     is_alike = one.shape == other.shape and float((scaled[0] - scaled[1]).abs().max()) < 1e-5
-    return math.log(means[1] / means[0]) if is_uniform or is_alike else 0.0
+    if is_uniform or is_alike:
+        return math.log(means[1] / means[0])
+    squares = [float(value.square().mean()) for value in (one, other)]
+    return 0.0 if abs(math.log(squares[1] / squares[0])) < math.log(2.0) / 2 else None

@@ -99,6 +99,7 @@ class Solution(NamedTuple):
 
     c: dict[str, float]  # layer -> exponent of its learning rate; with "{layer}.bias" for its biases
     r: dict[str, float]  # node -> exponent of the change of its output, n^-r
+    g: dict[str, float]  # node of a layer -> exponent of the gradient that its update is proportional to, n^-g
 
 
 def solve(
@@ -121,12 +122,14 @@ def solve(
     for variable, terms in minima.items():
         values[variable] = min(constant + sum(values[part] for part in parts) for constant, parts in terms)
     c: dict[str, float] = {}
+    g: dict[str, float] = {}
     for name, node in graph.items():
         layer = node.layer
+        if layer is not None:
+            g[name] = layer.a + values.get(("g", name), 0.0) if sgd else 0.0
         if layer is not None and layer.name not in c:
-            update = layer.a + values.get(("g", name), 0.0) if sgd else 0.0
-            c[layer.name], c[f"{layer.name}.bias"] = values["c", layer.weight], values["r", name] - layer.a - update
-    return Solution(c, {name: values["r", name] for name in graph})
+            c[layer.name], c[f"{layer.name}.bias"] = values["c", layer.weight], values["r", name] - layer.a - g[name]
+    return Solution(c, {name: values["r", name] for name in graph}, g)
 
 
 def clipped(layer: ParametrizedLayer, alignment: Alignment) -> Alignment:

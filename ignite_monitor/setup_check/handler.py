@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -17,35 +16,39 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
+from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.norms import any_dtensor, total_norm
-from ignite_monitor.model.samples import NARROW, reshard
-from ignite_monitor.model.tensors import loss_in
+from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.setup_check.evidence import Evidence, Finding
-from ignite_monitor.weight_update.train_step import MeasuredStep
+from ignite_monitor.monitor.reports import Report
+from ignite_monitor.setup_check.evidence import Evidence, Iteration
+from ignite_monitor.setup_check.findings import Finding, find_all, idle_parameters, unused_parameters
+from ignite_monitor.setup_check.rounding import LostUpdates
+
+_MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
 
 
 class SetupCheck(Monitor):
-    """Check model, optimizer, batches and loss in the first iterations of a run.
+    """Check model, optimizer and batches in the first iterations of a run.
 
-    Then the log has one block: "no problems found", or a list of findings. Only what is certain is reported. A run from
-    iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
+    The check ends after the first iterations with an optimizer step, at the latest after 100 iterations. Each finding
+    is reported with a kind of its own; the page of this monitor lists them. Only what is certain is reported. A run
+    from iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: its optimizer.
-        iterations: number of monitored iterations to check; most faults are found from 2 on.
+        iterations: number of monitored iterations with a step to check; most faults are found from 3 on.
         prefix: name of the check in the log.
 
     Attributes:
-        findings: list of objects with ``kind`` and ``text``; None until the check has ended.
+        findings: list of reports with ``kind``, ``severity``, ``text`` and ``names``; None until the check has ended.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if ``iterations`` is less than 1.
     """
 
@@ -53,23 +56,30 @@ class SetupCheck(Monitor):
         super().__init__(model, prefix)
         check_optimizer(optimizer)
         self.optimizer, self.iterations = optimizer, check_count("iterations", iterations, least=1)
-        self.findings: list[Finding] | None = None
+        self.findings: list[Report] | None = None
         self.reset_run_state()
 
     def handlers(self) -> Handlers:
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [(Events.STARTED, self._on_started), (Events.ITERATION_COMPLETED, self.on_host)]
 
+    def on_run_end(self) -> None:
+        if self.findings is not None and self._evidence is not None:
+            self._finish()
+
     def reset_run_state(self) -> None:
         self._evidence: Evidence | None = None
+        self._iteration = Iteration()
         self._probe: AccumulationProbe | None = None
-        self._measured: MeasuredStep | None = None  # of weights in bfloat16 or float16
+        self._hooks = ExitStack()
+        self._lost: LostUpdates | None = None
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
@@ -80,74 +90,93 @@ class SetupCheck(Monitor):
         if engine is None or source is None:
             return []
         reshard(self.model)
-        tracker, state, modules = source.trackers[id(self.model)], engine.state, [*self.model.modules()]
-        evidence = self._evidence = self._evidence or Evidence(self.model, self.optimizer, tracker.parameters, state)
-        evidence.start(state.batch)
-        if any(item.dtype in NARROW for item in evidence.held):
-            self._measured = MeasuredStep(self.model, 1024, self.optimizer)
-            self._measured.start()
-        self._probe, hooks = AccumulationProbe(tracker, self.optimizer), ExitStack()
+        tracker, modules = source.trackers[id(self.model)], [*self.model.modules()]
+        if self._evidence is None:
+            self._evidence = Evidence(self.model, self.optimizer, tracker.parameters, engine.state)
+            is_narrow = any(item.dtype in NARROW for item in self._evidence.held)
+            self._lost = LostUpdates(self.model, 1024, self.optimizer) if is_narrow else None
+        self._iteration = self._evidence.start(engine.state.batch, len(self._evidence.iterations) < self.iterations)
+        if self.findings is not None:  # waiting for gradients only
+            return []
+        if self._lost is not None:
+            self._lost.start()
+        self._hooks = hooks = ExitStack()
         # No event announces the steps of an optimizer that the model's monitors were not given.
         hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step))).remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
             wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-            pairs, note = [*wrappers, *(wrapper.module for wrapper in wrappers)], evidence.values["call"].append
-            hooks.enter_context(before_forward(pairs, lambda m, *_: note((m in wrappers, torch.is_grad_enabled()))))
-        return [hooks, self._probe]
+            pairs, note_call = [*wrappers, *(wrapper.module for wrapper in wrappers)], self._iteration.calls.append
+            hooks.enter_context(
+                before_forward(pairs, lambda m, *_: torch.is_grad_enabled() and note_call(m in wrappers))
+            )
+        self._probe = hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
+        return [hooks]
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._evidence is not None:
-            self._evidence.values["backward"][-1] += 1
+            if self._probe is not None and self._probe.norm is not None:
+                self._iteration.norms_before.append(self._probe.norm)
+                self._probe = self._hooks.enter_context(AccumulationProbe(backward.tracker, self.optimizer))
             self._evidence.seen |= backward.reached & {id(item) for item in self._evidence.held}
             self._evidence.note()
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
-        evidence, measured = self._evidence, self._measured
-        if evidence is None or not step.is_of(self.optimizer):
-            return None
-        evidence.note()
-        rates = [group.get("lr") for group in self.optimizer.param_groups]
-        evidence.values["rate"] += [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        gradients = [item.grad for item in evidence.held if item.grad is not None]
-        is_whole = gradients and not any_dtensor(gradients)
-        evidence.values["norm"].append(total_norm(gradients, math.inf) if is_whole else math.nan)
-        return None if measured is None else lambda: lambda: measured.measured_step_started(step)  # after the others
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._evidence is not None and step.is_of(self.optimizer):
+            self._evidence.note()
+            if self.findings is None:
+                self._evidence.note_step()
+
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._lost is not None and self.findings is None and step.is_of(self.optimizer):
+            self._lost.keep_gradients(step.optimizer)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running:
-            self._evidence.values["optimizer"].append(optimizer)
-            self._evidence.values["step"][-1] += optimizer.param_groups is self.optimizer.param_groups
+            self._evidence.kinds.add(type(optimizer))
+            self._iteration.has_step |= optimizer.param_groups is self.optimizer.param_groups
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         evidence = self._evidence
-        if evidence is None or self._probe is None or not self._is_running:
+        if evidence is None or not self._is_running:
             return
         reshard(self.model)
         evidence.note()
-        evidence.values["loss"].append(loss_in(engine.state.output))
-        evidence.values["before"].append(self._probe.norm)
-        result = None if self._measured is None else self._measured.completed()
-        evidence.values["lost"] += [] if result is None or result.lost is None else [result.lost]
-        if len(evidence.values["step"]) == self.iterations:
-            evidence.values["unchanged"].append(total_norm(evidence.others) == evidence.norm)
+        is_last = len(evidence.iterations) >= max(_MOST, self.iterations)
+        if self.findings is not None:
+            if is_last or not idle_parameters(evidence):
+                self._finish()
+            return
+        if self._lost is not None and self._lost.stepped.any and self._lost.fits():
+            self._iteration.numbers["lost"] = self._lost.fraction()
+        if is_last or len(evidence.steps) == self.iterations:
+            evidence.end()
             self._is_resolved = False  # until the tensors have been brought to the host
 
     def deferred_tensors(self) -> list[Tensor]:
-        values = {} if self._evidence is None else self._evidence.values
-        return [value for members in values.values() for value in members if isinstance(value, Tensor)]
+        is_ready = self._evidence is not None and not self._is_resolved
+        return [tensor for _, _, tensor in self._evidence.tensors()] if self._evidence and is_ready else []
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        engine, source, evidence, numbers = self._attached_to(), self._source, self._evidence, iter(extra)
-        if engine is None or source is None or evidence is None:
+        engine, evidence = self._attached_to(), self._evidence
+        if engine is None or evidence is None or not evidence.moved or self.findings is not None:
             return {}
-        unscaled = [item._title for item in source.monitors if item.model is self.model and item.lacks_scaler]
-        evidence.values["unscaled"] += sorted(unscaled)
-        for members in evidence.values.values():
-            members[:] = [next(numbers)[0] if isinstance(value, Tensor) else value for value in members]
-        self.findings, self.is_finished = evidence.findings(engine.state.epoch_length), True
-        text = "".join(f"\n  {kind}: {text}" for kind, text in self.findings)
-        text = f"problems found ({len(self.findings)}):{text}" if text else "no problems found"
-        log = self.logger.warning if self.findings else self.logger.info
-        log("%s: iterations %d to %d: %s", self._title, evidence.first, engine.state.iteration, text)
-        self.reset_run_state()
+        for (owner, key, _), (number,) in zip(evidence.tensors(), extra, strict=True):
+            owner[key] = number
+        self.findings = []
+        self._report(find_all(evidence, engine.state.epoch_length))
+        if not idle_parameters(evidence):
+            self._finish()
         return {}
+
+    def _report(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.report(finding.kind, finding.text, severity=finding.severity, names=finding.names, once=False)
+            self.findings = [*(self.findings or ()), self.reports[-1]]
+
+    def _finish(self) -> None:
+        if self._evidence is not None:
+            self._report(unused_parameters(self._evidence))
+            if not self.findings:
+                self.logger.info("%s: no problems found in %d iterations", self._title, len(self._evidence.iterations))
+        self.is_finished = True
+        self.reset_run_state()

@@ -20,11 +20,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
 from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.isolation import preserved_buffers, preserved_rng_state
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_modules
-from ignite_monitor.model.norms import whole_tensor
-from ignite_monitor.model.samples import is_measurable
+from ignite_monitor.model.sampling import is_measurable
 
 MATRIX, STACK, EMBEDDING = "matrix", "stack", "embedding"
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import move
+from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
-from ignite_monitor.model.norms import any_dtensor, order_statistics
-from ignite_monitor.model.samples import SteppedParameters, reshard
+from ignite_monitor.model.norms import order_statistics
+from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
@@ -126,7 +126,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
                 meter.method = "power"
 
     def handlers(self) -> Handlers:
-        handlers: Handlers = [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started)] if self.updates else []
+        handlers: Handlers = [(Phase.STEP_DECIDED, self._on_step_decided)] if self.updates else []
         return [*handlers, (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
     @torch.no_grad()
@@ -143,11 +143,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self._before = {}
         self._stepped = SteppedParameters({})
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], object]]:
-        # After the other monitors, which may hide gradients.
-        return lambda: functools.partial(self._start_step, step)
-
-    def _start_step(self, step: OptimizerStep) -> None:
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         self._stepped.started(step.optimizer)
 
     @torch.no_grad()

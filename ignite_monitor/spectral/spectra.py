@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.devices import move
-from ignite_monitor.model.samples import fnv1a_64
+from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import Weight
 from ignite_monitor.spectral.norm import SpectralNorms, measure

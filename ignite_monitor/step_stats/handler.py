@@ -17,8 +17,9 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, move
+from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.names import held_by
-from ignite_monitor.model.samples import is_measurable, reshard
+from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.norms import order_statistics
@@ -179,7 +178,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def handlers(self) -> Handlers:
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
-            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
+            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
@@ -210,11 +209,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             self._step.gradients_ready(backward.reached, backward.scale(self.scaler))
             self._untrained.observe(self._step.samples.parameters)
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> Callable[[], Callable[[], None]] | None:
-        # After the other monitors, which may hide gradients.
-        return lambda: functools.partial(self._start_step, step)
-
-    def _start_step(self, step: OptimizerStep) -> None:
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
             self._step.measured_step_started(step)
             self._untrained.observe(self._step.samples.parameters, step.optimizer)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import summed_values
-from ignite_monitor.model.samples import SampledStep
+from ignite_monitor.model.sampled_step import SampledStep
 
 _ROWS = 5  # gradient, weights, change, and the counts of lost updates and of gradients
 
@@ -52,7 +52,7 @@ class MeasuredStep(SampledStep):
         parameters = self.samples.parameters
         indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
         if step.tracker.reduced:  # else it is another gradient on each rank
-            self._measure((index for index in indices if index not in self._latest), step.scale)
+            self._measure((index for index in indices if index not in self._latest), step.loss_scale)
         self._taken = {index: self._latest.get(index) for index in indices}
 
     def step_completed(self) -> None:

@@ -521,7 +521,7 @@ def setup_check(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_findings_of_a_setup(results, rank):
     expected = {"ddp": [], "bypassed": ["wrapper_bypassed"], "fsdp": [], "stale": ["stale_optimizer"]}
-    assert results("setup")[rank] == expected | {"forgotten": ["not_optimized"]}
+    assert results("setup")[rank] == expected | {"forgotten": ["not_in_optimizer"]}
 
 
 def healthy_checkpoint(rank: int, joined: bool = False) -> dict[str, Any]:

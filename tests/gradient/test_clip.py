@@ -9,7 +9,7 @@ import torch
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, WeightUpdateHandler
-from ignite_monitor.gradient.action import scale
+from ignite_monitor.events.step_owner import scale
 from tests._helpers import assert_same, grad_norm, make_step, mlp_batches, moves_of, train, training_state
 from tests._models import make_mlp
 from tests._truth import norm

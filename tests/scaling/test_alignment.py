@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 
 import numpy as np
 import pytest
@@ -51,7 +52,8 @@ def test_every_number_in_float64():
     for published, state, (x, _) in list(zip(seen, states, batches, strict=True))[1:]:
         now = copy.deepcopy(start).double()
         now.load_state_dict(state)
-        z, z0 = x[0:15:3].double(), x[0:15:3].double()  # every third of 17 rows, five of them
+        rows = random.Random(0).sample(range(17), 5)
+        z, z0 = x[rows].double(), x[rows].double()
         expected = {}
         for layer in range(0, 5, 2):
             w0, w = start[layer].weight.double(), now[layer].weight
@@ -67,6 +69,36 @@ def test_every_number_in_float64():
         assert published.keys() == expected.keys()
         for name, value in expected.items():
             assert published[name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.parametrize(("batch", "length"), [(32, 24), (64, 12)])
+def test_rows_of_all_positions_of_a_sequence_are_measured(batch, length):
+    """Batches of a multiple of the sample size, whose first position is always the same token."""
+    n = 48
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.token(tokens) + self.place.weight[: tokens.shape[1]]).tanh())
+
+    def published(sample_size):
+        torch.manual_seed(3)
+        parts = {"token": nn.Embedding(30, n), "place": nn.Embedding(length, n), "mix": nn.Linear(n, n)}
+        model = Lambda(forward, **parts, head=nn.Linear(n, 30))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step(engine, tokens):
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+            optimizer.step()
+
+        tokens = [torch.randint(30, (batch, length)).index_fill(1, torch.tensor([0]), 0) for _ in range(12)]
+        return run_monitored(step, tokens, AlignmentHandler(model, sample_size=sample_size))[-1]
+
+    few, more, everything = published(32), published(128), published(10**6)
+    names = [name for name in everything if name.count("/") == 2]
+    assert len(names) == 6
+    assert {name: more[name] for name in names} == pytest.approx({name: everything[name] for name in names}, abs=0.02)
+    for term in TERMS:
+        assert few[f"alignment/{term}/head"] == pytest.approx(everything[f"alignment/{term}/head"], abs=0.02)
 
 
 def test_convolutions_and_tables():

@@ -63,14 +63,74 @@ def test_mup_is_flat():
     for slope in result.slopes:
         if slope.layer != "6":  # its output and the change by its input start by shrinking
             assert not slope.is_steep, slope
-            assert slope.expected == pytest.approx(0.0)
+            assert slope.expected == pytest.approx((0.0, 0.0))
     for step in (1, 2, 3):
         assert abs(slopes_of(result, "weight_update", step)["6"].slope) < 0.1
     # Its output is a sum over n of independent terms, times 1 / n.
     assert slopes_of(result, "activation", 0)["6"].slope == pytest.approx(-0.5, abs=0.2)
-    assert slopes_of(result, "input_drift", 3)["6"].expected == -0.5
-    assert steep_layers(result, 3) <= {"6"}
-    assert "(+0.00)" in result.table()
+    assert slopes_of(result, "input_drift", 3)["6"].expected == (-0.5, 0.0)
+    assert steep_layers(result, 3) == set()
+    assert "(-0.50 to +0.00)" in result.table()
+
+
+class Bottleneck(nn.Module):
+    """Layers with 12 outputs, whatever the width, before a norm."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.first, self.down, self.norm = nn.Linear(32, n, bias=False), nn.Linear(n, 12, bias=False), nn.LayerNorm(12)
+        self.up, self.head = nn.Linear(12, n, bias=False), nn.Linear(n, 8, bias=False)
+
+    def forward(self, x):
+        return self.head(self.up(self.norm(self.down(self.first(x)))).relu())
+
+
+class Optimizers:
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer_type"),
+    [
+        (mlp, "adam"),
+        (mlp, "sgd"),
+        (Bottleneck, "adam"),
+        pytest.param(Bottleneck, "muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")),
+    ],
+)
+def test_first_updates_have_the_expected_slopes(make, optimizer_type):
+    def make_run(width):
+        own = parametrize(make, (16, width), sample_input=X[:1], lr_prefactor=0.01, optimizer_type=optimizer_type)
+        if optimizer_type == "muon":
+            muon = torch.optim.Muon(own.muon_groups, weight_decay=0.0)
+            return own, Optimizers(muon, torch.optim.AdamW(own.param_groups))
+        return own, {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer_type](own.param_groups)
+
+    result = coordinate_check(make_run, lambda width: (X, Y), [64, 128, 256, 512], steps=1, seeds=2)
+    after = [slope for slope in result.slopes if slope.step == 1 and slope.expected is not None]
+    # Behind the norm of few elements drift is bounded, but not yet flat at these widths.
+    known = [
+        slope
+        for slope in after
+        if (slope.layer, slope.quantity) not in {("up", "input_drift"), ("up", "output_change")}
+    ]
+    assert len(known) == {mlp: 4 * 4 - 1, Bottleneck: 4 * 4 - 1 - 2}[make]
+    for slope in known:
+        low, high = slope.expected
+        assert low - 0.15 < slope.slope < high + 0.15, slope
+    if make is Bottleneck:
+        slopes = {(slope.layer, slope.quantity): slope for slope in after}
+        assert slopes["down", "input_drift"].slope == pytest.approx(0.5, abs=0.15)
+        assert slopes["down", "input_drift"].is_steep
 
 
 def test_standard_parametrization_has_the_predicted_slopes():
@@ -169,7 +229,7 @@ def test_slopes_against_numpy():
         for width in (64, 128, 512)
         for seed in range(4)
     ]
-    result = CoordinateCheck(records, {("a", "activation"): 0.5})
+    result = CoordinateCheck(records, {("a", "activation"): (0.5, 0.5), ("c", "activation"): (-0.3, 0.2)})
     for slope in result.slopes:
         own = [record for record in records if record.layer == slope.layer]
         x, y = np.log([record.width for record in own]), np.log([record.value for record in own])

@@ -282,6 +282,30 @@ def test_factors_of_no_layer_or_of_one_use_among_several_name_the_line(match, ru
     assert f"(test_exported.py:{Factors.forward.__code__.co_firstlineno + 1})" in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [lambda n: torch.linspace(0.2, 1.0, n), lambda n: 1.0 + torch.arange(n).cos()])
+def test_constants_of_unknown_growth_are_refused(shape):
+    """A profile over channels that shrinks with width; the same profile without a factor is known."""
+
+    def make(power):
+        def run(m, x, n):
+            return m.head((m.tokens(x) * m.profile).tanh())
+
+        def model(n):
+            made = Factors(n, nn.Embedding, run)
+            made.register_buffer("profile", shape(n) * n**power)
+            return made
+
+        return model
+
+    with pytest.raises(TracingError, match=r"mul .* constants of which it is not known how they grow"):
+        parametrize(make(-1.0), WIDTHS, sample_input=TOKENS)
+    layers = parametrize(make(0.0), WIDTHS, sample_input=TOKENS).layers
+    assert {name: (layer.a + layer.b, layer.multiplier) for name, layer in layers.items()} == {
+        "tokens": (0.0, pytest.approx(32**0.5)),
+        "head": (1.0, pytest.approx(32**-0.5)),
+    }
+
+
 class Heads(nn.Module):
     """Attention of one head, of which scores, queries, or queries in one operation are scaled."""
 

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.handlers import (
     Checkpoint,
@@ -23,9 +24,12 @@ from ignite.handlers import (
 from torch import nn
 
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
+from ignite_monitor.scaling.solver import FULL
 from tests._helpers import assert_same, make_batches, make_step
+from tests._models import Lambda
 
 N = 24
+TERMS = ("z0_dW", "dZ_w0", "dZ_dW")
 
 
 def model_of(n):
@@ -149,6 +153,26 @@ def test_learning_rates_that_are_tensors_are_written_in_place():
     assert {key: float(lr) for key, lr in rates(optimizer).items()} == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_weight_that_is_used_functionally_too_has_the_alignment_of_its_module():
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.head(self.mid(x + F.linear(x, self.mid.weight).tanh()).relu())
+
+    def model(n):
+        return Lambda(forward, first=nn.Linear(6, n), mid=nn.Linear(n, n), head=nn.Linear(n, 3))
+
+    parametrization = parametrize(model, (8, 48), sample_input=torch.zeros(2, 6))
+    (module,) = [name for name, layer in parametrization.layers.items() if layer.module == "mid"]
+    (other,) = [
+        name for name, layer in parametrization.layers.items() if layer.weight == "mid.weight" and name != module
+    ]
+    optimizer = torch.optim.Adam(parametrization.param_groups)
+    scheduler, handler = MaxPScheduler(parametrization, optimizer), AlignmentHandler(parametrization)
+    run(parametrization, optimizer, handler, scheduler, steps=3)
+    assert scheduler.alignment[other] == FULL
+    assert scheduler.alignment[module] == tuple(handler.metrics[f"alignment/{term}/mid"] for term in TERMS)
+
+
 def test_failed_solves_change_nothing_and_warn_once(monkeypatch, caplog):
     parametrization, optimizer = make()
     scheduler = MaxPScheduler(parametrization, optimizer)
@@ -158,7 +182,7 @@ def test_failed_solves_change_nothing_and_warn_once(monkeypatch, caplog):
         seen = run(parametrization, optimizer, scheduler, steps=4)
     assert seen == [before] * 4
     assert [record.message for record in caplog.records if record.name.startswith("ignite")] == [
-        "MaxPScheduler (maxp): no solution for the measured alignment; the exponents are not changed: no way"
+        "MaxPScheduler (maxp): iteration 2: no solution for the measured alignment; exponents are unchanged: no way"
     ]
 
 

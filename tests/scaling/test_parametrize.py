@@ -267,6 +267,13 @@ def test_refusals_name_the_place_and_given_roles_work(way, match, kinds):
     assert {name: layer.multiplier for name, layer in result.layers.items()}["head"] == 1 / 8
 
 
+def test_given_roles_work_with_sgd():
+    """Embeddings, hidden layers and readouts have the exponents of the same layers in a model that is exported."""
+    result = made(lambda n: Awkward(n, "branch"), kinds={"mid": "hidden"}, optimizer_type="sgd")
+    assert {name: layer.c for name, layer in result.layers.items()} == pytest.approx({"emb": 0, "mid": 0, "head": 0})
+    assert result.solution.g == pytest.approx({"emb": 0.5, "mid": 1.0, "head": 0.5})
+
+
 def test_old_torch_is_refused_by_name_and_given_roles_work(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     with pytest.raises(TracingError, match=r"torch 2\.6\.0\+cpu is not supported, but 2\.7 or newer"):

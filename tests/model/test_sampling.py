@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.model.samples import ParameterSamples, fnv1a_64, sample_indices
+from ignite_monitor.model.sampling import ParameterSamples, fnv1a_64, sample_indices
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)

@@ -1,0 +1,142 @@
+"""The parameters that optimizer steps were to move, and samples of weights before and after a train step."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_monitor.model.devices import move
+from ignite_monitor.model.dtensor import reshard
+from ignite_monitor.model.names import held_by
+from ignite_monitor.model.sampling import NARROW, ParameterSamples
+
+# In an optimizer's state: float32 copies of weights, and what rounding has taken of them.
+_COPY = re.compile("master|fp32_?(param|weight|copy)", re.IGNORECASE)
+_COMPENSATION = re.compile("kahan|compensation", re.IGNORECASE)
+
+
+class SteppedParameters:
+    """Collects the parameters that optimizer steps were to move.
+
+    A step moves the parameters with ``requires_grad`` in groups with a learning rate other than 0, if its optimizer has
+    a gradient of any of them, unless ``found_inf`` skips a fused step.
+    """
+
+    def __init__(self, indices: Mapping[int, int]) -> None:
+        self.any = False  # True if a step was made, possibly with a learning rate of 0
+        self._indices = indices  # id of a parameter -> its index
+        self._moves: list[tuple[list[int], Any]] = []  # indices, and True or a condition that the device knows
+
+    def __bool__(self) -> bool:
+        return bool(self._moves)
+
+    def started(self, optimizer: Optimizer) -> list[int]:
+        """Note a step that is about to be made, once unused gradients are hidden; return its indices."""
+        groups = [
+            [item for item in group["params"] if id(item) in self._indices and item.requires_grad]
+            for group in optimizer.param_groups
+        ]
+        if all(item.grad is None for members in groups for item in members):
+            return []
+        self.any = True
+        found_inf = getattr(optimizer, "found_inf", None)
+        is_made = found_inf.reshape(()) == 0 if isinstance(found_inf, Tensor) else True
+        indices = [[self._indices[id(item)] for item in members] for members in groups]
+        for group, members in zip(optimizer.param_groups, indices, strict=True):
+            moves = (group.get("lr") != 0) & is_made
+            if members and moves is not False:
+                self._moves.append((members, moves))
+        return [index for members in indices for index in members]
+
+    def mask(self, size: int, device: torch.device) -> Tensor:
+        """A bool tensor, True for each parameter that was to move."""
+        mask: Tensor = torch.zeros(size, dtype=torch.bool, device=device)
+        for indices, moves in self._moves:
+            members = torch.zeros(size, dtype=torch.bool, device="cpu")
+            members[indices] = True
+            mask = mask | move(members, device) & (move(moves, device) if isinstance(moves, Tensor) else moves)
+        return mask
+
+
+class SampledStep:
+    """Samples the weights before and after each train step of a run.
+
+    If an optimizer keeps a float32 copy of a low-precision weight in its state, the copy is measured in its place.
+    Without an optimizer, the parameters of every optimizer count; ``own`` are the indices of those that count.
+    """
+
+    def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
+        reshard(model)
+        self.samples = ParameterSamples(model, sample_size)
+        self._model, self._optimizer = model, optimizer
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
+
+    def fits(self) -> bool:
+        """Return True if the model's parameters are still those that are sampled."""
+        reshard(self._model)
+        return self.samples.fits()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Keep the samples of the weights, before a train step."""
+        self.own = self.samples.measurable
+        if self._optimizer is not None:
+            held = held_by(self._optimizer)
+            self.own = [index for index in self.own if id(self.samples.parameters[index]) in held]
+        self.stepped = SteppedParameters({id(self.samples.parameters[index]): index for index in self.own})
+        parts = [self.samples.take(index, self._weight(index)) for index in self.own]
+        copies = torch.cat(parts).split(list(map(len, parts))) if parts else ()
+        self._before: dict[int, Tensor] = dict(zip(self.own, copies, strict=True))
+
+    @torch.no_grad()
+    def step_started(self, optimizer: Optimizer) -> list[int]:
+        """Note an optimizer's step that is about to be made; return the indices of its parameters."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            for index in self.own:
+                copy = _state(optimizer, self.samples.parameters[index], _COPY)
+                if copy is not None:
+                    self._before[index] = self.samples.take(index, copy).clone()
+        return self.stepped.started(optimizer)
+
+    def before(self, indices: Sequence[int]) -> list[Tensor]:
+        """The samples of each of some parameters when the iteration started."""
+        return [self._before[index] for index in indices]
+
+    def changes(self, indices: Sequence[int]) -> Tensor:
+        """The changes of sampled weights since the iteration started, one parameter after the other."""
+        after = self.samples.flat(indices, [self._weight(index) for index in indices])
+        return after.sub_(torch.cat(self.before(indices)))
+
+    def split(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
+        """Split samples of some parameters, one parameter after the other, by parameter."""
+        return flat.split([len(self._before[index]) for index in indices])  # type: ignore[no-any-return]
+
+    def is_rounded(self, index: int) -> bool:
+        """Return True for a parameter of low precision without a float32 copy or a compensation of rounding."""
+        parameter = self.samples.parameters[index]
+        if parameter.dtype not in NARROW or self._weight(index) is not parameter:
+            return False
+        return all(_state(optimizer, parameter, _COMPENSATION) is None for optimizer in self._optimizers)
+
+    def _weight(self, index: int) -> Tensor:
+        parameter: Tensor = self.samples.parameters[index]
+        copies = [_state(optimizer, parameter, _COPY) for optimizer in self._optimizers]
+        return next((copy for copy in copies if copy is not None), parameter)
+
+
+def _state(optimizer: Optimizer, parameter: Any, keys: re.Pattern[str]) -> Tensor | None:
+    """The tensor of a low-precision parameter's shape in an optimizer's state whose key matches a pattern."""
+    state = optimizer.state.get(parameter, {}) if parameter.dtype in NARROW else {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or not keys.search(str(key)):
+            continue
+        if keys is _COMPENSATION or value.dtype not in NARROW:
+            return value
+    return None

@@ -1,0 +1,123 @@
+"""Sampled elements of a model's parameters, and norms estimated from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.model._torch import foreach_norm
+from ignite_monitor.model.devices import device_of, move, wide_dtype
+from ignite_monitor.model.dtensor import all_reduce, is_dtensor, local, local_elements
+from ignite_monitor.model.names import named_parameters
+
+NARROW = (torch.bfloat16, torch.float16)
+_MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def fnv1a_64(text: str) -> int:
+    """The 64-bit FNV-1a hash of a text's UTF-8 bytes (Fowler, Noll and Vo)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    return value
+
+
+def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor | None:
+    """Draw elements of a flattened tensor uniformly, with replacement, by a generator that the name seeds.
+
+    A two-dimensional tensor with more than ``count`` rows gives one element of each row: it may be an embedding, of
+    which a step moves few rows. None if the tensor has no more elements than would be drawn.
+    """
+    numel, rows = torch.Size(shape).numel(), shape[0] if len(shape) == 2 else 0
+    if count is None or numel <= max(count, rows):
+        return None
+    generator = torch.Generator("cpu").manual_seed(fnv1a_64(name))
+    if rows <= count:
+        return torch.randint(numel, (count,), generator=generator, device="cpu")
+    columns = numel // rows
+    within = torch.randint(columns, (rows,), generator=generator, device="cpu")
+    return torch.arange(rows, device="cpu") * columns + within
+
+
+class ParameterSamples:
+    """The sampled elements of all parameters of a model; of a DTensor those that this rank holds.
+
+    Attributes:
+        measurable: indices of the parameters with data of a dtype to compute with.
+        counts: the sizes of the samples, on all ranks together: (parameters,).
+        factors: the norm of a parameter over the norm of its sample, as estimated: (parameters,).
+    """
+
+    def __init__(self, model: nn.Module, sample_size: int | None) -> None:
+        self._model, self._kinds = model, _kinds(model)
+        self.names = [name for name, _, _ in named_parameters(model)]
+        self.parameters: list[Any] = [parameter for _, parameter, _ in named_parameters(model)]
+        self.measurable = [index for index, parameter in enumerate(self.parameters) if is_measurable(parameter)]
+        self.device = device_of(model)
+        self.dtype = wide_dtype(self.device)
+        self._elements: dict[int, Tensor] = {}
+        self._meshes: dict[tuple[Any, tuple[int, ...]], set[int]] = {}
+        counts = torch.tensor([item.numel() for item in self.parameters], dtype=self.dtype, device="cpu")
+        numels = counts.clone()
+        for index in self.measurable:
+            parameter = self.parameters[index]
+            elements = sample_indices(self.names[index], parameter.shape, sample_size)
+            if is_dtensor(parameter):
+                dims = tuple(i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
+                self._meshes.setdefault((parameter.device_mesh, dims), set()).add(index)
+            if elements is not None:
+                counts[index] = len(elements)
+                held = local_elements(parameter, elements) if is_dtensor(parameter) else elements
+                self._elements[index] = move(held, local(parameter).device)
+        self.counts = move(counts, self.device)
+        self.factors = move((numels / counts).sqrt(), self.device)
+
+    def fits(self) -> bool:
+        """Return True if the model's parameters are still those that are sampled."""
+        return _kinds(self._model) == self._kinds
+
+    def take(self, index: int, tensor: Any) -> Tensor:
+        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
+        tensor = tensor.detach()
+        if is_dtensor(tensor):
+            placements = self.parameters[index].placements
+            tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
+        elements = self._elements.get(index)
+        values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj()).flatten()
+        if values.dtype in NARROW:
+            values = values.float()
+        return values if values.device == self.device else move(values, self.device)
+
+    def flat(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+        """Copies of the sampled elements of some parameters, one parameter after the other."""
+        return torch.cat([self.take(*pair) for pair in zip(indices, tensors, strict=True)])
+
+    def norms(self, samples: Sequence[Tensor]) -> Tensor:
+        """The l2 norm of each of some 1-D tensors, at least one, summed in the widest dtype."""
+        return torch.stack(foreach_norm(list(samples), 2.0, dtype=self.dtype))
+
+    def over_ranks(self, norms: Tensor, indices: Sequence[int]) -> Tensor:
+        """Combine norms (…, indices) of the ranks' parts of parameters, the same on every rank."""
+        for (mesh, dims), members in self._meshes.items():
+            columns = [column for column, index in enumerate(indices) if index in members]
+            at = move(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
+            squares = norms.index_select(-1, at).square()
+            for dim in dims if columns else ():
+                squares = all_reduce(squares, group=mesh.get_group(dim))
+            norms = norms.index_copy(-1, at, squares.sqrt())
+        return norms
+
+
+def is_measurable(parameter: Tensor) -> bool:
+    """Return True for a parameter that has elements, with data, of a dtype to compute with."""
+    has_data = parameter.numel() > 0 and parameter.layout == torch.strided and not parameter.is_meta
+    return has_data and parameter.dtype in _MEASURABLE
+
+
+def _kinds(model: nn.Module) -> list[Any]:
+    return [(name, id(item), item.device, item.dtype, item.shape) for name, item, _ in named_parameters(model)]
