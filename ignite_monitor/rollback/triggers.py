@@ -103,7 +103,7 @@ class Triggers:
         return self.measures_progress and not all(self.signs)
 
     def accept(self, levels: Sequence[float], iteration: int) -> None:
-        """Accept losses up to the largest one of the failed tests and half of its excess, for 1,000 iterations after the last."""
+        """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
         limit = self.usual.get("loss", math.nan)
         near = [level + (level - limit) / 2.0 for level in levels if level <= FAR * abs(limit)]
         self.accepted = [max(near, default=-math.inf), float(iteration + WINDOW)]
