@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import logging
 import math
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +26,7 @@ from ignite_monitor import HDF5Logger, attach_monitors
 from ignite_monitor.demo import TinyGPT
 
 ITERATIONS, EVERY = 300, 20
+MARK = "<!-- written by benchmarks/diagnosis.py --page -->"
 PAGE = Path(__file__).parents[1] / "docs" / "diagnosis.md"
 
 
@@ -52,15 +50,15 @@ class Plan:
     rates: tuple[float, float] = (1.0, 1.0)  # of discriminator and generator
     schedule: Callable[[int], float] | None = None  # factor of the learning rate in an optimizer step
     optimizer: Any = None  # (parameters, lr) -> optimizer
-    before: Callable[[nn.Module], Any] = lambda m: None  # noqa: E731 - of the model, before the optimizer is made
-    after: Callable[[nn.Module], Any] = lambda m: None  # noqa: E731
-    members: Callable[[nn.Module], Any] = lambda m: list(m.parameters())  # noqa: E731 - what the optimizer gets
-    batch: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda i, x, y: (x, y)  # noqa: E731
+    before: Callable[[nn.Module], Any] = lambda m: None
+    after: Callable[[nn.Module], Any] = lambda m: None
+    members: Callable[[nn.Module], Any] = lambda m: list(m.parameters())
+    batch: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda i, x, y: (x, y)
     same: bool = False  # one batch again and again
     size: int = 0  # of a batch
-    loss: Callable[[int, Tensor, Tensor, Tensor], Tensor] = lambda i, loss, out, y: loss  # noqa: E731
-    each: Callable[[int, nn.Module, Any], Any] = lambda i, m, o: None  # noqa: E731 - before the train step
-    zero: Callable[[int], bool] = lambda i: True  # noqa: E731
+    loss: Callable[[int, Tensor, Tensor, Tensor], Tensor] = lambda i, loss, out, y: loss
+    each: Callable[[int, nn.Module, Any], Any] = lambda i, m, o: None
+    zero: Callable[[int], bool] = lambda i: True
     step: bool = True
     mode: bool = True  # of model.train()
     clip: float = 0.0
@@ -99,7 +97,12 @@ def make_model(kind: str) -> nn.Module:
     if kind == "cnn":
         stages = [nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16)]
         return nn.Sequential(*stages, nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
-    sizes = {"mlp": (20, 64, 64, 10), "generator": (8, 32, 32, 2), "discriminator": (2, 32, 32, 1), "rl": (2, 32, 32, 2)}
+    sizes = {
+        "mlp": (20, 64, 64, 10),
+        "generator": (8, 32, 32, 2),
+        "discriminator": (2, 32, 32, 1),
+        "rl": (2, 32, 32, 2),
+    }
     a, b, c, d = sizes[kind]
     return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.ReLU(), nn.Linear(c, d))
 
@@ -420,19 +423,31 @@ FAULTS = (
     Fault("evaluation mode", "cnn lstm", "evaluation_mode", {"mode": False}),
     Fault("the same batch again and again", "mlp gpt", "batch_repeats", {"same": True}),
     Fault("frozen by mistake", "cnn gpt", "requires_grad_false", {"after": frozen(r"^0|^3|blocks\.1")}),
-    Fault("GradScaler not given", "mlp cnn", "scaler_not_given",
-          {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**14), "given": False}),
+    Fault(
+        "GradScaler not given",
+        "mlp cnn",
+        "scaler_not_given",
+        {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**14), "given": False},
+    ),
     Fault("head replaced after the optimizer was made", "mlp lstm", "stale_optimizer", {"after": new_head}),
     Fault("learning rate 0", "lstm mlp", "zero_learning_rate", {"rate": 0.0}),
     Fault("detach() by mistake", "mlp", "unused_parameters", {"before": inserted(Cut, 3)}),
     Fault("a layer whose output is unused", "mlp", "unused_parameters", {"before": inserted(Aside, 2)}),
-    Fault("bfloat16 weights, small rate", "mlp", "low_precision_updates lost_updates",
-          {"after": lambda m: m.bfloat16(), "batch": lambda i, x, y: (x.bfloat16(), y), "rate": 0.05}),
+    Fault(
+        "bfloat16 weights, small rate",
+        "mlp",
+        "low_precision_updates lost_updates",
+        {"after": lambda m: m.bfloat16(), "batch": lambda i, x, y: (x.bfloat16(), y), "rate": 0.05},
+    ),
     Fault("step() forgotten", "mlp cnn", "no_step", {"step": False}),
     Fault("learning rate × 300", "mlp cnn gpt lstm rl", LEARNING_RATE, {"rate": 300.0}),
     Fault("discriminator's rate × 500", "gan", LEARNING_RATE, {"rates": (500.0, 1.0)}, "discriminator"),
-    Fault("warm-up to a rate × 300", "mlp gpt cnn", "rate_rose",
-          {"rate": 300.0, "schedule": lambda s: 10 ** min(0.0, s / 50 - 3)}),
+    Fault(
+        "warm-up to a rate × 300",
+        "mlp gpt cnn",
+        "rate_rose",
+        {"rate": 300.0, "schedule": lambda s: 10 ** min(0.0, s / 50 - 3)},
+    ),
     Fault("loss summed, not averaged", "cnn", LEARNING_RATE, {"loss": lambda i, loss, out, y: loss * y.numel()}),
     Fault("accumulation without division", "cnn", LEARNING_RATE, {"accumulate": 16, "divide": False, "rate": 3.0}),
     Fault("learning rate × 1e-5", "mlp gpt lstm", "small_updates", {"rate": 1e-5}),
@@ -441,41 +456,76 @@ FAULTS = (
     Fault("one parameter group's rate × 300", "mlp lstm", "group_rate", {"members": two_groups}),
     Fault("gradient clipped to 1e-7", "cnn lstm", "clipped_away", {"clip": 1e-7}),
     Fault("one batch × 1e3", "mlp cnn gpt lstm rl", "bad_batches", {"batch": spoiled(1e3, lambda i: i == 170)}),
-    Fault("every 10th batch bad", "mlp cnn lstm", "periodic_spikes",
-          {"batch": spoiled(300.0, lambda i: i > 60 and i % 10 == 0)}, "every 10"),
+    Fault(
+        "every 10th batch bad",
+        "mlp lstm",
+        "periodic_spikes",
+        {"batch": spoiled(300.0, lambda i: i > 60 and i % 10 == 0)},
+        "every 10",
+    ),
+    Fault("every 10th batch bad", "cnn", "input_scale", {"batch": spoiled(300.0, lambda i: i > 60 and i % 10 == 0)}),
     Fault("a sample of NaN", "mlp cnn", "nonfinite_input", {"batch": nan_row}),
     Fault("labels are noise", "mlp cnn gpt", "not_learning", {"batch": noise_labels}),
     Fault("inputs not normalized", "mlp lstm cnn", "input_scale", {"batch": lambda i, x, y: (500 * x + 2000, y)}),
     Fault("targets not normalized", "lstm", "loss_scale", {"batch": lambda i, x, y: (x, 3000 * y)}),
     Fault("softmax before cross_entropy", "mlp cnn", "bounded_outputs", {"before": added(nn.Softmax(1))}),
-    Fault("a weight × 1e6 between steps", "gpt mlp lstm", "weight_changed",
-          {"each": at_step(175, set_(r"blocks\.0\.mlp\.0\.weight|^2\.weight|weight_hh", "1e6"))}),
+    Fault(
+        "a weight × 1e6 between steps",
+        "gpt mlp lstm",
+        "weight_changed",
+        {"each": at_step(175, set_(r"blocks\.0\.mlp\.0\.weight|^2\.weight|weight_hh", "1e6"))},
+    ),
     Fault("log(0) in the loss", "mlp cnn gpt", "nonfinite_loss", {"loss": log_zero}),
-    Fault("sqrt(0) in the loss", "mlp lstm", "nonfinite_loss",
-          {"loss": lambda i, loss, out, y: loss + 1e-3 * (out * (i < 120)).abs().sum().sqrt()}),
+    Fault(
+        "sqrt(0) in the loss",
+        "mlp lstm",
+        "nonfinite_loss",
+        {"loss": lambda i, loss, out, y: loss + 1e-3 * (out * (i < 120)).abs().sum().sqrt()},
+    ),
     Fault("14 sigmoid layers", "mlp", "vanishing_gradients", {"before": deep(nn.Sigmoid, 14)}),
-    Fault("14 ReLU layers, weights × 6", "mlp", "exploding_gradients activation_outlier",
-          {"before": deep(nn.ReLU, 14), "after": set_("weight", "6")}),
+    Fault(
+        "14 ReLU layers, weights × 6",
+        "mlp",
+        "exploding_gradients activation_outlier",
+        {"before": deep(nn.ReLU, 14), "after": set_("weight", "6")},
+    ),
     Fault("recurrent weights × 30", "lstm", "exploding_gradients", {"after": set_("weight_hh", "30")}),
     Fault("biases of -30 before ReLU", "mlp cnn", "dead_units", {"after": set_(r"^2\.bias|^4\.bias", -30.0)}),
     Fault("queries and keys × 20", "gpt", "large_logits attention_collapse", {"after": set_("qkv.weight", "20")}),
-    Fault("weight decay × 1e4", "mlp gpt", "weights_shrank",
-          {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=20.0)}),
+    Fault(
+        "weight decay × 1e4",
+        "mlp gpt",
+        "weights_shrank",
+        {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=20.0)},
+    ),
     Fault("dropout of 0.99", "mlp", "dead_units high_dropout", {"before": inserted(lambda: nn.Dropout(0.99), 2)}),
     Fault("overfits a tiny data set", "mlp", "overfitting", {"held_out": True, "train_size": 2}),
     Fault("slow loader", "mlp cnn", "data_wait", {"wait": 0.012}),
-    Fault("float16 overflows", "cnn", "overflows no_step",
-          {"scaler": torch.amp.GradScaler("cpu", growth_interval=2), "autocast": torch.float16}),
+    Fault(
+        "float16 overflows",
+        "cnn",
+        "overflows no_step",
+        {"scaler": torch.amp.GradScaler("cpu", growth_interval=2), "autocast": torch.float16},
+    ),
     Fault("eps of 10", "mlp gpt", "epsilon_dominated", {"optimizer": adam(eps=10.0)}),
-    Fault("gradient ascent", "mlp cnn", "wrong_sign", {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=2e-3, maximize=True)}),
+    Fault(
+        "gradient ascent",
+        "mlp cnn",
+        "wrong_sign",
+        {"optimizer": lambda p, lr: torch.optim.AdamW(p, lr=2e-3, maximize=True)},
+    ),
     Fault("rewards × 1e4", "rl", "loss_scale", {"reward": 1e4}),
     Fault("discriminator stops learning", "gan", "not_learning rate_vanished small_updates", {"rates": (1e-6, 1.0)}),
 )
 HEALTHY = (
     Fault("as it is", "mlp cnn gpt lstm gan rl"),
     Fault("accumulation", "mlp gpt", "", {"accumulate": 4}),
-    Fault("warm-up and cosine", "mlp gpt", "",
-          {"schedule": lambda s: min(1.0, (s + 1) / 30) * (0.55 + 0.45 * math.cos(math.pi * s / 300))}),
+    Fault(
+        "warm-up and cosine",
+        "mlp gpt",
+        "",
+        {"schedule": lambda s: min(1.0, (s + 1) / 30) * (0.55 + 0.45 * math.cos(math.pi * s / 300))},
+    ),
     Fault("warm restarts", "cnn", "", {"schedule": lambda s: 0.5 + 0.5 * math.cos(math.pi * (s % 100) / 100)}),
     Fault("step decay", "lstm", "", {"schedule": lambda s: 0.3 ** (s // 100)}),
     Fault("a frozen first layer, on purpose", "cnn", "", {"after": frozen("^0"), "members": without("^0")}),
@@ -488,6 +538,43 @@ HEALTHY = (
     Fault("GradScaler", "cnn", "", {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**14)}),
     Fault("an average of the weights", "mlp", "", {"held_out": True}),
 )
+
+
+def zero_input(i: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs of 0."""
+    return 0 * x, y
+
+
+def nan_target(i: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one target of NaN in iteration 140."""
+    if i == 140:
+        y[0] = math.nan
+    return x, y
+
+
+NEW = (
+    Fault(
+        "every 7th batch's targets × 60",
+        "lstm",
+        "periodic_spikes",
+        {"batch": lambda i, x, y: (x, 60 * y if i > 80 and i % 7 == 0 else y)},
+        "every 7",
+    ),
+    Fault("rate × 300 from step 150 on", "gpt", "rate_rose", {"schedule": lambda s: 1.0 if s < 150 else 300.0}),
+    Fault("head × 1e4 between steps", "cnn", "weight_changed", {"each": at_step(155, set_(r"^8\.weight", "1e4"))}),
+    Fault("a target of NaN", "lstm", "nonfinite_loss", {"batch": nan_target}),
+    Fault(
+        "loss multiplied by 0",
+        "mlp",
+        "no_gradients vanishing_gradients not_learning frozen_parameters",
+        {"loss": lambda i, loss, out, y: 0 * loss},
+    ),
+    Fault("learning rate 0", "rl", "zero_learning_rate", {"rate": 0.0}),
+    Fault("generator's rate × 300", "gan", "large_updates", {"rates": (1.0, 300.0)}, "generator"),
+    Fault("inputs of 0", "lstm", "not_learning", {"batch": zero_input}),
+    Fault("all weights 0", "mlp", "dead_units", {"after": set_("weight|bias", 0.0)}),
+    Fault("24 sigmoid layers", "mlp", "vanishing_gradients", {"before": deep(nn.Sigmoid, 24)}),
+)
 TRAIN = {"gan": gan, "rl": reinforce}
 
 
@@ -496,10 +583,7 @@ def record(fault: Fault, kind: str, seed: int, iterations: int, file: Path) -> N
     torch.manual_seed(seed)
     plan = Plan(kind, seed, **copy.deepcopy(fault.changes))
     with HDF5Logger(file, mode="w") as logger:
-        try:
-            TRAIN.get(kind, supervised)(plan, iterations, logger)
-        except FloatingPointError:
-            pass
+        TRAIN.get(kind, supervised)(plan, iterations, logger)
 
 
 def first_finding(file: Path) -> dict[str, Any]:
@@ -511,39 +595,54 @@ def first_finding(file: Path) -> dict[str, Any]:
     return summarise(str(file), Run(read_hdf5(file))).as_json()
 
 
+def assess(fault: Fault, findings: list[dict[str, Any]]) -> bool:
+    """Return True if the first finding names the cause, or a healthy run has nothing but notes."""
+    if not fault.kinds:
+        return all(it["severity"] == "note" for it in findings)
+    first = findings[0] if findings else {"kind": "", "text": ""}
+    return first["kind"] in fault.kinds.split() and re.search(fault.words, first["text"]) is not None
+
+
 def main() -> None:
+    """Record, read and count."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--only", default="", help="a regular expression of fault and training")
+    parser.add_argument("--quick", action="store_true", help="only the MLP")
     parser.add_argument("--keep", type=Path, help="a directory of recordings, to be used again")
+    parser.add_argument("--page", action="store_true", help="write the last seed's table into docs/diagnosis.md")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("ignite_monitor").setLevel(logging.CRITICAL)
     directory = chosen.keep or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
+    tables: list[str] = []
     for seed in chosen.seed:
-        right = total = 0
-        for fault in (*FAULTS, *HEALTHY):
-            for kind in fault.trainings.split():
+        tables, counts = [], []
+        for title, faults in (("Faults", FAULTS), ("Healthy", HEALTHY), ("Ten more", NEW)):
+            right = total = 0
+            tables += ["", f"### {title}", "", "| fault | training | first finding | right |", "|---|---|---|---|"]
+            for fault, kind in ((fault, kind) for fault in faults for kind in fault.trainings.split()):
                 name = f"{fault.name}, {kind}"
-                if not re.search(chosen.only, name):
+                if not re.search(chosen.only, name) or (chosen.quick and kind != "mlp"):
                     continue
                 file = directory / f"{re.sub(r'[^a-z0-9]+', '_', name.lower())}_{seed}.h5"
-                start = time.time()
                 if not file.exists():
                     record(fault, kind, seed, ITERATIONS, file)
-                wall = time.time() - start
-                summary = first_finding(file)
-                findings = summary["findings"]
-                if fault.kinds:
-                    good = bool(findings) and findings[0]["kind"] in fault.kinds.split()
-                    good = good and re.search(fault.words, findings[0]["text"]) is not None
-                else:
-                    good = all(it["severity"] == "note" for it in findings)
+                findings = first_finding(file)["findings"]
+                good = assess(fault, findings)
                 right, total = right + good, total + 1
-                said = f"{findings[0]['severity']} {findings[0]['kind']}: {findings[0]['text']}" if findings else "-"
-                print(f"{'ok ' if good else 'BAD'} {seed} {name} [{fault.kinds}] {wall:.1f}s: {said[:230]}", flush=True)
-        print(f"seed {seed}: {right} of {total}")
+                said = f"{findings[0]['severity']} `{findings[0]['kind']}`: {findings[0]['text']}" if findings else "-"
+                said = said if len(said) < 220 else f"{said[:200]} …"
+                tables.append(f"| {fault.name} | {kind} | {said.replace('|', '/')} | {'yes' if good else '**no**'} |")
+                print(f"{'ok ' if good else 'BAD'} {seed} {name}: {said}", flush=True)
+            counts.append(f"{title}: {right} of {total}")
+            tables.insert(len(tables) - total - 3, f"\n{right} of {total} right.")
+        print(f"seed {seed}: {'; '.join(counts)}")
+    if chosen.page:
+        text = PAGE.read_text(encoding="utf-8")
+        head = text[: text.index(MARK) + len(MARK)]
+        PAGE.write_text(f"{head}\n\nSeed {chosen.seed[-1]}.\n" + "\n".join(tables) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

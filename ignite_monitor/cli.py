@@ -66,21 +66,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    code = 0
     try:
-        code = parser.print_help() if chosen.command is None else chosen.command(chosen)
-        sys.stdout.flush()
-        return code or 0
+        with _one_line("the output", (OSError,)):
+            if chosen.command is None:
+                parser.print_help()
+            else:
+                code = chosen.command(chosen) or 0
+            sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()  # the reader has closed the pipe
-    except (BadInput, OSError) as error:
+    except BadInput as error:
         _discard_output()
-        text = error if isinstance(error, BadInput) else f"the output: {error.strerror or error}"
-        print(f"{PROGRAM}: error: {printable(str(text))}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return code
 
 
 def _discard_output() -> None:
@@ -204,8 +207,12 @@ def _read(path: str) -> Run:
 
 
 @contextlib.contextmanager
-def _one_line(path: str) -> Iterator[None]:
+def _one_line(path: str, kinds: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
     """Turn errors of bad input into one line that names the file.
+
+    Args:
+        path: the file, or what stands for it.
+        kinds: those errors.
 
     Raises:
         BadInput: for an error of the input.
@@ -218,7 +225,7 @@ def _one_line(path: str) -> Iterator[None]:
     except ImportError as error:
         fix = "" if "pip install" in str(error) else ": pip install 'ignite-monitor[cli]'"
         raise BadInput(f"{error}{fix}") from None
-    except (OSError, ValueError) as error:
+    except kinds as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise BadInput(text if path in text or printable(path) in text else f"{path}: {text}") from None
 

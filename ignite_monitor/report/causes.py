@@ -10,7 +10,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import SEVERITIES, Finding, iterations, listed, number, plural, times
+from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number, plural
 from ignite_monitor.report.run import MIN_ONSET, Recorded, Run, Series, is_loss
 
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev|held_?out)([^a-z]|$)", re.IGNORECASE)
@@ -27,7 +27,9 @@ def reported(run: Run) -> Iterator[Finding]:
         what = f"{printable(monitor)}, iteration {first.iteration}: {printable(text)}"
         what += f" Reported in {iterations(np.unique([it.iteration for it in reports]))}." * (len(reports) > 1)
         severity = min((it.severity for it in reports), key=SEVERITIES.index)
-        yield Finding(kind, severity, what, tuple(first.names), sorted({it.iteration for it in reports}))
+        at = sorted({it.iteration for it in reports})
+        # A fault of the set-up was there from the beginning.
+        yield Finding(kind, severity, what, tuple(first.names), at, onset=0 if kind in SETUP else at[0])
 
 
 def step_sizes(monitor: Recorded, run: Run) -> Series:
@@ -37,25 +39,37 @@ def step_sizes(monitor: Recorded, run: Run) -> Series:
         rates, gradients = monitor.items("lr/{}"), monitor.get("gradient_norm").finite
         rate = np.max([series.at(gradients.steps) for series in rates.values()], axis=0) if rates else np.nan
         moved = Series(gradients.steps, gradients.values * rate)
-    sizes = moved.values / norm.at(moved.steps)
-    return Series(moved.steps, sizes).finite
+    return Series(moved.steps, moved.values / norm.at(moved.steps)).finite
+
+
+def growth(monitor: Recorded, run: Run) -> Series:
+    """Relative growth of the parameters' norm per optimizer step, between measurements; steps are at least as large."""
+    norm, stepped = monitor.get("parameter_norm").finite, run.beside(monitor, "grad").get("stepped")
+    counts = np.diff(np.searchsorted(stepped.steps[stepped.values > 0], norm.steps, "right"))
+    return Series(norm.steps[1:], np.diff(norm.values) / norm.values[:-1] / counts).finite
 
 
 def large_updates(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
-    sizes = step_sizes(monitor, run)
-    large = sizes.values > limits.LARGE_UPDATE
-    following = large[:-2] & large[1:-1] & large[2:]
-    if following.any():
-        begin = int(following.argmax())
-        part = sizes.part(slice(begin, begin + MIN_ONSET))
-        name = monitor.name("parameter_norm")
-        what = f"{'The first' if not begin else 'The'} steps were too large: in {iterations(part.steps)} a step moved the "
-        what += f"parameters by {listed([number(size, 2) for size in part.values])} of their norm ({name}); 1e-3 is usual."
+    norm = monitor.name("parameter_norm")
+    for sizes, name in ((step_sizes(monitor, run), "of their norm"), (growth(monitor, run), "more than their norm")):
+        large = sizes.values > limits.LARGE_UPDATE
+        following = large[:-2] & large[1:-1] & large[2:]
+        # Between two measurements are many steps.
+        begin = int(following.argmax()) if following.any() else 0
+        if not following.any() and not (name[0] == "m" and (sizes.values > 3 * limits.LARGE_UPDATE).any()):
+            continue
+        begin = begin if following.any() else int((sizes.values > 3 * limits.LARGE_UPDATE).argmax())
+        part = sizes.part(slice(begin, begin + (MIN_ONSET if following.any() else 1)))
+        what = f"Steps were too large: in {iterations(part.steps)} a step moved the parameters by "
+        what += f"{listed([number(size, 2) for size in part.values])} {name} ({norm}); 1e-3 is usual."
         rate = max((float(series.at(part.steps)[0]) for series in monitor.items("lr/{}").values()), default=np.nan)
-        what += f" The learning rate was {number(rate, 3)}."
-        onset = int(part.steps[0]) if begin else 0
-        yield Finding("large_updates", "problem", what, (name,), part.steps, {"size": float(part.values.max())}, onset=onset)
+        what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
+        onset = 0 if part.steps[0] <= run.first_made else int(part.steps[0])
+        yield Finding(
+            "large_updates", "problem", what, (norm,), part.steps, {"size": float(part.values.max())}, onset=onset
+        )
+        return
 
 
 def rate_vanished(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -69,8 +83,12 @@ def rate_vanished(monitor: Recorded, run: Run) -> Iterator[Finding]:
         if (rates.steps[-1] - since) < limits.VANISHED_SHARE * rates.steps[-1] or low.sum() < MIN_ONSET:
             continue
         name = monitor.name(f"lr/{group}")
-        what = f"The learning rate of parameter {printable(group).replace('_', ' ')} fell from {number(highest, 3)} below "
-        what += f"{number(limits.VANISHED_RATE * highest, 2)} ({name}) by iteration {since}, and stayed there to the end, "
+        what = (
+            f"The learning rate of parameter {printable(group).replace('_', ' ')} fell from {number(highest, 3)} below "
+        )
+        what += (
+            f"{number(limits.VANISHED_RATE * highest, 2)} ({name}) by iteration {since}, and stayed there to the end, "
+        )
         what += f"iteration {rates.steps[-1]}."
         yield Finding("rate_vanished", "warning", what, (name,), (since,), {"highest": highest, "last": rates.last})
 
@@ -88,18 +106,19 @@ def clipped_away(monitor: Recorded, run: Run) -> Iterator[Finding]:
 
 def input_scale(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
-    places = {place: series for place, series in monitor.items("batch_rms/{}").items()}
+    places = monitor.items("batch_rms/{}")
     for index, (place, series) in enumerate(places.items()):
-        first = series.values[:MIN_ONSET]
-        if len(first) == MIN_ONSET and min(first.min(), series.median) > limits.LARGE_INPUT:
-            name = monitor.name(f"batch_rms/{place}")
-            kind, words = ("loss_scale", "Targets") if index else ("input_scale", "Inputs")
-            what = f"{words} are large: the root mean square of batch[{printable(place)}] is {number(series.median, 3)} "
-            what += f"({name}); networks expect about 1."
-            yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=0)
+        large = series.values > limits.LARGE_INPUT
+        if large.sum() >= MIN_ONSET and large.mean() >= 0.5:
+            name, (onset, words) = monitor.name(f"batch_rms/{place}"), series.onset(large)
+            kind, which = ("loss_scale", "Targets") if index else ("input_scale", "Inputs")
+            what = f"{which} are large {words}: the root mean square of batch[{printable(place)}] is "
+            what += f"{number(series.median, 3)} ({name}); networks expect about 1."
+            onset = 0 if large.all() else onset
+            yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=onset)
     outputs = run.beside(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and run.loss and not len(places) > 1:
-        begin, size = run.loss.finite.part(slice(3)).median, outputs.values[0]
+        begin, size = float(run.loss.values[0]), outputs.values[0]
         if begin > limits.LARGE_LOSS * (1 + size) ** 2:
             what = f"The loss begins at {number(begin)} ({run.loss_name}), while the model's outputs are at most "
             what += f"{number(float(size), 2)} at the beginning: targets or rewards are large, or the loss is a sum."
@@ -110,7 +129,7 @@ def weight_changed(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Parameters whose norm changed between two measurements by more than the steps between them can."""
     norm, moved = monitor.get("parameter_norm"), run.beside(monitor, "optimizer").get("update_norm").finite
     gradients, is_adam = run.beside(monitor, "grad").get("norm"), run.beside(monitor, "optimizer").get("rms_median")
-    rates = [series for series in monitor.items("lr/{}").values()]
+    rates = [*monitor.items("lr/{}").values()]
     jumps = np.abs(np.diff(norm.values)) > limits.JUMP * norm.values[:-1]
     for a in np.flatnonzero(jumps)[: limits.JUMPS].tolist():
         b = a + 1
@@ -160,18 +179,19 @@ def learning(run: Run) -> Iterator[Finding]:
     if len(loss.values) < limits.LEARNING_POINTS or not run.judges_loss:
         return
     begin, end = loss.head.median, loss.tail.median
-    noise = float(np.median(np.abs(np.diff(loss.values))))
     values = {"first": begin, "last": end}
     for monitor in run.of("activation"):
         most, std = (monitor.get(f"activation/_root_/{key}").finite for key in ("max_abs", "std"))
-        if most and (most.values <= 1.0).all() and most.last_quarter.median > limits.SATURATED and std.median < 0.5:
-            if end > limits.UNFITTED * begin and end > 1:
-                what = f"The model's outputs are never above 1 and reach it ({monitor.name('activation/_root_/max_abs')}), "
-                what += f"as those of softmax or sigmoid, while the loss ended at {number(end)} after {number(begin)}."
-                yield Finding("bounded_outputs", "warning", what, (name,), (), values)
-                return
-    fifth = loss.part(slice(len(loss.values) // 5))
-    if end > begin + limits.LOST_NOISE * noise and fifth.tail.median > begin + 2 * noise and end > 1.5 * abs(begin):
+        bounded = most and (most.values <= 1.0).all() and most.last_quarter.median > limits.SATURATED
+        if bounded and std.median < limits.BINARY and end > max(1.0, limits.UNFITTED * begin):
+            what = (
+                f"The model's outputs are never above 1 and reach it ({monitor.name('activation/_root_/max_abs')}), as "
+            )
+            what += f"those of softmax or sigmoid, while the loss ended at {number(end)} after {number(begin)}."
+            yield Finding("bounded_outputs", "warning", what, (name,), (), values)
+            return
+    tenths = np.array([np.median(part) for part in np.array_split(loss.values, 10)])
+    if (np.diff(tenths) > 0).sum() >= limits.RISING and end - begin > limits.RISE * abs(begin):
         what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
         yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
     elif abs(begin - end) < limits.FLAT * max(abs(begin), abs(end)) and loss.steps[0] <= max(1, run.first_made):

@@ -33,13 +33,25 @@ class Kind(NamedTuple):
 
 _RATE = frozenset({"large_updates", "group_rate", "rate_rose"})
 _DATA = frozenset({"bad_batches", "periodic_spikes", "input_scale", "loss_scale"})
-_SETUP = frozenset(
-    "not_in_optimizer no_gradients unused_parameters gradients_not_zeroed stale_optimizer zero_learning_rate "
-    "evaluation_mode batch_repeats wrapper_bypassed scaler_not_given low_precision_updates no_step".split()
+SETUP = frozenset(
+    [
+        "not_in_optimizer",
+        "no_gradients",
+        "unused_parameters",
+        "gradients_not_zeroed",
+        "stale_optimizer",
+        "zero_learning_rate",
+        "evaluation_mode",
+        "batch_repeats",
+        "wrapper_bypassed",
+        "scaler_not_given",
+        "low_precision_updates",
+        "no_step",
+    ]
 )
 _SOURCES = frozenset({"nonfinite_loss", "nonfinite_input", "nonfinite_forward", "nonfinite_backward"})
-_DAMAGE = _RATE | _DATA | _SETUP | _SOURCES | {"weight_changed", "wrong_sign"}
-_STILL = _RATE | _SETUP | {"rate_vanished", "clipped_away", "weights_shrank", "small_updates", "nonfinite_loss"}
+_DAMAGE = _RATE | _DATA | SETUP | _SOURCES | {"weight_changed", "wrong_sign"}
+_STILL = _RATE | SETUP | {"rate_vanished", "clipped_away", "weights_shrank", "small_updates", "nonfinite_loss"}
 _NOT_FINITE = _DAMAGE | {"nonfinite_activations", "nonfinite_gradients", "large_initial_values"}
 _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.'
 _CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
@@ -51,28 +63,28 @@ def _symptom(advice: str, *explained_by: Iterable[str], direction: int = 0) -> K
 
 KINDS: dict[str, Kind] = {
     # causes; reports of SetupCheck and other monitors have advice of their own
-    **dict.fromkeys(_SETUP - {"no_step"}, Kind()),
-    "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls.", _SETUP - {"no_step"}),
+    **dict.fromkeys(SETUP - {"no_step"}, Kind()),
+    "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls.", SETUP - {"no_step"}),
     "requires_grad_false": Kind(),
     "nonfinite_input": Kind("Inspect this batch, and the code that makes it."),
     "nonfinite_loss": Kind("Look for log, sqrt or a division near 0 in the loss."),
     "nonfinite_forward": Kind("Inspect that module and its input.", _RATE | {"weight_changed"}),
     "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", _RATE | {"weight_changed"}),
     "nonfinite_not_located": _symptom("", _RATE | {"weight_changed"}),
-    "input_scale": Kind("Normalize the inputs."),
+    "input_scale": Kind("Normalize the inputs.", frozenset({"bad_batches", "periodic_spikes"})),
     "loss_scale": Kind(
         'Scale the targets (or rewards) to about 1, or average the loss (reduction="mean").', frozenset({"input_scale"})
     ),
     "weight_changed": Kind("Look for code that writes to weights: initialization, loading, clipping, hardware.", _RATE),
-    "clipped_away": Kind("Clip to about the usual norm.", _SETUP),
+    "clipped_away": Kind("Clip to about the usual norm.", SETUP),
     "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs."),
     "group_rate": Kind(
-        "Give this group a learning rate nearer to the others', or check that its updates are intended.", _SETUP
+        "Give this group a learning rate nearer to the others', or check that its updates are intended.", SETUP
     ),
-    "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", _SETUP, direction=LOWER),
+    "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", SETUP, direction=LOWER),
     "large_updates": Kind(
         "Lower the learning rate; or the loss is summed, or gradients are added up, over many items.",
-        _SETUP | _DATA | {"group_rate", "rate_rose", "weight_changed", "nonfinite_loss"},
+        SETUP | _DATA | {"group_rate", "rate_rose", "weight_changed", "nonfinite_loss"},
         direction=LOWER,
     ),
     "small_updates": Kind(
@@ -81,9 +93,9 @@ KINDS: dict[str, Kind] = {
         direction=RAISE,
     ),
     "weights_shrank": Kind("Lower the weight decay, or scale the initial weights down if they were too large.", _RATE),
-    "large_initial_values": Kind("Scale the initial weights down, or add normalization layers.", _DATA | _SETUP),
+    "large_initial_values": Kind("Scale the initial weights down, or add normalization layers.", _DATA | SETUP),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
-    "wrong_sign": Kind("Check the sign of the loss, and the optimizer's maximize.", _RATE | _DATA | _SETUP),
+    "wrong_sign": Kind("Check the sign of the loss, and the optimizer's maximize.", _RATE | _DATA | SETUP),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
     "not_learning": Kind("Check that inputs and targets belong together, and that the model can fit ten examples."),
     "bad_batches": Kind(_INSPECT, _DAMAGE - {"bad_batches"}),

@@ -78,7 +78,9 @@ def vanishing(monitor: Recorded, run: Run) -> Iterator[Finding]:
     }
     if small := _beyond(shares, limits.VANISHING, below=True):
         count = number(monitor.get("grad_min").finite.last_quarter.median, 2)
-        what = f"Gradients vanish: the smallest are {count} at the end ({monitor.name('grad_min')}), those of weights as "
+        what = (
+            f"Gradients vanish: the smallest are {count} at the end ({monitor.name('grad_min')}), those of weights as "
+        )
         what += "fractions of the largest"
         finding = Finding("vanishing_gradients", "warning", what)
         yield _about(monitor, "smallest_grad/{}", small, finding, run)
@@ -210,11 +212,8 @@ def _about(monitor: Recorded, pattern: str, items: Mapping[str, Beyond], finding
     at, names, what = sorted({it.since for it in items.values()}), monitor.names(pattern, items), finding.what
     # A measurement in the first step's iteration comes before that step.
     initially = any(it.initially for it in items.values()) and 0 < at[0] <= run.first_made
-    return replace(
-        finding,
-        **{"what": f"{what}: {named}.", "metrics": names, "iterations": at, "onset": 0 if initially else at[0]},
-        **{"values": values, "initially": initially},
-    )
+    onset = 0 if initially else at[0]
+    return Finding(finding.kind, finding.severity, f"{what}: {named}.", names, at, values, "", onset, initially)
 
 
 def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:

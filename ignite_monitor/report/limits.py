@@ -11,7 +11,6 @@ SMALL_EXCESS = 1.5  # times the threshold; while norms rise, healthy ones exceed
 SMALL_EXCESS_RATE = 0.1  # spikes per norm of this size: twice those of a healthy run of 300 iterations whose norm rises
 RECENT = 1000  # latest norms of which the share of spikes is reported
 PERIODIC, PERIODIC_SHARE = 4, 0.8  # spikes, and share of equal distances, of a periodic fault
-AROUND, AS_USUAL = 10, 2.0  # norms before and after a spike, and the ratio of their medians, if the batch is the cause
 EARLY_FACTOR = 50.0  # a norm in the warm-up to the run's median; first norms of healthy runs reach 15
 EARLY_WINDOW = 50  # first norms whose median counts too: the norm of a run that overfits falls to 0
 STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
@@ -40,7 +39,11 @@ LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be 
 SMALL_UPDATE = 1e-6  # of the median update ratio: a change of a tenth takes 1e5 steps
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
-JUMP, OTHER_MEANS, JUMPS = 1.0, 10.0, 50  # of the parameters' norm between measurements; times what the steps can move; number looked at
+JUMP, OTHER_MEANS, JUMPS = (
+    1.0,
+    10.0,
+    50,
+)  # of the parameters' norm between measurements; times what the steps can move; number looked at
 
 # Layers.
 DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3
@@ -64,7 +67,8 @@ LARGE_INPUT = 50.0  # root mean square of a tensor of the batch; normalized ones
 LARGE_LOSS = 50.0  # times the square of the outputs: a mean squared error with targets of 7 times their size
 LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
-SATURATED, UNFITTED = 0.9, 0.5  # largest output of a softmax that is certain; loss at the end to that at the beginning
+SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
+RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
 OVERFIT = 1.2  # held-out loss at the end to the best
 
 

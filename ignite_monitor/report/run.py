@@ -211,7 +211,7 @@ class Run:
 
     @property
     def judges_loss(self) -> bool:
-        """Whether the loss has to fall: of a single model whose batches the engine loads, unlike that of a GAN or DQN."""
+        """Whether the loss has to fall: one model, whose batches the engine loads, unlike those of a GAN or DQN."""
         return len(self.of("grad")) == 1 and any(monitor.get("items_per_s") for monitor in self.of("step"))
 
 

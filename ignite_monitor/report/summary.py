@@ -20,7 +20,14 @@ VERSION = 5
 MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
 
-RUN_RULES = (causes.reported, training.curves, training.rollbacks, layers.persistent, causes.learning, causes.overfitting)
+RUN_RULES = (
+    causes.reported,
+    training.curves,
+    training.rollbacks,
+    layers.persistent,
+    causes.learning,
+    causes.overfitting,
+)
 """Rules for the whole run."""
 RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),

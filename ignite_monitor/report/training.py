@@ -9,7 +9,8 @@ import numpy as np
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, number, times
-from ignite_monitor.report.run import Recorded, Run, Series, is_loss
+from ignite_monitor.report.run import MIN_ONSET, Recorded, Run, Series, is_loss
+
 
 def curves(run: Run) -> Iterator[Finding]:
     """The user's own metrics that are non-finite, and the course of losses."""
@@ -47,7 +48,7 @@ def course(name: str, series: Series, has_to_fall: bool = False) -> Iterator[Fin
     much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
     advice = "Lower the learning rate, or use a warm-up." if lowest < len(series.head.values) else ""
-    kind, peak = "", int(series.values.argmax())
+    kind = ""
     if not has_to_fall and not smooth.values[: max(1, len(smooth.values) // 2)].min() < begin - 2 * noise:
         return
     if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
@@ -59,9 +60,11 @@ def course(name: str, series: Series, has_to_fall: bool = False) -> Iterator[Fin
         rise = smooth.since(smooth.values > best + lost / 2)  # it stays above the middle between its best and its end
         what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
         yield Finding(kind, severity, what, (name,), (rise,), {"first": begin, "best": best, "end": end}, advice)
-    elif peak >= len(series.head.values) and series.values[peak] > max(
-        limits.PEAK_FACTOR * begin, begin + limits.PEAK_NOISE * noise
-    ):
+        return
+    # One value of a heavy-tailed loss is no peak.
+    lasting = np.lib.stride_tricks.sliding_window_view(series.values, MIN_ONSET).min(1)
+    peak, least = int(lasting.argmax()), max(limits.PEAK_FACTOR * begin, begin + limits.PEAK_NOISE * noise)
+    if peak >= len(series.head.values) and lasting[peak] > least:
         size, step = float(series.values[peak]), series.steps[peak]
         what = f"{printable(name)} was {number(size)} in iteration {step}, far above its start of {number(begin)}, "
         what += f"and ended at {number(end)}."

@@ -17,10 +17,10 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.dtensor import reshard
+from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, parameters_of
-from ignite_monitor.model.norms import any_dtensor, total_norm
+from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items, tensors_in
 from ignite_monitor.monitor.arguments import check_optimizer

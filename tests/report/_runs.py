@@ -45,8 +45,8 @@ def found(series, *kinds):
     return [finding for finding in every if (finding.kind in kinds if kinds else finding.kind != "not_monitored")]
 
 
-def only(series, kind):
-    findings = found(series, kind)
+def only(series, *kinds):
+    findings = found(series, *kinds)
     assert len(findings) == 1, findings
     return findings[0]
 
