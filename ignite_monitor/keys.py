@@ -28,6 +28,10 @@ GRADIENT = Schema("grad", "grad", (
     Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
 ))
 
+LOSS = Schema("loss", "loss", (
+    Key("{name}", "number in the train step's output; ``value`` if it is the output", nonfinite="any", chart="loss"),
+))
+
 _RATIOS = "update ratio over the parameters"
 _NORMS = "gradient norm over the parameters"
 _PARAMETERS = "frozen, vanishing, exploding"
@@ -258,6 +262,6 @@ ROUTING = Schema("routing", "routing", (
 ))
 
 SCHEMAS = (
-    *(GRADIENT, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
+    *(GRADIENT, LOSS, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
     *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP, REPLAY),
 )

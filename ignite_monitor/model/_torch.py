@@ -266,6 +266,6 @@ def check_engine(engine: Any) -> None:
 
 
 def put_first(engine: Any, event: Any) -> None:
-    """Move the latest handler of an event to the first place."""
-    handlers = getattr(engine, EVENT_HANDLERS)[event]
-    handlers.insert(0, handlers.pop())
+    """Move the latest handler of an event to the first place, from the next time on if the event is being fired."""
+    *others, latest = getattr(engine, EVENT_HANDLERS)[event]
+    getattr(engine, EVENT_HANDLERS)[event] = [latest, *others]
