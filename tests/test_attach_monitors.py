@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import io
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import Checkpoint
 from torch import nn
 
 from ignite_monitor import (
@@ -23,6 +28,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.attaching import _ATTACHED
 from ignite_monitor.events.monitor_events import register_events
+from ignite_monitor.model.isolation import capture_rng_state, restore_rng_state
 from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer, same
 from tests._models import GPT
 
@@ -275,11 +281,12 @@ def test_attached_in_a_handler(parts, event):
 def test_detached_in_a_handler_that_is_older(event):
     model, optimizer, trainer = make_trainer()
     register_events(trainer)
-    trainer.add_event_handler(event, lambda _: handle.remove())
+    handles = []
+    trainer.add_event_handler(event, lambda _: [handle.remove() for handle in handles])
     trainer.run(make_batches(1))
     before = footprint(trainer, model, optimizer)
     for _ in range(2):
-        handle = attach_monitors(trainer, model, optimizer, every=1, rollback={"model": model})
+        handles.append(attach_monitors(trainer, model, optimizer, every=1, rollback={"model": model}))
         trainer.state.max_epochs = None
         trainer.state.iteration = trainer.state.epoch = 0
         trainer.run(make_batches(5))
@@ -402,3 +409,47 @@ def test_a_forgotten_scaler_is_noticed(caplog, kind):
     assert [message.split(":")[0] for message in warned] == (
         ["GradMonitor (grad)", "WeightUpdateHandler (monitor)"] if kind == "forgotten" else []
     )
+
+
+SETUPS = (Path(__file__).parent.parent / "docs" / "setups.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("source", re.findall(r"^```python\n(.*?)^```$", SETUPS, re.DOTALL | re.MULTILINE))
+def test_every_documented_setup_is_resumed_bitwise(source, tmp_path, monkeypatch):
+    """Models, optimizers, schedulers and monitors, and what these publish, are those of the uninterrupted run."""
+    random, unsteady = {}, re.compile(r"_ms$|_per_s$|_mb$|share$")
+
+    def run(folder, resumed_from=0):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        published = {}
+
+        def train(trainer, to_save, batches):
+            if resumed_from:
+                file = tmp_path / "whole" / "checkpoints" / f"checkpoint_{resumed_from}.pt"
+                Checkpoint.load_objects(to_save, torch.load(file, weights_only=True))
+                restore_rng_state(random[resumed_from])
+
+            @trainer.on(Events.ITERATION_COMPLETED)
+            def keep(engine):
+                random[engine.state.iteration] = capture_rng_state()
+                steady = [name for name in engine.state.metrics if not unsteady.search(name)]
+                values = {name: float(engine.state.metrics[name]) for name in steady}
+                published[engine.state.iteration] = values
+
+            trainer.run(batches[resumed_from:])
+
+        namespace = {"train": train}
+        with contextlib.redirect_stdout(io.StringIO()):
+            text = source.replace("    trainer.run(batches)", "    train(trainer, to_save, batches)")
+            exec(compile(text, "docs/setups.md", "exec"), namespace)
+        return published, {name: item.state_dict() for name, item in namespace["to_save"].items()}
+
+    expected, end = run("whole")
+    first = min(int(path.stem.partition("_")[2]) for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    published, resumed = run("resumed", first)
+    assert [*published] == list(range(first + 1, max(expected) + 1))
+    for iteration, values in published.items():
+        assert same(values, expected[iteration]), iteration
+    for name, state in resumed.items():
+        assert same(state, end[name]), name
