@@ -266,6 +266,6 @@ def check_engine(engine: Any) -> None:
 
 
 def put_first(engine: Any, event: Any) -> None:
-    """Move the latest handler of an event to the first place, from the next time on if the event is being fired."""
-    *others, latest = getattr(engine, EVENT_HANDLERS)[event]
-    getattr(engine, EVENT_HANDLERS)[event] = [latest, *others]
+    """Move the latest handler of an event to the first place; in a new list, since the event may be firing."""
+    handlers = getattr(engine, EVENT_HANDLERS)
+    handlers[event] = [handlers[event][-1], *handlers[event][:-1]]
