@@ -192,15 +192,15 @@ class AttachedMonitors(MonitorHandle):
         replaced = [] if former is None else former._attached()
         with ExitStack() as undo:
             for name, (monitor, event) in monitors.items():
-                monitor.connect(engine, event, replaced)
-                undo.callback(monitor.disconnect, EventSource.of(engine))
+                monitor._connect(engine, event, replaced)
+                undo.callback(monitor._disconnect, EventSource.of(engine))
                 for logger, shown in loggers if monitor.schema.keys else ():
                     monitor.log_to(logger, engine, include=shown.get(name))
             undo.pop_all()
         if former is not None:
             former.remove()
         for monitor in self.monitors.values():
-            monitor.claim_names(engine)
+            monitor._claim_names(engine)
         vars(engine).setdefault(_ATTACHED, {})[prefix] = self
 
     def remove(self) -> None:

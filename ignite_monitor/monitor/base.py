@@ -162,11 +162,11 @@ class Monitor(Serializable):
         Raises:
             ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
         """
-        self.connect(engine, event)
-        self.claim_names(engine)
+        self._connect(engine, event)
+        self._claim_names(engine)
         return MonitorHandle(engine, {self.prefix: self})
 
-    def connect(self, engine: Engine, event: Any, replaced: Collection[Any] = ()) -> None:
+    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any] = ()) -> None:
         """Add the handlers of :meth:`attach`, or raise an error that leaves everything as it was.
 
         Args:
@@ -196,11 +196,11 @@ class Monitor(Serializable):
                 if is_start:
                     put_first(engine, name)
         except BaseException:  # also an interrupt
-            self.disconnect(source)
+            self._disconnect(source)
             raise
 
-    def disconnect(self, source: EventSource) -> None:
-        """Remove what :meth:`connect` and :meth:`log_to` have added."""
+    def _disconnect(self, source: EventSource) -> None:
+        """Remove what :meth:`_connect` and :meth:`log_to` have added."""
         for handles in (self._log_handlers, self._engine_handles):
             while handles:
                 handles.pop().remove()
@@ -219,7 +219,7 @@ class Monitor(Serializable):
         finally:
             self.reset_run_state()
             self.clear(engine)
-            self.disconnect(source)
+            self._disconnect(source)
             for attribute in self.attributes:
                 vars(engine.state).pop(attribute, None)
 
@@ -294,7 +294,7 @@ class Monitor(Serializable):
         self.reports.append(Report(iteration, self._title, kind, severity, text, tuple(names)))
         self.logger.log(LEVELS[severity], "%s: iteration %d: %s", self._title, iteration, text)
 
-    def awaits(self, name: str) -> bool:
+    def _awaits(self, name: str) -> bool:
         """Return True if the value of a name without the prefix is a tensor."""
         return isinstance(self.metrics.get(self._named(name)), Tensor)
 
@@ -347,7 +347,7 @@ class Monitor(Serializable):
         if self._attached_to() is engine:
             handler(engine)
 
-    def claim_names(self, engine: Engine) -> None:
+    def _claim_names(self, engine: Engine) -> None:
         """Remove what others have left under the names of this monitor, and set its attributes."""
         for name in [name for name in engine.state.metrics if name.startswith(self._starts)]:
             del engine.state.metrics[name]

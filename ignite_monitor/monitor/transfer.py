@@ -70,7 +70,7 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
             name: value for pair in zip(waiting, numbers, strict=False) for name, value in zip(*pair, strict=True)
         }
         # A number that was published after a tensor of the same name stays.
-        monitor._put({name: value for name, value in latest.items() if monitor.awaits(name)})
+        monitor._put({name: value for name, value in latest.items() if monitor._awaits(name)})
         monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
 
 
