@@ -78,16 +78,16 @@ class Slow(StepStatsHandler):
     measures_time = False
 
     def before_train_step(self, engine):
-        time.sleep(0.02)
+        time.sleep(0.1)
 
     @contextmanager
     def _context(self):
-        time.sleep(0.02)
+        time.sleep(0.1)
         yield
-        time.sleep(0.02)
+        time.sleep(0.1)
 
     def train_step_contexts(self):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return [self._context()]
 
 
@@ -100,7 +100,7 @@ def test_the_time_is_without_what_other_monitors_do_around_the_train_step(first)
     for monitor in (stats, slow) if first else (slow, stats):
         monitor.attach(trainer)
     trainer.run([0])
-    assert stats.metrics["step/time_ms"] < 10
+    assert stats.metrics["step/time_ms"] < 90
 
 
 class Halving(torch.optim.Optimizer):
