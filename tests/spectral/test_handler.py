@@ -19,6 +19,7 @@ from tests._models import Lambda
 from tests._truth import copies, spectral, spectral_norm
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
+KEYS |= {"weight_spectral_scale_max", "weight_spectral_scale_median"}
 
 
 def norm_key(name):
@@ -75,7 +76,7 @@ def test_values_against_float64(batches):
     def check(_):
         weights, got = copies(model), numbers(handler)
         whole = spectral(model, weights, weights, (), has_step=False)
-        expected = {name.removeprefix("spectral/"): value for name, value in whole.items() if "condition" not in name}
+        expected = {name.removeprefix("spectral/"): value for name, value in whole.items()}
         norms = {name: expected.pop(norm_key(name)) for name in matrices_of(model)}
         assert set(got) == KEYS | set(map(norm_key, norms))
         for name, norm in norms.items():
@@ -108,7 +109,7 @@ def test_no_step_no_update(batches, how):
         optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.ndim < 2]
     handler.attach(trainer)
     trainer.run(batches[:2])
-    assert set(numbers(handler)) == KEYS | {"weight_spectral_scale_max", "weight_spectral_scale_median"}
+    assert set(numbers(handler)) == KEYS
 
 
 def test_which_parameters_are_measured(caplog):
@@ -140,7 +141,7 @@ def test_which_parameters_are_measured(caplog):
         "embedding/embedding.weight": spectral_norm(model.head.weight),
     }
     assert got == pytest.approx(expected, rel=1e-4)
-    assert caplog.messages == ["SpectralNormHandler (spectral): complex weights are not reported: waves"]
+    assert caplog.messages == ["SpectralNormHandler (spectral): iteration 0: complex weights are not reported: waves"]
 
 
 def test_weights_stored_by_input():
@@ -195,7 +196,12 @@ def test_stacked_experts_are_measured_each_for_itself():
     assert got["weight_spectral_scale_max"] == pytest.approx(max(conditions), rel=1e-4)
 
 
-def test_embeddings_have_no_part_in_the_conditions():
+def test_a_complex_model_is_refused_as_such():
+    with pytest.raises(ValueError, match="complex ones are not measured: a, b"):
+        SpectralNormHandler(nn.ParameterDict({name: torch.ones(3, 4, dtype=torch.complex64) for name in "ab"}))
+
+
+def test_embeddings_have_no_spectral_scale():
     class Patches(nn.Module):
         def __init__(self):
             super().__init__()
