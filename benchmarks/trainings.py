@@ -6,8 +6,11 @@ import argparse
 import functools
 import itertools
 import math
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -18,13 +21,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 CONTEXT, VOCABULARY = 32, 128
-Batches = Callable[[], tuple[Tensor, Tensor]]
+Batch = tuple[Tensor, Tensor]
+Batches = Callable[[], Batch]
 
 
 def options(doc: str, only: Iterable[str] = (), **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser of a script's options; ``numbers`` are those with an integer, ``only`` selects runs."""
+    """Return a parser of a script's options; ``numbers`` are those with an integer, ``only`` selects runs.
+
+    ``--quick`` runs the least that passes through all of the script, within seconds; its figures mean nothing.
+    """
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="run as little as possible, to test the script")
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     if only:
@@ -32,8 +40,21 @@ def options(doc: str, only: Iterable[str] = (), **numbers: int) -> argparse.Argu
     return parser
 
 
+def provenance() -> str:
+    """Versions, number of threads and commit of the code that measures."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    python = ".".join(map(str, sys.version_info[:2]))
+    torch_version, ignite_version = torch.__version__.partition("+")[0], version("pytorch-ignite")
+    versions = f"Python {python}, torch {torch_version}, Ignite {ignite_version}, {torch.get_num_threads()} threads"
+    return (
+        f"Measured with {versions}, commit {commit or 'unknown'}: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+    )
+
+
 def print_header(*columns: str) -> None:
-    """Print the head of a table."""
+    """Print where a table comes from, and its head."""
+    print(f"{provenance()}\n")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
@@ -198,3 +219,51 @@ def spoil(kind: str, inputs: Tensor, labels: Tensor, classes: int, generator: to
         normal = 10.0 * torch.randn(inputs[0].shape, generator=generator) if inputs.is_floating_point() else noise
         inputs[0] = normal
     return inputs, labels
+
+
+class SmallGPT(nn.Module):
+    """Two pre-norm blocks over 28 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(28, 32), nn.Parameter(0.02 * torch.randn(32, 32))
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 28))
+        self.register_buffer("mask", torch.full((32, 32), -math.inf).triu(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        hidden = self.tokens(x) + self.places[:length]
+        return self.head(self.blocks(hidden, mask=self.mask[:length, :length])).transpose(1, 2)
+
+
+@functools.cache
+def digit_images() -> tuple[Batch, Batch]:
+    x, y = digits()
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    return (x[order[:1397]], y[order[:1397]]), (x[order[1397:]], y[order[1397:]])
+
+
+@functools.cache
+def markov_text() -> tuple[Batch, Batch]:
+    """Characters of a second-order Markov chain."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.softmax(3.0 * torch.randn(28, 28, 28, generator=generator), -1).cumsum(-1)
+    noise, sequence = torch.rand(40_000, generator=generator), [0, 1]
+    for number in noise.tolist():
+        sequence.append(min(int(torch.searchsorted(table[sequence[-2], sequence[-1]], number)), 27))
+    rows = torch.tensor(sequence[:39_600]).view(-1, 33)
+    return (rows[:1000, :-1], rows[:1000, 1:]), (rows[1000:, :-1], rows[1000:, 1:])
+
+
+def make_small(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if name == "mlp":
+        model: nn.Module = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "cnn":
+        layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3)]
+        model = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+        return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model = SmallGPT()
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
