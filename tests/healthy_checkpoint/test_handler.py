@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -171,7 +172,7 @@ def one_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
-    distributed.destroy_process_group()
+    idist.finalize()  # Ignite, too, forgets the group
 
 
 @pytest.mark.parametrize("kind", ["zero", "fsdp", "ema"])
