@@ -109,10 +109,10 @@ SPECTRAL = Schema("spectral", "spectral", (
     Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
     Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
     Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),
-    Key("update_condition_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("update_condition_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("weight_spectral_scale_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
+    Key("weight_spectral_scale_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
 ))
 
 STEP_STATS = Schema("step", "step", (

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -283,7 +284,7 @@ class EventSource:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
             contexts.enter_context(self._steps.context(self._acting))
-            for monitor in monitored:
+            for monitor in sorted(monitored, key=attrgetter("measures_time")):
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
             output = original(engine, batch)

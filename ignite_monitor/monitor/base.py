@@ -59,6 +59,7 @@ class Monitor(Serializable):
 
     schema: ClassVar[Schema] = Schema("other", "", ())
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
+    measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
