@@ -71,6 +71,7 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Tenso
         else:
             momentum = group.get("momentum", 0.0)
             damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
-        rate = torch.as_tensor(math.nan if group["maximize"] else group["lr"], dtype=flat_dtype(parameters)).detach()
+        is_known = not group.get("maximize") and group.get("lr") is not None
+        rate = torch.as_tensor(group["lr"] if is_known else math.nan, dtype=flat_dtype(parameters)).detach()
         limits.append(move((2 + 2 * momentum) / damped / rate, parameters[0].device))
     return torch.stack(limits).min()
