@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+from collections import deque
 from collections.abc import Iterable, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import bits_of
 
 _MAX_DEPTH, _MAX_MEMBERS = 4, 1000  # a larger container holds data
-_SKIPPED = (nn.Module, nn.Parameter, Optimizer, type, ModuleType)
+_SKIPPED = (nn.Module, nn.Parameter, Optimizer, type, ModuleType, io.IOBase)
 
 
 class KeptState:
@@ -24,10 +26,14 @@ class KeptState:
 
     It holds attributes of modules, settings of optimizers, variables, globals and the object of the train step's
     function, and the attributes of the engine's state, with the lists, dictionaries, tensors and objects in them.
-    Iterators, and objects of torch and Ignite but schedulers, are left alone.
+    Objects of torch and Ignite are left alone, but for schedulers.
+
+    Attributes:
+        iterators: where there are iterators, which can't be copied.
     """
 
     def __init__(self, others: Iterable[Any], modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        self.iterators: list[str] = []
         # Label, container, former entries, and whether these are all.
         self._places: list[tuple[str, Any, dict[Any, Any], bool]] = []
         self._tensors: list[tuple[str, Tensor, Tensor]] = []  # with copies
@@ -79,13 +85,15 @@ class KeptState:
         if isinstance(value, Tensor):
             if has_local_data(value):
                 self._tensors.append((label, value, value.detach().clone()))
-        elif isinstance(value, (dict, list)):
+        elif isinstance(value, (dict, list, deque)):
             if len(value) <= _MAX_MEMBERS:
                 self._save(label, value, _entries(value), depth)
         elif isinstance(value, (tuple, functools.partial, MethodType)):
             names = {functools.partial: ("func", "args", "keywords"), MethodType: ("__func__", "__self__")}
             for member in value if isinstance(value, tuple) else [getattr(value, name) for name in names[type(value)]]:
                 self._visit(label, member, depth + 1)
+        elif hasattr(value, "__next__"):
+            self.iterators.append(label)
         elif package.startswith(("torch.", "ignite.", "ignite_monitor.")) and ".lr_scheduler." not in package:
             return
         elif isinstance(value, FunctionType):
@@ -93,7 +101,7 @@ class KeptState:
                 self._save(f"variable {name}", cell, _entries(cell), depth)
             used = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
             self._save("global {}", value.__globals__, used, depth, is_whole=False)
-        elif hasattr(value, "__dict__") and not hasattr(value, "__next__"):
+        elif hasattr(value, "__dict__"):
             self._save(f"attribute {{}} of {type(value).__name__}", vars(value), dict(vars(value)), depth)
 
 
@@ -116,7 +124,7 @@ def _is_same(one: Any, other: Any, depth: int = 0) -> bool:
         return is_alike and torch.equal(bits_of(one), bits_of(other))
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_is_same(one[key], other[key], depth + 1) for key in one)
-    if isinstance(one, (tuple, list)):
+    if isinstance(one, (tuple, list, deque)):
         return len(one) == len(other) and all(_is_same(*pair, depth + 1) for pair in zip(one, other, strict=True))
     if isinstance(one, (bool, int, float, complex, str, bytes)) or hasattr(one, "tobytes"):  # an array of NumPy
         return repr(one) == repr(other)
