@@ -135,21 +135,19 @@ def spikes_text(path: Path) -> list[RenderableType]:
     """Describe a directory's spike files, the earliest first, or one file; ValueError if one can't be read."""
     from ignite_monitor.spike_recorder.record import ENDING, load_spike
 
-    described: dict[tuple[int, str, int, str], list[RenderableType]] = {}
-    for file in path.glob(f"*{ENDING}") if path.is_dir() else [path]:
-        record = load_spike(file)  # one at a time is in memory
+    records = [load_spike(file) for file in (path.glob(f"*{ENDING}") if path.is_dir() else [path])]
+    if not records:
+        raise ValueError(f"{path} holds no spike files (*{ENDING})")
+    parts: list[RenderableType] = []
+    for record in sorted(records, key=lambda record: (record.iteration, record.name, record.rank, record.path)):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in _fields(record):
             if text:
                 table.add_row(f"  {name}", Text(printable(text)))
-        place = record.iteration, record.name, record.rank, record.path
-        described[place] = [Text(_title(record), style="bold"), table, Text()]
-    if not described:
-        raise ValueError(f"{path} holds no spike files (*{ENDING})")
-    parts = [part for _, parts in sorted(described.items()) for part in parts]
-    return [*parts, Text(plural(len(described), "record"))]
+        parts += [Text(_title(record), style="bold"), table, Text()]
+    return [*parts, Text(plural(len(records), "record"))]
 
 
 def _title(record: SpikeRecord) -> str:
