@@ -103,9 +103,15 @@ class Reference:
             self.module.load_state_dict(state)
 
     def follow(self) -> None:
-        """Move a copy to the model's devices, and freeze the parameters that are frozen in the model."""
+        """Move a copy to the model's devices, freeze the parameters that are frozen, and set numbers as in the model.
+
+        Numbers among the attributes of modules may be scheduled, as the probability of dropout.
+        """
         for name, copied in self.modules.items() if self.is_copy else ():
             model = self._model_modules[name]
+            for key, value in vars(model).items():
+                if type(value) in (int, float, bool) and key != "training" and vars(copied).get(key) != value:
+                    setattr(copied, key, value)
             own = parameters_in(model) | buffers_in(model)
             for key, tensor in (parameters_in(copied) | buffers_in(copied)).items():
                 current = own.get(key)
