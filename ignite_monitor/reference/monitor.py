@@ -118,7 +118,9 @@ class ReferenceMonitor(Monitor):
         wrapper = None if self._passes is None else self._passes.outermost()
         together = all(all_take_part(model) for model in (self.model, wrapper) if model is not None)
         if not together:
-            self.report("joined_ranks", "ranks may have run out of data under join(), so nothing is published of forward passes")
+            self.report(
+                "joined_ranks", "ranks may have run out of data under join(), so nothing is published of forward passes"
+            )
         return together
 
     def _forget(self) -> None:

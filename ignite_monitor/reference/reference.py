@@ -20,13 +20,11 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
-    Captured,
     generator_state,
     generators_of,
     in_second_pass,
     isolated_pass,
     preserved_rng_state,
-    reachable,
     set_generator_state,
 )
 from ignite_monitor.model.names import (
@@ -177,7 +175,6 @@ def separate_copy(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: if the copy would share modules or parameters with the model, or can't be made.
     """
-    _check_functions(model)
     memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
     try:
         with preserved_rng_state({item.device for item in model.parameters()}):
@@ -191,18 +188,6 @@ def separate_copy(model: nn.Module) -> nn.Module:
     for module in separate.modules():
         remove_hooks(module, hooked.get(module, ()))
     return separate
-
-
-def _check_functions(model: nn.Module) -> None:
-    """Refuse functions over modules of the model, which ``copy.deepcopy`` shares: a copy would run these modules."""
-    modules = set(model.modules())
-    for name, module in model.named_modules():
-        for path, value in reachable(module):
-            if isinstance(value, nn.Module) and value in modules and any(isinstance(key, Captured) for key in path):
-                raise ValueError(
-                    f"attribute {path[0]!r} of {name or 'the root module'} is, or holds, a function over a module of "
-                    "the model, which a copy would share"
-                )
 
 
 def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tuple[str, int], Any]]:
@@ -222,20 +207,28 @@ def _is_of_library(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
-    """Stop a second pass of another model before it calls a module of the training model, by a NotComparableError."""
+    """Stop a second pass of another model before it uses a module of the training model.
+
+    A call raises a NotComparableError. Code beside the modules' calls finds no parameters and buffers.
+    """
     own = set(other.modules())
     names = {module: name or "the root module" for name, module in model.named_modules() if module not in own}
     errors: list[NotComparableError] = []
 
     def stop(module: nn.Module, *_: Any) -> None:
         if in_second_pass():
-            text = (
-                f"the reference calls {names[module]} of the model that trains: give a module as the argument reference"
-            )
-            errors.append(NotComparableError(text))
+            errors.append(NotComparableError(f"a copy calls {names[module]} of the model that trains"))
             raise errors[0]
 
+    registries = [own for module in names for own in (parameters_in(module), buffers_in(module)) if type(own) is dict]
+    saved = [dict(registry) for registry in registries]
     with before_forward(names, stop, first=True):
-        yield
+        try:
+            for registry in registries:
+                registry.clear()
+            yield
+        finally:
+            for registry, members in zip(registries, saved, strict=True):
+                registry.update(members)
     if errors:  # the other model's own code may have caught it
         raise errors[0]
