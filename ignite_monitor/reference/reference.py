@@ -220,7 +220,8 @@ def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
             errors.append(NotComparableError(f"a copy calls {names[module]} of the model that trains"))
             raise errors[0]
 
-    registries = [own for module in names for own in (parameters_in(module), buffers_in(module)) if type(own) is dict]
+    both: list[Any] = [own for module in names for own in (parameters_in(module), buffers_in(module))]
+    registries = [own for own in both if type(own) is dict]
     saved = [dict(registry) for registry in registries]
     with before_forward(names, stop, first=True):
         try:
