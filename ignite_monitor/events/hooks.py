@@ -92,10 +92,11 @@ def after_backward(function: Callable[[], None], callback_depth: int) -> None:
 @contextmanager
 def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], None]) -> Iterator[None]:
     """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
-    hook = GradientHook()
+    hook, started = GradientHook(), {-1}  # FSDP2 calls hooks outside of a backward
 
     def start(number: int) -> set[int]:
-        if number != -1:  # FSDP2 calls hooks outside of a backward
+        if number not in started:  # a backward goes on after one inside of it
+            started.add(number)
             after_backward(function, 3)
         return set()
 
