@@ -58,14 +58,14 @@ class FirstPass:
 
     def backward_ended(self) -> None:
         """Copy the gradients; end a second pass after as many backward passes as in the first one."""
-        if isolation.in_second_pass():
+        if not self.is_replayed:
+            self.passes += 1
+            self.gradients = copied_gradients(self._model)
+        elif self._left:
             self._left -= 1
             if not self._left:
                 self._second = copied_gradients(self._model)
                 raise SecondPassEnded
-        elif not self.is_replayed:
-            self.passes += 1
-            self.gradients = copied_gradients(self._model)
 
     def obstacle(self, others: Iterable[Any]) -> str:
         """Copy what the train step and other modules and optimizers keep; return why it can't be run again now."""
@@ -120,7 +120,7 @@ class FirstPass:
                     self.state.__dict__, source.running = current, True
                     reshard(self._model)
         finally:
-            changed = self._kept.restore()
+            self._left, changed = 0, self._kept.restore()
         if not self._second:
             raise RuntimeError("it ended before the last backward")
         names, device = self.gradients | self._second, device_of(self._model)
