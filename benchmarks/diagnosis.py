@@ -141,11 +141,6 @@ def make_optimizer(plan: Plan, parameters: Any, rate: float) -> Any:
     return torch.optim.AdamW(parameters, lr=rate)
 
 
-def also(logger: HDF5Logger, trainer: Engine) -> None:
-    """Record the loss."""
-    logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda o: o)
-
-
 def supervised(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
     """Train a classifier, a regression or a language model."""
     generator = torch.Generator().manual_seed(100 + plan.seed)
@@ -208,7 +203,6 @@ def supervised(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
             x, y = batches[(i - 1) % count]
             yield plan.batch(i, x.clone(), y.clone())
 
-    also(logger, trainer)
     model.train(plan.mode)
     trainer.run(loader(), epoch_length=iterations)
 
@@ -293,7 +287,6 @@ def reinforce(plan: Plan, iterations: int, logger: HDF5Logger) -> None:
 
     trainer = Engine(train_step)
     attach_monitors(trainer, model, optimizer, loggers=logger, every=EVERY, **plan.extras)
-    also(logger, trainer)
     trainer.run(range(iterations))
 
 
@@ -622,7 +615,7 @@ def main() -> None:
         for title, faults in (("Faults", FAULTS), ("Healthy", HEALTHY), ("Ten more", NEW)):
             right = total = 0
             tables += ["", f"### {title}", "", "| fault | training | first finding | right |", "|---|---|---|---|"]
-            for fault, kind in ((fault, kind) for fault in faults for kind in fault.trainings.split()):
+            for fault, kind in [(it, kind) for it in faults for kind in it.trainings.split()]:
                 name = f"{fault.name}, {kind}"
                 if not re.search(chosen.only, name) or (chosen.quick and kind != "mlp"):
                     continue

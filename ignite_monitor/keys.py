@@ -28,6 +28,10 @@ GRADIENT = Schema("grad", "grad", (
     Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
 ))
 
+LOSS = Schema("loss", "loss", (
+    Key("{name}", "number in the train step's output; ``value`` if it is the output", nonfinite="any", chart="loss"),
+))
+
 _RATIOS = "update ratio over the parameters"
 _NORMS = "gradient norm over the parameters"
 _PARAMETERS = "frozen, vanishing, exploding"
@@ -108,10 +112,10 @@ SPECTRAL = Schema("spectral", "spectral", (
     Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
     Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
     Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),
-    Key("update_condition_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("update_condition_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("weight_spectral_scale_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
+    Key("weight_spectral_scale_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
 ))
 
 STEP_STATS = Schema("step", "step", (
@@ -214,7 +218,7 @@ OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
     Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
         chart=_EPSILON),
     Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
-    Key("update_norm", "l2 norm of the step's update of all tensors, weight decay included",
+    Key("update_norm", "l2 norm of the change of all tensors in the train step, weight decay included",
         chart="norm of the update"),
     Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum",
         chart="gradient against momentum"),
@@ -230,12 +234,13 @@ CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient_preconditioned", "curvature along the preconditioned gradient, of the preconditioned Hessian",
         when=_PRECONDITIONED, chart=_CURVATURE),
     Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum", chart=_CURVATURE),
-    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian; not reported if its error exceeds 10 %",
+    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian found; not reported if its residual is above 10 %",
         chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_error", "bound of its relative error"),
-    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian",
+    Key("hessian_max_eigenvalue_residual", "largest relative distance from an eigenvalue, not always the largest one"),
+    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian found",
         when=_PRECONDITIONED, chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_preconditioned_error", "bound of its relative error", when=_PRECONDITIONED),
+    Key("hessian_max_eigenvalue_preconditioned_residual", "its largest relative distance from an eigenvalue",
+        when=_PRECONDITIONED),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (
@@ -264,6 +269,6 @@ ROUTING = Schema("routing", "routing", (
 ))
 
 SCHEMAS = (
-    *(GRADIENT, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
+    *(GRADIENT, LOSS, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
     *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP, REPLAY),
 )
