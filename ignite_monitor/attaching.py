@@ -199,8 +199,9 @@ class AttachedMonitors(MonitorHandle):
             for name, (monitor, event) in monitors.items():
                 monitor._connect(engine, event, replaced)
                 undo.callback(monitor._disconnect, EventSource.of(engine))
-                for logger, shown in loggers if monitor.schema.keys else ():
-                    monitor.log_to(logger, engine, include=shown.get(name))
+                for logger, shown in loggers:
+                    if monitor.schema.keys or isinstance(logger, HDF5Logger):  # which keeps its reports
+                        monitor.log_to(logger, engine, include=shown.get(name))
             undo.pop_all()
         if former is not None:
             former.remove()
