@@ -52,7 +52,7 @@ SETUP = frozenset(
 _SOURCES = frozenset({"nonfinite_loss", "nonfinite_input", "nonfinite_forward", "nonfinite_backward"})
 _DAMAGE = _RATE | _DATA | SETUP | _SOURCES | {"weight_changed", "wrong_sign"}
 _STILL = _RATE | SETUP | {"rate_vanished", "clipped_away", "weights_shrank", "small_updates", "nonfinite_loss"}
-_NOT_FINITE = _DAMAGE | {"nonfinite_activations", "nonfinite_gradients", "large_initial_values"}
+_NOT_FINITE = _DAMAGE | {"nonfinite_activations", "nonfinite_gradients"}
 _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.'
 _CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
 
@@ -93,7 +93,6 @@ KINDS: dict[str, Kind] = {
         direction=RAISE,
     ),
     "weights_shrank": Kind("Lower the weight decay, or scale the initial weights down if they were too large.", _RATE),
-    "large_initial_values": Kind("Scale the initial weights down, or add normalization layers.", _DATA | SETUP),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
     "wrong_sign": Kind("Check the sign of the loss, and the optimizer's maximize.", _RATE | _DATA | SETUP),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
@@ -109,10 +108,8 @@ KINDS: dict[str, Kind] = {
     "not_monitored": _symptom(""),
     "early_norms": _symptom("Use a warm-up, and inspect these batches.", _DAMAGE, direction=LOWER),
     "stale_moments": _symptom("Lower beta2 (0.95), or clip updates as StableAdamW does.", _DAMAGE),
-    "large_logits": _symptom(
-        "Normalize queries and keys (QK-norm), or clip the logits (QK-clip).", _DAMAGE, {"large_initial_values"}
-    ),
-    "spikes": _symptom(_INSPECT, _DAMAGE, {"wrong_sign", "large_curvature", "large_initial_values"}),
+    "large_logits": _symptom("Normalize queries and keys (QK-norm), or clip the logits (QK-clip).", _DAMAGE),
+    "spikes": _symptom(_INSPECT, _DAMAGE, {"wrong_sign", "large_curvature"}),
     "loss_spikes": _symptom("Inspect these batches.", _DAMAGE, {"spikes"}),
     "nonfinite_activations": _symptom("Inspect that module and its input.", _NOT_FINITE, {"spikes"}),
     "nonfinite_gradients": _symptom(_INSPECT, _NOT_FINITE, {"spikes"}),
@@ -122,25 +119,21 @@ KINDS: dict[str, Kind] = {
     "rolled_back": _symptom("Inspect the batches that were skipped, and the learning rate there.", _DAMAGE, {"spikes"}),
     "dead_units": _symptom(
         "Use an activation without a flat part (GELU, LeakyReLU), or a lower learning rate.",
-        *(_DAMAGE, {"spikes", "nonfinite_gradients", "weights_shrank", "large_initial_values"}),
+        *(_DAMAGE, {"spikes", "nonfinite_gradients", "weights_shrank"}),
         direction=LOWER,
     ),
-    "activation_outlier": _symptom(
-        "Scale that module's weights down, or normalize its input.", _DAMAGE, {"spikes", "large_initial_values"}
-    ),
+    "activation_outlier": _symptom("Scale that module's weights down, or normalize its input.", _DAMAGE, {"spikes"}),
     "attention_collapse": _symptom(
         "Normalize queries and keys, or scale their initial weights down.", _DAMAGE, {"large_logits"}
     ),
-    "exploding_gradients": _symptom(
-        "Clip the gradient, or scale loss and targets down.", _DAMAGE, {"spikes", "large_initial_values"}
-    ),
+    "exploding_gradients": _symptom("Clip the gradient, or scale loss and targets down.", _DAMAGE, {"spikes"}),
     "frozen_parameters": _symptom(
         "Check that the loss depends on them, and that their learning rate is not 0.",
         *(_STILL, _NOT_FINITE, {"dead_units", "lost_updates", "requires_grad_false", "vanishing_gradients"}),
     ),
     "vanishing_gradients": _symptom(
         "Use another activation (ReLU, GELU), residual connections, or normalization layers.",
-        *(_DAMAGE, {"dead_units", "requires_grad_false", "large_initial_values", "weights_shrank"}),
+        *(_DAMAGE, {"dead_units", "requires_grad_false", "weights_shrank"}),
     ),
     "epsilon_dominated": _symptom(
         "Lower eps, or scale the loss up.", _STILL, _DAMAGE, {"vanishing_gradients", "dead_units"}

@@ -132,7 +132,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         count = count_items(batch)
         if count is None:
             text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"
-            self.report("unknown_items", text)
+            self.report("unknown_items", text, severity="note")
         return count
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:

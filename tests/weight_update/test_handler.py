@@ -589,7 +589,7 @@ def test_named_keys(top_k):
         expected = sorted(run.norms[i].items(), key=lambda pair: pair[1])[:top_k]
         assert smallest == pytest.approx({f"monitor/smallest_grad/{name}": norm for name, norm in expected}, rel=1e-5)
         weights = {name: value for name, value in named.items() if "largest_weight" in name}
-        assert len(weights) == min(top_k, 4)
+        assert len(weights) == min(top_k, 5)
         assert len(named) == 11 + len({**gradients, **smallest, **weights, **frozen}) + 2 * bool(top_k)
     assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
 
