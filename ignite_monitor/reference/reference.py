@@ -20,13 +20,11 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
-    Captured,
     generator_state,
     generators_of,
     in_second_pass,
     isolated_pass,
     preserved_rng_state,
-    reachable,
     set_generator_state,
 )
 from ignite_monitor.model.names import (
@@ -39,6 +37,7 @@ from ignite_monitor.model.names import (
 )
 from ignite_monitor.monitor.arguments import check_whole
 from ignite_monitor.reference.call import NotComparableError
+from ignite_monitor.reference.functions import Captured, reachable
 
 
 class Reference:

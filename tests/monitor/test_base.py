@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import nn
 from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
 from ignite_monitor.monitor import ranks
 from ignite_monitor.monitor.transfer import NamedValues
-from tests._helpers import make_batches, make_trainer
+from tests._helpers import footprint, make_batches, make_trainer
 
 
 class Smallest(Monitor, schema=Schema("smallest", "smallest", (Key("one", "the number 1"), Key("{name}", "any")))):
@@ -72,12 +74,59 @@ def test_a_monitor_without_state_works_in_a_checkpoint_and_beside_rollback_handl
     assert saved["monitor"] == {}
 
 
-def test_a_warning_is_given_once_per_text_whatever_the_values(caplog):
+def test_the_latest_value_of_a_name_wins_on_a_device(on_a_device):
     monitor = Smallest(make_trainer()[0])
-    for value in (1, 2):
-        monitor._warn_once("layer %d is skipped", value)
-        monitor._warn_once("other")
-    assert caplog.messages == ["Smallest (smallest): layer 1 is skipped", "Smallest (smallest): other"]
+    monitor.publish(one=torch.tensor(1.0), two=torch.tensor(1.0), three=torch.tensor(1.0), four=3.0)
+    monitor.publish(one=2.0, two=torch.tensor(2.0), three=float("nan"), four=torch.tensor(2.0))
+    assert monitor.on_host() == {f"smallest/{name}": 2.0 for name in ("one", "two", "four")}
+
+
+@pytest.mark.parametrize(
+    ("handlers", "engine_handlers", "error"),
+    [
+        ([(MonitorEvents.GRADIENTS_READY, lambda engine, backward: None)], [], TypeError),
+        ([(MonitorEvents.GRADIENTS_READY, functools.partial(print, 3))], [], TypeError),
+        ([(Events.ITERATION_COMPLETED, print)], [], ValueError),
+        ([], [(MonitorEvents.GRADIENTS_READY, print)], ValueError),
+        ([], [(Events.STARTED, 3)], ValueError),
+    ],
+)
+def test_refused_handlers_leave_nothing(handlers, engine_handlers, error):
+    model, optimizer, trainer = make_trainer()
+    monitor, before = Smallest(model), footprint(trainer, model, optimizer)
+    monitor.handlers, monitor.engine_handlers = lambda: handlers, lambda: engine_handlers
+    with pytest.raises(error, match="handlers"):
+        monitor.attach(trainer)
+    assert footprint(trainer, model, optimizer) == before
+    del monitor.handlers
+    calls = []
+    monitor.engine_handlers = lambda: [(Events.ITERATION_COMPLETED, lambda: calls.append(1))]  # is Ignite's to call
+    with monitor.attach(trainer):
+        trainer.run(make_batches(2))
+    assert len(calls) == 2
+    trainer.run(make_batches(2))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("one", "other"), [("a", "a/b"), ("a/b", "a"), ("a/b", "a/b")])
+def test_a_prefix_inside_of_another_is_refused(one, other):
+    model, _, trainer = make_trainer()
+    Smallest(model, one).attach(trainer)
+    Smallest(model, f"{one}_b").attach(trainer)
+    with pytest.raises(ValueError, match=f"prefix '{one}'"):
+        Smallest(model, other).attach(trainer)
+
+
+def test_an_error_at_the_end_of_a_with_block_detaches():
+    class Lost(Smallest):
+        def resolve_deferred(self, extra):
+            raise RuntimeError("device lost")
+
+    model, optimizer, trainer = make_trainer()
+    before = footprint(trainer, model, optimizer)["handlers"]
+    with pytest.raises(RuntimeError, match="device lost"), Lost(model).attach(trainer):
+        trainer.run(make_batches(1))
+    assert footprint(trainer, model, optimizer)["handlers"] == before
 
 
 def test_removing_a_progress_bar_keeps_the_user_s_own_closing_handler():
