@@ -7,13 +7,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
 from torch import nn
 
 from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
 from ignite_monitor.monitor import ranks
 from ignite_monitor.monitor.transfer import NamedValues
+from tests._handlers import ClippingMonitor
 from tests._helpers import footprint, make_batches, make_trainer
 
 
@@ -148,6 +149,60 @@ def test_a_number_that_turns_non_finite_is_no_longer_reported(number):
     monitor.publish(one=1.0, other=2.0)
     monitor.publish(one=number)
     assert monitor.metrics == trainer.state.metrics == {"smallest/other": 2.0}
+
+
+# The monitor of the guide
+
+
+@pytest.mark.parametrize("order", ["gd", "dg"])
+def test_the_monitor_of_the_guide_in_a_gan(order):
+    torch.manual_seed(0)
+    models = {"g": nn.Linear(3, 4), "d": nn.Linear(4, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    expected = {}
+
+    def train_step(engine, batch):
+        for name in order:
+            optimizers[name].zero_grad()
+            fake = models["g"](batch)
+            loss = -models["d"](fake).mean() if name == "g" else models["d"](fake.detach()).square().mean()
+            loss.backward()
+            total = torch.stack([p.grad.double().norm() for p in models[name].parameters()]).norm()
+            expected[f"{name}/kept"] = pytest.approx(min(1.0, 0.1 / float(total)), rel=1e-4)
+            nn.utils.clip_grad_norm_(models[name].parameters(), 0.1)
+            optimizers[name].step()
+
+    trainer = Engine(train_step)
+    for name, model in models.items():
+        ClippingMonitor(model, optimizers[name], prefix=name).attach(trainer)
+    trainer.run(list(torch.randn(3, 8, 3)))
+    assert trainer.state.metrics == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_the_monitor_of_the_guide_with_a_scaler_and_accumulation(fused, unscaled):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    kept = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        for part in batch.chunk(2):
+            scaler.scale(model(part).square().mean() / 2).backward()
+        kept[:] = [1.0]
+        if unscaled:
+            scaler.unscale_(optimizer)
+            kept[:] = [min(1.0, 0.1 / float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))]
+        scaler.step(optimizer)
+        scaler.update()
+
+    trainer = Engine(train_step)
+    ClippingMonitor(model, optimizer, scaler=scaler).attach(trainer)
+    trainer.run(list(torch.randn(3, 8, 3)))
+    assert trainer.state.metrics == {"clipping/kept": pytest.approx(kept[0], rel=1e-4)}
 
 
 # Ranks
