@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -87,7 +88,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             GradMonitor(model, optimizer).attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
+    _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")
 
     def __init__(
         self,
@@ -149,7 +150,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        return OrderedDict(**self._detector.state_dict(), **self._action.counts)
+        recurring = self._action.recurring.state_dict()
+        return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -157,6 +159,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         counts = loaded(own, {name: state_dict.get(name, 0.0) for name in own})
         self._detector.load_state_dict(state_dict)
         self._action.load(counts)
+        self._action.recurring.load_state_dict(state_dict["recurring"])
 
     # Events
 
@@ -344,6 +347,13 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         *counts, (is_spike,), numbers = extra
         names = self._possible_spike.names
         spike = SpikeNumbers.from_host(numbers, names)
+        if is_spike and spike.name == "norm" and spike.value < math.inf:
+            recurring = self._action.recurring.observe(self._iteration, spike.value)
+            if recurring and self._action.kind == "skip":
+                at = ", ".join(map(str, recurring))
+                text = f"isolated spikes of a similar size in iterations {at}; from now on such spikes are "
+                text += "clipped to the largest of these, not skipped, since rare data cause them too"
+                self.report("recurring_spikes", text, once=False)
         action = self._action.message([count for (count,) in counts])
         if action is not None:
             self._log(logging.INFO, f"{spike}; {action}")

@@ -203,13 +203,31 @@ def pruned(model, optimizer):
     return removing
 
 
+def drawing(model, optimizer):
+    noise = iter(torch.linspace(0, 1, 50))
+    return make_step(model, optimizer, loss_of=lambda *args: mse_loss(*args) * (1 + next(noise)))
+
+
+def replacing(model, optimizer):
+    """Replaces a module by one with other weights, of the same name."""
+    step = make_step(model, optimizer)
+
+    def replace(engine, batch):
+        model[0] = nn.Linear(6, model[0].out_features)
+        step(engine, batch)
+
+    return replace
+
+
 UNREPORTED = {
+    "drawing": (drawing, "a second pass may draw from an iterator: variable noise"),
+    "replacing": (replacing, "replaces modules, parameters or buffers"),
     "inside autocast": (inside_autocast, "inside of backward or autocast"),
     "changing batch": (changing_batch, "the train step changes its batch"),
     "inside backward": (inside_backward, "inside of backward or autocast"),
     "failing twice": (failing_twice, "the second pass raised KeyError: 'once'"),
     "closure": (functools.partial(make_step, closure=True), "before any backward"),
-    "pruned": (pruned, "adds or removes parameters or buffers"),
+    "pruned": (pruned, "adds, removes or replaces modules, parameters or buffers"),
 }
 
 
@@ -284,6 +302,8 @@ def counting(place):
                 history.append(0.1)
             elif place == "scheduler":
                 scheduler.step()
+            elif place == "state":
+                vars(engine.state).setdefault("sums", []).append(0.1)
             else:
                 COUNTER[0] += 1.0
             return inner(engine, batch)
@@ -300,6 +320,7 @@ KEEPS = {
     "variable": "variable count",
     "list": "variable history",
     "scheduler": "setting lr of SGD",
+    "state": "the engine's state",
     "global": "global COUNTER",
 }
 
@@ -314,7 +335,8 @@ def test_a_step_that_keeps_state_trains_as_without_and_switches_off_with_the_sta
     rows, state = train(steps, make_batches(5), ReplayCheckHandler)
     COUNTER[0] = 0.0
     assert same(state, train(steps, make_batches(5))[1])
-    assert rows == [{}] * 5
+    first = [SAME] * (place == "state")  # which it does not have before
+    assert rows == first + [{}] * (5 - len(first))
     (message,) = caplog.messages
     assert "off for the rest of the run: the train step keeps state" in message
     assert KEEPS[place] in message
