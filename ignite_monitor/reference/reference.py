@@ -37,7 +37,6 @@ from ignite_monitor.model.names import (
 )
 from ignite_monitor.monitor.arguments import check_whole
 from ignite_monitor.reference.call import NotComparableError
-from ignite_monitor.reference.functions import Captured, reachable
 
 
 class Reference:
