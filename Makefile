@@ -16,7 +16,7 @@ endef
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help test compatibility demo lint format bench docs dist test-oldest test-newest gpu clean
+.PHONY: help test compatibility demo lint format bench bench-docs docs dist test-oldest test-newest gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ format: $(READY) ## format the code, and mend what ruff can
 bench: $(READY) ## run benchmarks/bench_*.py
 	@test -n "$(BENCHMARKS)" || echo "There are no benchmarks yet."
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
+
+bench-docs: $(READY) ## measure every table of the documentation that comes from a benchmark; takes hours
+	PYTHONPATH=. $(BIN)/python benchmarks/tables.py
 
 docs: $(VENV)/.docs ## build and check the documentation in build/docs, and run its snippets that need more packages
 	rm -rf build/docs

@@ -149,6 +149,8 @@ def cell(rises: list[float]) -> str:
 
 def main() -> None:
     args = options(__doc__, (training.name for training in TRAININGS), seeds=3, iterations=300).parse_args()
+    if args.quick:
+        args.only, args.seeds, args.iterations = ["mlp"], 1, 60
     print_header("training", "bad batches", *REACTIONS)
     for training in (training for training in TRAININGS if training.name in args.only):
         clean = [final_loss(training, seed, args.iterations, 0.0, "nothing") for seed in range(args.seeds)]

@@ -2,17 +2,18 @@
 
 Two transformers are trained, one of many small layers and one of few large layers. Every variant has a model and an
 optimizer of its own. All variants take turns; what a variant adds to an iteration is the difference of the fastest
-iterations of a turn with and without it, and the table has medians over turns, so the ratios hold on a busy machine.
-Values are copied to the host in every monitored iteration, as with a logger. On the CPU, times are those of the thread.
-The cost of an iteration that is not monitored is measured without forward and backward passes.
+iterations of a turn with and without it. The table has medians over turns with their standard errors, and ratios only
+where neither error exceeds a quarter of its figure: run it on a quiet machine. Values are copied to the host in every
+monitored iteration, as with a logger. On the CPU, times are those of the thread. The cost of an iteration that is not
+monitored is measured without forward and backward passes.
 
     PYTHONPATH=. python benchmarks/bench_cost.py [--device cuda] [--rounds 5] [--only GradMonitor ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from trainings import options, provenance
 
 import ignite_monitor as im
 from ignite_monitor.replicas import handler as replicas
@@ -31,6 +33,26 @@ NEVER = 10**9
 ITERATIONS = 6
 CLIP, CLOSURES, PASSES, CLONE = "clip_grad_norm_", "three closures per module", "two forward passes", "weight clones"
 NOISE, CURVATURE = "GradientNoiseScaleHandler, two micro-batches", "CurvatureHandler"
+
+
+class Cost(NamedTuple):
+    """Median of measurements, and the standard error of a median of normal ones, in seconds."""
+
+    seconds: float
+    error: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Cost:
+        middle = median(values)
+        deviation = 1.4826 * median(abs(value - middle) for value in values)
+        return cls(middle, 1.2533 * deviation / len(values) ** 0.5 if len(values) > 2 else math.inf)
+
+    def text(self, unit: float, digits: int = 2) -> str:
+        return f"{self.seconds / unit:.{digits}f} ± {self.error / unit:.{digits}f}"
+
+    def over(self, other: Cost) -> str:
+        is_noisy = any(cost.error > 0.25 * cost.seconds for cost in (self, other))
+        return "noise" if is_noisy else f"{self.seconds / other.seconds:.2f} x"
 
 
 class Setting(NamedTuple):
@@ -83,7 +105,7 @@ def three_closures(model: nn.Module, watched: Callable[[], bool]) -> None:
 def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.ReplicaCheckHandler:
     """A check with a second rank that has the same state, without the time of the collective."""
     replicas.world_size = lambda: 2
-    replicas.sum_over_ranks = lambda table: table[:1].expand_as(table)
+    replicas.all_reduce = lambda values, **_: values
     return im.ReplicaCheckHandler(model, optimizer)
 
 
@@ -190,13 +212,13 @@ def _synchronized() -> float:
     return time.perf_counter()
 
 
-def unmonitored(setting: Setting, device: str, name: str) -> float:
+def unmonitored(setting: Setting, device: str, name: str, rounds: int) -> Cost:
     """Seconds that a monitor adds to an iteration that it does not monitor."""
     plain, variant = (Runner(setting, device, kind, idle=True) for kind in ("", name))
-    return median(median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(10))
+    return Cost.of([median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(2 * rounds)])
 
 
-def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tuple[float, dict[str, float]]:
+def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tuple[float, dict[str, Cost]]:
     """Seconds of a train step, and seconds that each variant adds to a monitored iteration."""
     runners = {name: Runner(setting, device, name) for name in ("", *names)}
     fastest: dict[str, list[float]] = {name: [] for name in runners}
@@ -207,7 +229,7 @@ def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tup
             if turn >= 0:
                 fastest[name].append(seconds)
     steps = fastest[""]
-    added = {name: median(a - b for a, b in zip(fastest[name], steps, strict=True)) for name in names}
+    added = {name: Cost.of([a - b for a, b in zip(fastest[name], steps, strict=True)]) for name in names}
     return median(steps), added
 
 
@@ -223,7 +245,7 @@ def machine(device: str) -> str:
 def report(device: str, rounds: int, only: list[str]) -> None:
     monitors = [name for name in MONITORS if not only or any(name.startswith(part) for part in only)]
     compared = [CLIP, CLOSURES, PASSES, CLONE]
-    print(f"{machine(device)}, torch {torch.__version__.partition('+')[0]}")
+    print(f"{provenance()}, on {machine(device)}")
     for label, setting in SETTINGS.items():
         step, added = measure(setting, device, [*compared, *monitors], rounds)
         size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
@@ -231,23 +253,24 @@ def report(device: str, rounds: int, only: list[str]) -> None:
               f"{setting.sequences * setting.length} tokens, {1e3 * step:.0f} ms per step\n")  # fmt: skip
         print("| | ms | of a step | one in 100 | not monitored | compared |\n|---|---|---|---|---|---|")
         for name in compared:
-            print(f"| {name} | {1e3 * added[name]:.2f} | {added[name] / step:.1%} | | | |")
+            print(f"| {name} | {added[name].text(1e-3)} | {added[name].seconds / step:.1%} | | | |")
         for name in monitors:
-            idle = unmonitored(setting, device, name)
+            idle = unmonitored(setting, device, name, rounds)
             cost, comparison = added[name], MONITORS[name][1]
-            ratio = f"{cost / added[comparison]:.2f} x {comparison}"
-            rare = (cost + 99 * idle) / 100 / step
-            cells = f"{1e3 * cost:.2f} | {cost / step:.1%} | {rare:.2%} | {1e6 * idle:.0f} us | {ratio}"
-            print(f"| `{name}` | {cells} |", flush=True)
+            rare = (cost.seconds + 99 * idle.seconds) / 100 / step
+            cells = f"{cost.text(1e-3)} | {cost.seconds / step:.1%} | {rare:.2%} | {idle.text(1e-6, 0)} us"
+            print(f"| `{name}` | {cells} | {cost.over(added[comparison])} {comparison} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], help="first letters of the monitors to measure")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    if args.quick:
+        SETTINGS.pop("wide")
+        args.rounds, args.only = 1, ["StepStats", "SetupCheck"]
     report(args.device, args.rounds, args.only)
 
 

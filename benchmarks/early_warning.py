@@ -123,8 +123,8 @@ def cell(name: str, runs: list[Run]) -> str:
     """Number of runs with a warning before the loss doubled, and the median lead."""
     leads = []
     for doubled, warnings in runs:
-        first = [i for i in warnings[name] if i > FIRST and (doubled is None or i < doubled)]
-        leads += [(doubled or LAST) - first[0]] if first else []
+        if doubled is not None:
+            leads += [doubled - i for i in warnings[name] if FIRST < i < doubled][:1]
     return f"{len(leads)}, {median(leads):.0f}" if leads else "0"
 
 
@@ -132,15 +132,20 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
+    runs, growths = TRAININGS, (CONTROL, *GROWTHS)
+    if args.quick:
+        global FIRST, WARMUP, LAST
+        FIRST, WARMUP, LAST = 30, 20, 60
+        runs, growths, args.seeds = TRAININGS[-1:], (CONTROL, 1.5), [0]
     logging.disable(logging.WARNING)
     print_header("run", "growth", "doubled", *COLUMNS)
-    for training, growth in itertools.product(TRAININGS, (CONTROL, *GROWTHS)):
-        runs = [train(training, seed, growth) for seed in args.seeds]
-        false_alarms = [str(sum(len(warnings[name]) for _, warnings in runs)) for name in COLUMNS]
-        cells = false_alarms if growth == CONTROL else [cell(name, runs) for name in COLUMNS]
-        doubled = sum(at is not None for at, _ in runs)
+    for training, growth in itertools.product(runs, growths):
+        results = [train(training, seed, growth) for seed in args.seeds]
+        false_alarms = [str(sum(len(warnings[name]) for _, warnings in results)) for name in COLUMNS]
+        cells = false_alarms if growth == CONTROL else [cell(name, results) for name in COLUMNS]
+        doubled = sum(at is not None for at, _ in results)
         words = "none: false alarms" if growth == CONTROL else f"{growth - 1:.0%}"
-        print_row(training.name, words, f"{doubled} of {len(runs)}", *cells)
+        print_row(training.name, words, f"{doubled} of {len(results)}", *cells)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from trainings import digits, mean_and_error, options
+from trainings import digits, mean_and_error, options, provenance
 
 from ignite_monitor.scaling import parametrize
 
@@ -174,14 +174,16 @@ def of(results: dict[Run, float], *cell: Any) -> dict[int, float]:
 
 
 def read(path: Path) -> dict[Run, float]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {Run(*line[:-1]): line[-1] for line in map(json.loads, lines)}
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return {Run(*line[:-1]): line[-1] for line in lines if isinstance(line, list)}
 
 
 def work(path: Path, seeds: int, minutes: float) -> None:
-    """Train the missing runs and append a line for each."""
+    """Train the missing runs and append a line for each, after one that says what they are measured with."""
     end = time.monotonic() + 60 * minutes
     results = read(path)
+    with path.open("a") as file:
+        file.write(json.dumps({"measured": provenance()}) + "\n")
     for run in wanted(results, seeds):
         if time.monotonic() > end:
             return
@@ -209,11 +211,11 @@ def best(losses: dict[int, float]) -> Best | None:
     return Best(rate - slope / curvature, math.exp(middle - slope**2 / (2 * curvature)))
 
 
-def bests(results: dict[Run, float], *cell: Any) -> list[Best]:
-    """One entry per seed of a task, kind and width."""
+def bests(results: dict[Run, float], *cell: Any) -> dict[int, Best]:
+    """Fits of a task, kind and width by seed."""
     seeds = sorted({run.seed for run in results if run[:3] == cell})
-    fits = [best(of(results, *cell, seed)) for seed in seeds]
-    return [fit for fit in fits if fit is not None]
+    fits = {seed: best(of(results, *cell, seed)) for seed in seeds}
+    return {seed: fit for seed, fit in fits.items() if fit is not None}
 
 
 def table(results: dict[Run, float]) -> str:
@@ -224,11 +226,11 @@ def table(results: dict[Run, float]) -> str:
     lines.append(["---"] * len(lines[0]))
     for task, kind in STARTS:
         fits = {width: bests(results, task, kind, width) for width in WIDTHS}
-        first = [fit.rate for fit in fits[narrow]]
-        moved = [[fit.rate - rate for rate, fit in zip(first, fits[width], strict=False)] for width in wide]
-        cells = [f"2^{mean_and_error(first, 1)}", *(mean_and_error(shifts, 1, "+") for shifts in moved)]
-        losses = [mean_and_error([fit.loss for fit in fits[width]], 2) for width in WIDTHS]
-        runs = [Run(task, kind, wide[-1], carried(results, task, kind, seed), seed) for seed in range(len(first))]
+        first = {seed: fit.rate for seed, fit in fits[narrow].items()}
+        moved = [[fit.rate - first[seed] for seed, fit in fits[width].items() if seed in first] for width in wide]
+        cells = [f"2^{mean_and_error([*first.values()], 1)}", *(mean_and_error(shifts, 1, "+") for shifts in moved)]
+        losses = [mean_and_error([fit.loss for fit in fits[width].values()], 2) for width in WIDTHS]
+        runs = [Run(task, kind, wide[-1], carried(results, task, kind, seed), seed) for seed in first]
         losses.append(mean_and_error([results[run] for run in runs if run in results], 2))
         lines.append([TASKS[task], KINDS[kind], *cells, *losses])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -247,7 +249,7 @@ def draw(results: dict[Run, float], path: Path) -> None:
                 losses = dict(sorted(of(results, task, kind, width, seed).items()))
                 label = f"width {width}" if seed == seeds[0] else None
                 axes.plot(losses.keys(), losses.values(), ".-", color=colour, linewidth=0.9, markersize=4, label=label)
-            for fit in bests(results, task, kind, width):
+            for fit in bests(results, task, kind, width).values():
                 axes.plot(*fit, "*", color=colour, markersize=11, markeredgecolor="white", markeredgewidth=0.6)
         axes.set_title(f"{TASKS[task]}: {KINDS[kind]}", loc="left", fontsize=10)
         ticks, limits = SHOWN[task]
@@ -274,9 +276,14 @@ def main() -> None:
     if args.draw:
         results = read(args.runs)
         draw(results, args.draw)
+        lines = map(json.loads, args.runs.read_text().splitlines())
+        print("\n".join(dict.fromkeys(line["measured"] for line in lines if isinstance(line, dict))) + "\n")
         print(table(results))
         return
     logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
+    if args.quick:
+        print(train(Run("vit", "mup", 64, -3, 0), steps=2))
+        return
     work(args.runs, args.seeds, args.minutes)
 
 

@@ -205,6 +205,8 @@ def main() -> None:
     parser = options(__doc__, [*(training.name for training in TRAININGS + FALLS), "gan"], seed=1, iterations=1500)
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
+    if args.quick:
+        args.only, args.iterations = [TRAININGS[-1].name, "gan"], FIRST + EVERY * 2
     args.directory.mkdir(parents=True, exist_ok=True)
     for training in TRAININGS:
         if training.name in args.only:

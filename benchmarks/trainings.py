@@ -6,8 +6,11 @@ import argparse
 import functools
 import itertools
 import math
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -22,9 +25,13 @@ Batches = Callable[[], tuple[Tensor, Tensor]]
 
 
 def options(doc: str, only: Iterable[str] = (), **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser of a script's options; ``numbers`` are those with an integer, ``only`` selects runs."""
+    """Return a parser of a script's options; ``numbers`` are those with an integer, ``only`` selects runs.
+
+    ``--quick`` runs the least that passes through all of the script, within seconds; its figures mean nothing.
+    """
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="run as little as possible, to test the script")
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     if only:
@@ -32,8 +39,21 @@ def options(doc: str, only: Iterable[str] = (), **numbers: int) -> argparse.Argu
     return parser
 
 
+def provenance() -> str:
+    """Versions, number of threads and commit of the code that measures."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    python = ".".join(map(str, sys.version_info[:2]))
+    torch_version, ignite_version = torch.__version__.partition("+")[0], version("pytorch-ignite")
+    versions = f"Python {python}, torch {torch_version}, Ignite {ignite_version}, {torch.get_num_threads()} threads"
+    return (
+        f"Measured with {versions}, commit {commit or 'unknown'}: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+    )
+
+
 def print_header(*columns: str) -> None:
-    """Print the head of a table."""
+    """Print where a table comes from, and its head."""
+    print(f"{provenance()}\n")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 

@@ -187,8 +187,9 @@ class AttachedMonitors(MonitorHandle):
     def _attach(self, engine: Engine) -> None:
         for name, (monitor, event) in self._attachments.items():
             monitor.attach(engine, event)
-            for logger, shown in self._loggers if monitor.schema.keys else ():
-                monitor.log_to(logger, engine, include=shown.get(name))
+            for logger, shown in self._loggers:
+                if monitor.schema.keys or isinstance(logger, HDF5Logger):  # which keeps its reports
+                    monitor.log_to(logger, engine, include=shown.get(name))
         vars(engine).setdefault(_ATTACHED, {})[self._prefix] = self
 
     def _parameters(self) -> set[int]:

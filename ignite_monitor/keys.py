@@ -233,7 +233,6 @@ CURVATURE = Schema("curvature", "curvature", (
 
 REPLICAS = Schema("replicas", "replicas", (
     Key("in_sync", "1 if everything compared is the same on all ranks, else 0", chart="replicas in sync"),
-    Key("differing_count", "number of tensors and other items that differ; not reported if ranks hold other items"),
     Key("hash/{name}", "hash of a tensor or another item, an integer below 2**53", when="with ``hashes=True``"),
 ))
 

@@ -71,13 +71,6 @@ def test_muon_example(run_example, arguments, norm, update):
     assert (accuracies(output)[-1] > 0.93) is (not arguments)
 
 
-@pytest.mark.parametrize(("arguments", "skipped"), [((), 2), pytest.param(("--no-skip",), 0, marks=LONG)])
-def test_skipped_example(run_example, arguments, skipped):
-    output = run_example("spikes_skipped.py", "--epochs", "3", *arguments)
-    assert f"Steps skipped: {skipped} of 132" in output
-    assert (accuracies(output)[-1] > 0.9) is bool(skipped)
-
-
 def test_activations_example(run_example):
     assert "iteration 50: loss" in run_example("activations_gpt.py", "--iterations", "50")
     written = scalars(Path("runs/activations_gpt"))
@@ -134,13 +127,11 @@ def test_learning_rate_example(run_example):
     assert Path("learning_rate_transfer.png").read_bytes().startswith(b"\x89PNG")
 
 
-@LONG
 def test_width_sweep_example(run_example):
-    arguments = ("--widths", "64", "128", "256", "512", "--steps", "6", "--output", "sweep.png")
+    arguments = ("--widths", "64", "128", "256", "512", "--steps", "2", "--output", "sweep.png")
     output = run_example("rcc_width_sweep.py", *arguments)
-    slopes = [float(item) for item in re.findall(r"width\^([+-][\d.]+) after one step", output)]
-    assert len(slopes) == 8
-    hidden, last = slopes[5:7], slopes[7]
-    assert max(map(abs, hidden)) < 0.2
+    first, hidden, second, last = (float(item) for item in re.findall(r"width\^([+-][\d.]+) after one step", output))
+    assert first < -0.5
+    assert max(abs(hidden), abs(second)) < 0.2
     assert 0.3 < last < 1.2
     assert Path("sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -5,14 +5,17 @@
             the name, ``"user"`` for any other name; the monitor's key is what follows ``root/`` in the name
 ``ids``     indices of names; a list of indices is stored once, however many rows use it
 ``values``  float64
-``rows``    one row per write: ``count`` values from ``values[values]`` on, with names ``ids[ids:]``; ``step``; ``time``
-            in milliseconds since 1970; ``session``, the number of the logger; ``run``, the number of the engine's run;
-            ``start``, the iteration after which the run started; ``iteration`` of its engine; ``nested``, 1 where the
-            values belong to another engine that ran within it
+``rows``    one row per write: ``count`` values from ``values[first_value]`` on, with names ``ids[first_id:]``;
+            ``step``; ``time`` in milliseconds since 1970; the number of the ``run``; ``iteration`` of its engine;
+            ``nested``, 1 where the values belong to another engine
+``runs``    ``run``, numbers from 0 on; ``session``, the number of the logger; ``start``, the iteration after which the
+            run starts; ``continues``, the run that it continues, ``after`` that run's iteration of this number. -1 and
+            -1 where it continues none; ``after`` is -1 where it replaces the whole run. The last record of a run counts
+``reports`` one JSON line per report of a monitor: ``[run, iteration, monitor, kind, severity, text, names]``
 =========== ==================================================================================================
 
-All datasets are chunked, compressed with deflate and checksummed. No row is ever changed: rows that a resumed run
-replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.reader`).
+All datasets are chunked, compressed with deflate and checksummed. Nothing that is written is ever changed: rows and
+reports that a later run replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.reader`).
 
 HDF5 files can refer to other files, compute data by filters from plugins, and claim any size. Links, layouts, filters
 and sizes are therefore checked before data is read, and the data before anything is computed from it.
@@ -33,18 +36,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT, VERSION = "ignite_monitor", 2
+FORMAT, VERSION = "ignite_monitor", 3
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
-RUNS = 2**62
+LARGEST = 2**62  # number of a run or iteration
+SEVERITIES = ("problem", "warning", "note")
 
-FIELDS = ("step", "iteration", "time", "session", "run", "start", "nested", "ids", "values", "count")
-ROW = np.dtype([(field, "<i8") for field in FIELDS])
+ROW = np.dtype(
+    [(field, "<i8") for field in ("step", "iteration", "time", "run", "nested", "first_id", "first_value", "count")]
+)
+RUN = np.dtype([(field, "<i8") for field in ("run", "session", "start", "continues", "after")])
 
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "names": (np.dtype("u1"), 4096),
     "ids": (np.dtype("<i4"), 4096),
     "values": (np.dtype("<f8"), 8192),
     "rows": (ROW, 512),
+    "runs": (RUN, 64),
+    "reports": (np.dtype("u1"), 4096),
 }
 """One-dimensional datasets: the type of their elements, and the number of elements per chunk."""
 
@@ -55,6 +63,28 @@ class Name(NamedTuple):
     name: str
     kind: str = "user"
     root: str = ""
+
+
+class RecordedReport(NamedTuple):
+    """A line that a monitor has reported.
+
+    Attributes:
+        iteration: its iteration; 0 before the first one.
+        monitor: class and prefix of the monitor.
+        kind: identifier of what is reported.
+        severity: ``"problem"``, ``"warning"`` or ``"note"``.
+        text: the line.
+        names: parameters, modules or groups that it speaks of.
+        run: number of the run in the file.
+    """
+
+    iteration: int
+    monitor: str
+    kind: str
+    severity: str
+    text: str
+    names: tuple[str, ...]
+    run: int
 
 
 def import_h5py() -> ModuleType:
@@ -85,6 +115,13 @@ def create(path: Path) -> None:
             )
 
 
+def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the numbers of several ranges, one after another."""
+    ends = np.cumsum(lengths)
+    numbers: NDArray[np.int64] = np.repeat(starts - ends + lengths, lengths)
+    return numbers + np.arange(len(numbers))
+
+
 def printable(name: str) -> str:
     """Escape control characters, so that a name is safe to print to a terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
@@ -96,12 +133,14 @@ def one_line(error: BaseException) -> str:
 
 
 class Contents(NamedTuple):
-    """The names, lists of names and rows of a file, checked; ``values`` is the dataset."""
+    """What a file holds, checked; ``values`` is the dataset. All texts but names are safe to print."""
 
     sizes: dict[str, int]  # of the datasets
     names: list[Name]
     ids: NDArray[np.int32]
     rows: NDArray[Any]
+    runs: NDArray[Any]  # by number
+    reports: list[RecordedReport]
     values: Any
 
 
@@ -122,9 +161,11 @@ def opened(path: Path) -> Iterator[Contents]:
             file_size = file.id.get_filesize()
             sizes = {name: _check_dataset(h5py, file, name, file_size) for name in COLUMNS}
             rows, ids, names = file["rows"][()], file["ids"][()], _names(file["names"][()].tobytes())
-            _check_rows(rows, sizes)
+            runs = _runs(file["runs"][()])
+            _check_rows(rows, len(runs), sizes)
             _check(_within(ids, len(names)), "ids refers to names that do not exist")
-            yield Contents(sizes, names, ids, rows, file["values"])
+            reports = [_report(entry, len(runs)) for entry in _json_lines("reports", file["reports"][()].tobytes())]
+            yield Contents(sizes, names, ids, rows, runs, reports, file["values"])
     except BlockingIOError:
         raise
     except MemoryError:
@@ -178,10 +219,20 @@ def _check_dataset(h5py: Any, file: Any, name: str, file_size: int) -> int:
     return size
 
 
-def _check_rows(rows: NDArray[Any], sizes: dict[str, int]) -> None:
-    """Check that rows follow each other without a gap, and that their values and names exist."""
-    first, count, ids = (rows[field] for field in ("values", "count", "ids"))
-    limits = {"count": sizes["values"], "ids": sizes["ids"], "nested": 1, "session": RUNS, "run": RUNS, "start": RUNS}
+def _runs(records: NDArray[Any]) -> NDArray[Any]:
+    """Return the last record of every run, after checking that a run continues an earlier one."""
+    run, continues = records["run"], records["continues"]
+    numbers, places = np.unique(run[::-1], return_index=True)
+    in_range = _within(1 + continues, 1 + run) and _within(1 + records["after"], LARGEST + 2)
+    in_range &= _within(records["session"], LARGEST + 1) and _within(records["start"], LARGEST + 1)
+    _check(in_range and np.array_equal(numbers, np.arange(len(numbers))), "runs do not follow each other")
+    return records[::-1][places]
+
+
+def _check_rows(rows: NDArray[Any], runs: int, sizes: dict[str, int]) -> None:
+    """Check that rows follow each other without a gap, and that their values, names and runs exist."""
+    first, count, ids = (rows[field] for field in ("first_value", "count", "first_id"))
+    limits = {"count": sizes["values"], "first_id": sizes["ids"], "nested": 1, "run": runs - 1, "iteration": LARGEST}
     in_range = all(_within(rows[field], limit + 1) for field, limit in limits.items())
     ends = np.cumsum(count)
     _check(
@@ -195,14 +246,29 @@ def _check_rows(rows: NDArray[Any], sizes: dict[str, int]) -> None:
     _check(not np.diff(count[order])[same].any(), "a list of names has two lengths")
 
 
-def _within(numbers: NDArray[Any], end: int) -> bool:
+def _within(numbers: NDArray[Any], end: Any) -> bool:
     return bool(((numbers >= 0) & (numbers < end)).all())
 
 
+def _json_lines(dataset: str, lines: bytes) -> list[Any]:
+    _check(not lines or lines.endswith(b"\n"), f"{dataset} has no end")
+    return [json.loads(line) for line in lines.split(b"\n")[:-1]]
+
+
+def _report(entry: Any, runs: int) -> RecordedReport:
+    types = [int, int, str, str, str, str, list]
+    _check(isinstance(entry, list) and [*map(type, entry)] == types, "reports has lines that are no reports")
+    run, iteration, monitor, kind, severity, text, names = entry
+    valid = 0 <= run < runs and 0 <= iteration <= LARGEST and severity in SEVERITIES
+    _check(valid and all(isinstance(name, str) for name in names), "reports has lines that are no reports")
+    monitor, kind, text = map(printable, (monitor, kind, text))
+    return RecordedReport(iteration, monitor, kind, severity, text, tuple(map(printable, names)), run)
+
+
 def _names(lines: bytes) -> list[Name]:
-    entries = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+    entries = _json_lines("names", lines)
     valid = (isinstance(it, list) and len(it) == 3 and all(isinstance(part, str) for part in it) for it in entries)
-    _check((not lines or lines.endswith(b"\n")) and all(valid), "names has lines other than [name, kind, root]")
+    _check(all(valid), "names has lines other than [name, kind, root]")
     names = [Name(*entry) for entry in entries]
     _check(len({name for name, _, _ in names}) == len(names), "names has a name twice")
     return names

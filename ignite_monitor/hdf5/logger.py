@@ -20,12 +20,14 @@ from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, printable
+from ignite_monitor.hdf5.runs import RunTracker
 from ignite_monitor.hdf5.values import flatten
-from ignite_monitor.hdf5.writer import Clock, Writer
+from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.loggers import Values
+from ignite_monitor.monitor.reports import Report
 
-Origin = Callable[[str], Name]
+MakeOrigin = Callable[[str], Name]
 
 
 class HDF5Logger(BaseLogger):
@@ -78,9 +80,10 @@ class HDF5Logger(BaseLogger):
         self._writer: Writer | None = None
         if idist.get_rank() == 0:
             self._writer = _open(self.path, mode, self.logger)
-            self._clock = Clock(self._writer.first_run, flush_every)
+            self._tracker = RunTracker(self._writer.begin_run, flush_every)
+            self._reports = ReportSources(self._writer, self._tracker)
             # Also at the exit of a program that forgot to close, or that an exception ends.
-            self._finalizer = weakref.finalize(self, self._writer.close)
+            self._finalizer = weakref.finalize(self, _finish, self._writer, self._reports)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
@@ -89,14 +92,26 @@ class HDF5Logger(BaseLogger):
         self._warn_if_closed()
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
+    def keep_reports(self, reports: list[Report], engine: Engine) -> None:
+        """Write what a monitor reports, from before and after this call, each once; ``log_to`` calls it.
+
+        Args:
+            reports: the list to which the monitor appends.
+            engine: the engine that the monitor is attached to.
+        """
+        with self._one_thread:
+            if self._writer is not None:
+                self._reports.add(reports, engine)
+
     def flush(self) -> None:
-        """Write the values that are in memory."""
+        """Write the values and reports that are in memory."""
         if self._writer is None or not self._writer.is_own:  # a forked process may hold a lock of another thread
             return
         with self._one_thread:
-            if self._writer is not None and self._writer.has_rows:
+            if self._writer is not None:
+                self._reports.take()
                 self._writer.flush()
-                self._clock.written()
+                self._tracker.written()
 
     def close(self) -> None:
         """Write the values that are in memory, and release the file. Later values are lost, with one warning."""
@@ -112,10 +127,16 @@ class HDF5Logger(BaseLogger):
                         if engine.has_event_handler(handler, event):
                             engine.remove_event_handler(handler, event)
                 self._engines.clear()
-                writer.close()
+                _finish(writer, self._reports)
 
     def _write(
-        self, engine: Engine, step: Any, values: dict[Any, Any], tag: str | None = None, origin: Origin = Name
+        self,
+        engine: Engine,
+        step: Any,
+        values: dict[Any, Any],
+        tag: str | None = None,
+        make_origin: MakeOrigin = Name,
+        has_own_steps: bool = True,
     ) -> None:
         """Append the values of an engine at a step; names have the tag, and a slash, before them."""
         if not isinstance(step, int) or not -(2**63) <= step < 2**63:
@@ -128,8 +149,9 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                self._writer.add(step, tag, names, numbers, self._clock.position(engine), origin)
-                if self._clock.is_time():
+                position = self._tracker.position(engine, has_own_steps)
+                self._writer.add(step, tag, names, numbers, position, make_origin)
+                if self._tracker.is_time():
                     self.flush()
 
     @property
@@ -175,17 +197,58 @@ class HDF5Logger(BaseLogger):
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
-            self._clock.start(engine)
+            if self._writer is not None:
+                self._reports.take(of_begun_runs=True)
+                self._tracker.start(engine)
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
-            self._clock.tick(engine)
-            if self._clock.is_time():
-                self.flush()
+            if self._writer is not None:
+                is_urgent = self._reports.take()
+                self._tracker.tick(engine)
+                if is_urgent or self._tracker.is_time():
+                    self.flush()
 
     def _skip(self, name: str, value: Any) -> None:
         described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
         self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
+
+
+class ReportSources:
+    """Lists to which monitors append reports, and how many of each have been given to a writer."""
+
+    def __init__(self, writer: Writer, tracker: RunTracker) -> None:
+        self._writer, self._tracker = writer, tracker
+        self._sources: dict[int, tuple[list[Report], weakref.ref[Engine]]] = {}  # id of the list ->
+        self._taken: dict[int, int] = {}
+
+    def add(self, reports: list[Report], engine: Engine) -> None:
+        """Add a list, unless it is known."""
+        self._sources.setdefault(id(reports), (reports, weakref.ref(engine)))
+
+    def take(self, of_begun_runs: bool = False) -> bool:
+        """Give new reports to the writer; return True if one is a problem.
+
+        Args:
+            of_begun_runs: leave out those of engines whose first run has not begun.
+        """
+        is_urgent = False
+        for key, (reports, reference) in self._sources.items():
+            engine = reference()
+            while (taken := self._taken.get(key, 0)) < len(reports):
+                if of_begun_runs and not (engine is not None and self._tracker.has_run(engine)):
+                    break
+                iteration, *parts = reports[taken]
+                self._taken[key] = taken + 1
+                self._writer.add_report(self._tracker.run_of_report(engine), iteration, *parts)
+                is_urgent |= reports[taken].severity == "problem"
+        return is_urgent
+
+
+def _finish(writer: Writer, reports: ReportSources) -> None:
+    if writer.is_own:
+        reports.take()
+    writer.close()
 
 
 def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
@@ -205,6 +268,7 @@ class OutputHandler(BaseOutputHandler):
 
     def __init__(self, tag: str | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(tag or "", *args, **kwargs)
+        self._has_own_steps = self.global_step_transform.__module__ == BaseOutputHandler.__module__  # Ignite's default
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if not _writes(self, logger):
@@ -220,10 +284,10 @@ class OutputHandler(BaseOutputHandler):
             output = self.output_transform(engine.state.output)
             own = (output if isinstance(output, dict) else {"output": output}) | own
         step = self.global_step_transform(engine, event_name)
-        origin = functools.partial(self._origin, engine, published.keys() - own.keys())
-        logger._write(engine, step, published | own, self.tag or None, origin)
+        make_origin = functools.partial(self._make_origin, engine, published.keys() - own.keys())
+        logger._write(engine, step, published | own, self.tag or None, make_origin, self._has_own_steps)
 
-    def _origin(self, engine: Engine, published: set[str], name: str) -> Name:
+    def _make_origin(self, engine: Engine, published: set[str], name: str) -> Name:
         """The monitor that published a value: one of the engine's metrics, or the values of a monitor's ``log_to``."""
         full = f"{self.tag}/{name}" if self.tag else name
         source = EventSource.on(engine)

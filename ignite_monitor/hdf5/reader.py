@@ -6,21 +6,18 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.checks import check_pattern
-from ignite_monitor.hdf5.layout import Contents, Name, opened
+from ignite_monitor.checks import check_count, check_pattern
+from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, ranges
 
 RETRIES = 50
-BLOCK = 2**18  # values
-
-Indices = NDArray[np.int64]
+BLOCK = 2**16  # values
+ENDLESS = 2**63 - 1
 
 
 class Series(NamedTuple):
@@ -35,25 +32,42 @@ class Recording(dict[str, Series]):
 
     Args:
         series: name -> (steps, values).
-        rows: name -> the rows of its values.
+        rows: name -> step, iteration, time and session of each value.
         monitors: name -> the monitor that published it.
+        reports: what monitors reported.
+
+    Attributes:
+        reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
     """
 
-    def __init__(self, series: dict[str, Series], rows: dict[str, NDArray[Any]], monitors: dict[str, Name]) -> None:
+    def __init__(
+        self,
+        series: dict[str, Series],
+        rows: dict[str, _Rows],
+        monitors: dict[str, Name],
+        reports: list[RecordedReport],
+    ) -> None:
         super().__init__(series)
-        self._rows, self._monitors = rows, monitors
+        self._rows, self._monitors, self.reports = rows, monitors, reports
 
     def times(self, name: str) -> NDArray[np.datetime64]:
         """Return the times at which the values of a name were written, in UTC, to the millisecond."""
-        return self._rows[name]["time"].astype("datetime64[ms]")
+        return self._rows[name].field("time").astype("datetime64[ms]")
 
     def iterations(self, name: str) -> NDArray[np.int64]:
-        """Return the iterations of a name's values; of an evaluator's values, those of the trainer."""
-        return self._rows[name]["iteration"]
+        """Return the iterations of a name's values; of an evaluator's values, those of the trainer.
+
+        Where an engine was run again from the beginning, the iterations of its earlier runs are added.
+        """
+        return self._rows[name].field("iteration")
 
     def sessions(self, name: str) -> NDArray[np.int64]:
         """Return the number of the logger that wrote each value: 0 for the one that created the file."""
-        return self._rows[name]["session"]
+        return self._rows[name].field("session")
+
+    def runs(self, name: str) -> NDArray[np.int64]:
+        """Return the number of the run that each value belongs to."""
+        return self._rows[name].field("run")
 
     def monitor(self, name: str) -> tuple[str, str]:
         """Return the kind of the monitor that published a name, and what precedes the monitor's key in it.
@@ -63,22 +77,37 @@ class Recording(dict[str, Series]):
         return self._monitors[name][1:]
 
 
-def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
+class _Rows(NamedTuple):
+    """The rows of a name's values."""
+
+    rows: dict[str, NDArray[np.int64]]  # fields of all rows
+    which: NDArray[np.intp]
+
+    def field(self, name: str) -> NDArray[np.int64]:
+        return self.rows[name][self.which]
+
+
+def read_hdf5(
+    path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None, *, before_run: int | None = None
+) -> Recording:
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
 
-    Values that a resumed run has replaced are not returned.
+    Values and reports that a later run has replaced are not returned: those after the iteration from which a run was
+    resumed, and those of a training that was started again from the beginning.
 
     Args:
         path: the file.
         metrics: a regular expression; only values of names in which it is found are kept in memory.
+        before_run: number of a run; read what the file held before this run. None for everything.
 
     Returns:
-        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64.
+        A mapping: name -> (steps, values), two NumPy arrays of int64 and float64. Its list ``reports`` holds what
+        monitors have reported, with the fields iteration, monitor, kind, severity, text, names and run.
 
     Raises:
-        TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
+        TypeError: if ``path`` is no path, ``metrics`` no regular expression, or ``before_run`` no integer.
         FileNotFoundError: if the file does not exist.
-        ValueError: if it is damaged, or was not written by HDF5Logger.
+        ValueError: if ``before_run`` is negative, or the file is damaged, or was not written by HDF5Logger.
         BlockingIOError: if a program other than HDF5Logger is writing it.
         ModuleNotFoundError: if h5py is not installed.
 
@@ -90,123 +119,114 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
     pattern = check_pattern("metrics", metrics)
+    if before_run is not None:
+        check_count("before_run", before_run, least=0)
     path = Path(path)
     for _ in range(RETRIES):
         with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
-            return _read(path, pattern)
+            return _read(path, pattern, before_run)
         time.sleep(0.01)
-    return _read(path, pattern)
+    return _read(path, pattern, before_run)
 
 
-def _read(path: Path, pattern: re.Pattern[str] | None) -> Recording:
+def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -> Recording:
     with opened(path) as contents:
+        runs = contents.runs[:before_run]
+        lineage = _lineage(runs)
+        kept = _current(contents.rows, contents.ids, runs, lineage)
         wanted = np.array([pattern is None or pattern.search(name) is not None for name, _, _ in contents.names], bool)
-        rows = contents.rows[_current(contents.rows, contents.ids)]
-        rows_of: dict[str, NDArray[Any]] = {}
-        places: list[Indices] = []
-        for number, indices, offsets in _occurrences(rows, contents.ids, wanted):
-            rows_of[contents.names[number].name] = rows[indices]
-            places.append(rows["values"][indices] + offsets)
-        values = _values(contents, places)
-    series = {name: Series(own["step"], part) for (name, own), part in zip(rows_of.items(), values, strict=True)}
-    return Recording(series, rows_of, {name.name: name for name in contents.names})
+        numbers, which, values = _values(contents, wanted, kept)
+        reports = _current_reports(contents.reports, lineage)
+    rows, run = contents.rows, np.minimum(contents.rows["run"], max(0, len(runs) - 1))
+    fields = {name: np.ascontiguousarray(rows[name]) for name in ("step", "time", "run")}
+    if len(runs):
+        fields |= {"iteration": rows["iteration"] + lineage.shifts[run], "session": runs["session"][run]}
+    series, rows_of, end = {}, {}, 0
+    for (name, _, _), count in zip(contents.names, np.bincount(numbers, minlength=len(wanted)).tolist(), strict=True):
+        if count:
+            begin, end = end, end + count
+            rows_of[name] = own = _Rows(fields, which[begin:end])
+            series[name] = Series(own.field("step"), values[begin:end])
+    return Recording(series, rows_of, {name.name: name for name in contents.names}, reports)
 
 
-def _occurrences(
-    rows: NDArray[Any], ids: NDArray[np.int32], wanted: NDArray[np.bool_]
-) -> Iterator[tuple[int, Indices, Indices]]:
-    """(index of a name, the rows that have it, its offset in each row), for the wanted names."""
-    lists, first, which, uses = np.unique(rows["ids"], return_index=True, return_inverse=True, return_counts=True)
-    lengths = rows["count"][first]
-    of_list = np.repeat(np.arange(len(lists)), lengths)
-    places = _ranges(lists, lengths)
-    numbers, offsets = ids[places], places - lists[of_list]
-    by_list, starts = np.argsort(which, kind="stable"), np.cumsum(uses) - uses
+def _values(
+    contents: Contents, wanted: NDArray[np.bool_], kept: NDArray[np.bool_]
+) -> tuple[NDArray[Any], NDArray[np.intp], NDArray[np.float64]]:
+    """(index of the name, row, value) of all wanted values in current rows, sorted by name, then in time.
+
+    The values of one block of rows are in memory at a time.
+    """
+    rows, parts = contents.rows, []
+    kind = np.min_scalar_type(len(wanted))  # NumPy sorts small integers in linear time
+    ends = np.cumsum(rows["count"])
+    begin = 0
+    while begin < len(rows):
+        done = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, done + BLOCK, side="right")))
+        block = rows[begin:end]
+        numbers = contents.ids[ranges(block["first_id"], block["count"])]
+        use = np.flatnonzero(wanted[numbers] & np.repeat(kept[begin:end], block["count"]))
+        if len(use):
+            which = np.repeat(np.arange(begin, end), block["count"])[use]
+            parts.append((numbers[use].astype(kind), which, contents.values[done : ends[end - 1]][use]))
+        begin = end
+    if not parts:
+        return np.empty(0, np.intp), np.empty(0, np.intp), np.empty(0)
+    numbers, which, values = (np.concatenate(part) for part in zip(*parts, strict=True))
     order = np.argsort(numbers, kind="stable")
-    order = order[wanted[numbers[order]]]
-    for same in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else ():
-        indices = of_list[same]
-        in_rows = by_list[_ranges(starts[indices], uses[indices])]
-        in_time = np.argsort(in_rows, kind="stable")
-        yield int(numbers[same[0]]), in_rows[in_time], np.repeat(offsets[same], uses[indices])[in_time]
+    return numbers[order], which[order], values[order]
 
 
-def _ranges(starts: Indices, lengths: Indices) -> Indices:
-    """The numbers of several ranges, one after another."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
+class _Lineage(NamedTuple):
+    """Of every run."""
+
+    roots: NDArray[np.int64]  # the first run of the training
+    limits: NDArray[np.int64]  # the last iteration that no later run replaces; -1 for none
+    shifts: NDArray[np.int64]  # number of iterations before its own
 
 
-def _values(contents: Contents, places: list[Indices]) -> list[NDArray[np.float64]]:
-    """Values at places; one block of all values is in memory at a time."""
-    flat = np.concatenate([np.empty(0, np.int64), *places])
-    order, out = np.argsort(flat), np.empty(len(flat))
-    ends = np.searchsorted(flat, np.arange(0, contents.sizes["values"] + BLOCK, BLOCK), sorter=order)
-    for block, (first, end) in enumerate(pairwise(ends)):
-        if first < end:
-            where = order[first:end]
-            out[where] = contents.values[block * BLOCK : (block + 1) * BLOCK][flat[where] - block * BLOCK]
-    return np.split(out, np.cumsum([len(at) for at in places])[:-1]) if places else []
+def _lineage(runs: NDArray[Any]) -> _Lineage:
+    """Which part of every run is current: that from which the newest run with the same root descends."""
+    roots, limits, shifts = [*range(len(runs))], [-1] * len(runs), [0] * len(runs)
+    records = [*zip(*(runs[field].tolist() for field in ("start", "continues", "after")), strict=True)]
+    for number, (start, continues, after) in enumerate(records):
+        if continues >= 0:
+            roots[number] = roots[continues]
+            shifts[number] = shifts[continues] + after - start if after >= 0 else 0
+    for newest in {root: number for number, root in enumerate(roots)}.values():
+        number, limit = newest, ENDLESS
+        while number >= 0 and limit >= 0:
+            limits[number] = limit
+            start, number, after = records[number]
+            limit = after if start < after else min(limit, after)  # all of a run that starts at 0 once more is added
+    return _Lineage(np.array(roots), np.array(limits), np.array(shifts))
 
 
-class _Run(NamedTuple):
-    rows: NDArray[np.int64]
-    start: int
-    session: int
-    first_step: int
-    last_step: int
-    names: set[tuple[int, int]]  # (nested, index)
-
-
-def _current(rows: NDArray[Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _current(rows: NDArray[Any], ids: NDArray[np.int32], runs: NDArray[Any], lineage: _Lineage) -> NDArray[np.bool_]:
     """Mask of the rows that no later run replaces.
 
-    A run that resumes from iteration n replaces what earlier runs with one of its names recorded after n, back to the
-    one that started from the beginning. Values of engines that ran within a run (an evaluator's) are compared with such
-    values only, so that a later evaluation replaces nothing of a training run. A run from the beginning replaces the
-    runs of earlier sessions whose steps it repeats, and nothing of its own session (another loader: steps are added).
+    Rows between two iterations, as at the start of an epoch, are replaced only if the later run has written them again.
     """
-    kept = np.ones(len(rows), bool)
-    numbers, which = np.unique(rows["run"], return_inverse=True)
-    if len(numbers) < 2:
+    kept = rows["run"] < len(runs)
+    if not len(runs):
         return kept
-    runs: list[_Run] = []
-    for index in np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]):
-        (start, session), steps = (int(rows[field][index[0]]) for field in ("start", "session")), rows["step"][index]
-        run = _Run(index, start, session, int(steps.min()), int(steps.max()), _names(rows[index], ids))
-        for old in reversed(runs):
-            if run.start == 0:
-                repeats = old.session < run.session and old.last_step >= run.first_step
-                if repeats and not run.names.isdisjoint(old.names):
-                    kept[old.rows] = False
-            elif not run.names.isdisjoint(old.names):
-                iterations = rows["iteration"][old.rows]
-                kept[old.rows[iterations > run.start]] = False
-                _drop_repeated(rows, ids, kept, old.rows[iterations == run.start], run)
-                if old.start == 0:
-                    break
-        runs.append(run)
+    run, iteration = np.where(kept, rows["run"], 0), rows["iteration"]
+    limit, is_resumed = lineage.limits[run], runs["continues"][run] >= 0
+    kept &= iteration <= limit
+    again: dict[tuple[Any, ...], int] = {}  # content of a row -> the newest run that has it
+    for index in np.flatnonzero(kept & ((iteration == limit) | (is_resumed & (iteration == runs["start"][run]))))[::-1]:
+        row = rows[index]
+        names = ids[row["first_id"] :][: row["count"]].tobytes()
+        content = int(lineage.roots[row["run"]]), int(row["iteration"]), int(row["nested"]), int(row["step"]), names
+        kept[index] = again.setdefault(content, int(row["run"])) == row["run"]
     return kept
 
 
-def _names(rows: NDArray[Any], ids: NDArray[np.int32]) -> set[tuple[int, int]]:
-    _, first = np.unique(2 * rows["ids"] + rows["nested"], return_index=True)
-    return {(int(row["nested"]), name) for row in rows[first] for name in _names_of(row, ids).tolist()}
-
-
-def _names_of(row: Any, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    return ids[row["ids"] : row["ids"] + row["count"]]
-
-
-def _drop_repeated(
-    rows: NDArray[Any], ids: NDArray[np.int32], kept: NDArray[np.bool_], old: NDArray[np.int64], run: _Run
-) -> None:
-    """Drop rows that were written between two iterations, as at the start of an epoch, and are written again."""
-
-    def content(row: Any) -> tuple[int, int, bytes]:
-        return int(row["nested"]), int(row["step"]), _names_of(row, ids).tobytes()
-
-    again = {content(row) for row in rows[run.rows[rows["iteration"][run.rows] == run.start]]} if len(old) else set()
-    for index in old:
-        if content(rows[index]) in again:
-            kept[index] = False
+def _current_reports(reports: list[RecordedReport], lineage: _Lineage) -> list[RecordedReport]:
+    """The reports that no later run replaces, nor has made again; iterations are counted as those of values."""
+    limits, shifts = lineage.limits.tolist(), lineage.shifts.tolist()
+    kept = [it for it in reports if it.run < len(limits) and it.iteration <= limits[it.run]]
+    kept = [it._replace(iteration=it.iteration + shifts[it.run]) for it in kept]
+    newest = {(lineage.roots[it.run], it[:6]): it.run for it in kept}
+    return [it for it in kept if newest[lineage.roots[it.run], it[:6]] == it.run]

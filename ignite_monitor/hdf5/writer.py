@@ -1,4 +1,4 @@
-"""Rows of named values: the run and iteration they belong to; collected in memory and written together."""
+"""Rows of named values, and reports: collected in memory, and written together."""
 
 from __future__ import annotations
 
@@ -6,110 +6,36 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
-from ignite.engine import Engine
 from numpy.typing import NDArray
 
 from ignite_monitor.hdf5.double_buffer import DoubleBuffer, Patch
-from ignite_monitor.hdf5.layout import ROW, Name, one_line, opened, printable
+from ignite_monitor.hdf5.layout import ROW, RUN, Contents, Name, one_line, opened, printable, ranges
+from ignite_monitor.hdf5.runs import Position, Run
 
-SECONDS = 10.0  # after which rows are written
 REMEMBERED = 64  # lists of names
 KEPT_BYTES = 2**27  # of rows kept in memory at most while writing fails
 ROW_BYTES, NAME_BYTES = 512, 256  # approximate size of a row and of a name in a list of names, without the values
 
 
-class Position(NamedTuple):
-    """Run and iteration of a row: see :mod:`ignite_monitor.hdf5.layout`."""
-
-    run: int
-    start: int
-    iteration: int
-    nested: bool
-
-
 @dataclass
-class _Run:
-    number: int
-    start: int
-    last: int  # iteration
-
-
-class Clock:
-    """Follows the engines that a logger is attached to.
-
-    An engine whose ``run()`` is called within that of another one belongs to the other's run. The call stack decides
-    it: an engine that has raised is no longer on it, whatever it raised and however long the engine lives.
-    """
-
-    def __init__(self, next_run: int, flush_every: int) -> None:
-        self._next_run, self._flush_every = next_run, flush_every
-        self._runs: WeakKeyDictionary[Engine, _Run] = WeakKeyDictionary()
-        self.written()
-
-    def start(self, engine: Engine) -> None:
-        """Begin a run."""
-        self._begin(engine, engine.state.iteration)
-
-    def tick(self, engine: Engine) -> None:
-        """Count an iteration; an iteration that was counted before begins a run."""
-        self._iterations += 1
-        run, iteration = self._runs.get(engine), engine.state.iteration
-        if run is None or iteration <= run.last:
-            run = self._begin(engine, iteration - 1)
-        run.last = iteration
-
-    def position(self, engine: Engine) -> Position:
-        """Return the position of a value that comes from an engine now."""
-        outermost = _outermost() or engine
-        run, iteration = self._runs.get(outermost), outermost.state.iteration
-        if run is None or iteration < run.last:  # an engine that is not followed
-            run = self._begin(outermost, max(0, iteration - 1))
-        run.last = iteration
-        return Position(run.number, run.start, iteration, outermost is not engine)
-
-    def is_time(self) -> bool:
-        """Return True if rows should be written: after enough iterations or seconds."""
-        return self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
-
-    def written(self) -> None:
-        """Count from now on."""
-        self._iterations, self._written = 0, time.monotonic()
-
-    def _begin(self, engine: Engine, start: int) -> _Run:
-        run = self._runs[engine] = _Run(self._next_run, start, start)
-        self._next_run += 1
-        return run
-
-
-def _outermost() -> Engine | None:
-    """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
-    outermost, frame = None, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is Engine.run.__code__:
-            outermost = frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return outermost
-
-
-@dataclass
-class Waiting:
-    """Rows that are not in the file yet. One object, so that an interrupt leaves the state before or after a write."""
+class PendingRows:
+    """What is not in the file yet. One object, so that an interrupt leaves the state before or after a write."""
 
     sizes: dict[str, int]  # of the file's datasets
     names: int  # in the file
+    runs: int = 0  # of this session in the file
+    changed_runs: list[Run] = field(default_factory=list)
     ids: list[NDArray[np.int32]] = field(default_factory=list)
-    rows: list[tuple[int, ...]] = field(default_factory=list)  # the fields of ROW
-    values: list[NDArray[np.float64]] = field(default_factory=list)
+    rows: list[tuple[tuple[int, ...], NDArray[np.float64]]] = field(default_factory=list)  # fields of ROW, and values
+    reports: list[str] = field(default_factory=list)  # JSON lines
     bytes: int = 0  # of memory, approximately
 
 
@@ -127,14 +53,18 @@ class Writer:
         with contextlib.ExitStack() as undo:
             undo.callback(self._release)
             with opened(path) as contents:
-                sizes, names, rows = contents.sizes, contents.names, contents.rows
+                sizes, names, runs = contents.sizes, contents.names, contents.runs
+                self._run_of_name = _newest_runs(contents)
+                self._ends = _ends(contents)
             undo.pop_all()
-        self.first_run = int(rows["run"].max(initial=-1)) + 1
-        self._session = int(rows["session"].max(initial=-1)) + 1
+        self._first_run = len(runs)
+        self._runs: list[Run] = []  # of this session
+        self._session = int(runs["session"].max(initial=-1)) + 1
         self._names = {name.name: name for name in names}
         self._ids = {name: index for index, name in enumerate(self._names)}
-        self._lists: dict[tuple[str | None, tuple[str, ...]], int] = {}  # names -> place of their list in ``ids``
-        self._waiting = Waiting(sizes, len(names))
+        self._lists: dict[tuple[str | None, tuple[str, ...]], tuple[int, NDArray[np.int32]]] = {}  # names -> place, ids
+        self._run_of_list: dict[tuple[int, bool], int] = {}  # place of a list, nested -> the last run that used it
+        self._pending = PendingRows(sizes, len(names))
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
 
     @property
@@ -143,9 +73,21 @@ class Writer:
         return os.getpid() == self._process
 
     @property
-    def has_rows(self) -> bool:
-        """True if there are rows to be written."""
-        return bool(self._waiting.rows)
+    def is_pending(self) -> bool:
+        """True if there is something to be written."""
+        return bool(self._pending.rows or self._pending.reports)
+
+    def begin_run(self, start: int, continues: int = -1, after: int = -1) -> Run:
+        """Return a new run.
+
+        Args:
+            start: the iteration after which it starts.
+            continues: the number of the engine's former run.
+            after: that run's iteration after which it continues.
+        """
+        run = Run(self._first_run + len(self._runs), start, start, continues=continues, after=after)
+        self._runs.append(run)
+        return run
 
     def add(
         self,
@@ -154,34 +96,43 @@ class Writer:
         names: tuple[str, ...],
         values: NDArray[np.float64],
         position: Position,
-        origin: Callable[[str], Name],
+        make_origin: Callable[[str], Name],
     ) -> None:
         """Take a row, unless writing has failed for so long that memory is used up.
 
         Args:
-            origin: called with a value's name, without the tag, if the name is new.
+            make_origin: called with a value's name, without the tag, if the name is new.
         """
-        waiting = self._waiting
-        if self._lost is not None and waiting.bytes >= KEPT_BYTES:
-            self._lost += len(values)
+        if not self._has_room(len(values)):
             return
+        pending, (run, iteration, nested) = self._pending, position
         if (tag, names) not in self._lists:
             if len(self._lists) >= REMEMBERED:
                 self._lists.clear()
-            ids = np.array([self._index_of(tag, name, origin) for name in names], np.int32)
-            self._lists[tag, names] = waiting.sizes["ids"] + sum(map(len, waiting.ids))
-            waiting.ids.append(ids)
-            waiting.bytes += NAME_BYTES * len(ids)
-        run, start, iteration, nested = position
-        times, ids_at = int(1000 * time.time()), self._lists[tag, names]
-        row = step, iteration, times, self._session, run, start, nested, ids_at, 0, len(values)
-        waiting.rows.append(row)
-        waiting.values.append(values)
-        waiting.bytes += ROW_BYTES + values.nbytes
+                self._run_of_list.clear()
+            ids = np.array([self._index_of(tag, name, make_origin) for name in names], np.int32)
+            self._lists[tag, names] = pending.sizes["ids"] + sum(map(len, pending.ids)), ids
+            pending.ids.append(ids)
+            pending.bytes += NAME_BYTES * len(ids)
+        place, ids = self._lists[tag, names]
+        if self._run_of_list.get((place, nested)) != run.number:
+            self._find_continued(run, nested, ids.tolist(), step)
+            self._run_of_list[place, nested] = run.number
+        run.last_step = max(run.last_step, step)
+        row = step, iteration, int(1000 * time.time()), run.number, nested, place, 0, len(values)
+        pending.rows.append((row, values))
+        pending.bytes += ROW_BYTES + values.nbytes
+
+    def add_report(self, run: Run, iteration: int, *parts: Any) -> None:
+        """Take a report: monitor, kind, severity, text, names."""
+        if self._has_room(1):
+            line = json.dumps([run.number, max(0, iteration), *parts]) + "\n"
+            self._pending.reports.append(line)
+            self._pending.bytes += ROW_BYTES + len(line)
 
     def flush(self) -> None:
-        """Write the pending rows."""
-        if self._file is None or not self.has_rows or not self.is_own:
+        """Write what is pending."""
+        if self._file is None or not self.is_pending or not self.is_own:
             return
         try:
             patch, after = self._patch()
@@ -192,21 +143,21 @@ class Writer:
                 text = "writing failed: %s; keeping the values in memory and retrying at every flush"
                 self._log(text, one_line(error))
             return
-        self._waiting = after
+        self._pending = after
         if self._lost is not None:
             self._log("writing works again: %d values are lost", self._lost)
             self._lost = None
 
     def close(self) -> None:
-        """Write the pending rows, and release the file."""
+        """Write what is pending, and release the file."""
         try:
             self.flush()
             if self.is_own and self._lost is not None:
-                self._lost += sum(map(len, self._waiting.values))
+                self._lost += len(self._pending.reports) + sum(len(values) for _, values in self._pending.rows)
                 self._log("writing failed to the end: %d values are lost", self._lost)
         finally:
             self._release()
-            self._waiting, self._lost = Waiting({}, 0), None
+            self._pending, self._lost = PendingRows({}, 0), None
 
     def _release(self) -> None:
         file, self._file = self._file, None
@@ -216,27 +167,80 @@ class Writer:
     def _log(self, text: str, *values: object) -> None:
         self._logger.warning(f"HDF5Logger (%s): {text}.", printable(str(self.path)), *values)
 
-    def _patch(self) -> tuple[Patch, Waiting]:
+    def _has_room(self, values: int) -> bool:
+        if self._lost is None or self._pending.bytes < KEPT_BYTES:
+            return True
+        self._lost += values
+        return False
+
+    def _patch(self) -> tuple[Patch, PendingRows]:
         """The patch to write, and the state once it is written."""
-        waiting = self._waiting
-        rows = np.array(waiting.rows, ROW)
-        rows["values"] = waiting.sizes["values"] + np.cumsum(rows["count"]) - rows["count"]
-        lines = "".join(json.dumps(self._names[name]) + "\n" for name in islice(self._ids, waiting.names, None))
+        pending = self._pending
+        rows = np.array([row for row, _ in pending.rows], ROW)
+        rows["first_value"] = pending.sizes["values"] + np.cumsum(rows["count"]) - rows["count"]
+        lines = "".join(json.dumps(self._names[name]) + "\n" for name in islice(self._ids, pending.names, None))
+        runs = [*self._runs[pending.runs :], *pending.changed_runs]
+        records = [(run.number, self._session, run.start, run.continues, run.after) for run in runs]
         additions: dict[str, NDArray[Any]] = {
             "names": np.frombuffer(lines.encode("ascii"), np.uint8),
-            "ids": np.concatenate([np.empty(0, np.int32), *waiting.ids]),
+            "ids": np.concatenate([np.empty(0, np.int32), *pending.ids]),
             "rows": rows,
-            "values": np.concatenate(waiting.values),
+            "values": np.concatenate([np.empty(0), *(values for _, values in pending.rows)]),
+            "runs": np.array(records, RUN),
+            "reports": np.frombuffer("".join(pending.reports).encode("ascii"), np.uint8),
         }
-        patch = [(name, waiting.sizes[name], elements) for name, elements in additions.items() if len(elements)]
-        sizes = {name: waiting.sizes[name] + len(elements) for name, elements in additions.items()}
-        return patch, Waiting(sizes, len(self._ids))
+        patch = [(name, pending.sizes[name], elements) for name, elements in additions.items() if len(elements)]
+        sizes = {name: pending.sizes[name] + len(elements) for name, elements in additions.items()}
+        return patch, PendingRows(sizes, len(self._ids), len(self._runs))
 
-    def _index_of(self, tag: str | None, name: str, origin: Callable[[str], Name]) -> int:
+    def _find_continued(self, run: Run, nested: bool, ids: list[int], step: int) -> None:
+        """Find the run that a run continues: the newest earlier one with one of these names."""
+        named = self._run_of_name[nested]
+        older = max((number for index in ids if (number := named.get(index, -1)) < run.number), default=-1)
+        named.update(dict.fromkeys(ids, run.number))
+        if run.continues >= 0 or older < 0:
+            return
+        last, last_step = self._ends[older] if older < self._first_run else self._end_of(older)
+        run.continues = older
+        if run.start:
+            run.after = run.start
+        elif step > last_step:  # the user's steps go on
+            run.after = last
+        elif older >= self._first_run:
+            text = "a second training writes under the names of run %d: read_hdf5(path) returns the second, and "
+            self._log(text + "read_hdf5(path, before_run=%d) the first; give each training a file", older, run.number)
+        if run.number < self._first_run + self._pending.runs:
+            self._pending.changed_runs.append(run)
+
+    def _end_of(self, number: int) -> tuple[int, int]:
+        run = self._runs[number - self._first_run]
+        return run.last, run.last_step
+
+    def _index_of(self, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
         full = name if tag is None else f"{tag}/{name}" if name else tag
         if not full.isascii():  # two surrogates may be one character when they are read
             full = json.loads(json.dumps(full))
         if full not in self._ids:
-            self._names[full] = origin(name)._replace(name=full)
+            self._names[full] = make_origin(name)._replace(name=full)
             self._ids[full] = len(self._ids)
         return self._ids[full]
+
+
+def _newest_runs(contents: Contents) -> tuple[dict[int, int], dict[int, int]]:
+    """For values of the run's engine, and of engines that ran within it: index of a name -> the newest run with it."""
+    newest = np.full((2, len(contents.names)), -1)
+    lists, places = np.unique(contents.rows[["first_id", "count", "nested"]], return_inverse=True)
+    runs = np.zeros(len(lists), np.int64)
+    np.maximum.at(runs, places, contents.rows["run"])
+    ids = contents.ids[ranges(lists["first_id"], lists["count"])]
+    np.maximum.at(newest, (np.repeat(lists["nested"], lists["count"]), ids), np.repeat(runs, lists["count"]))
+    own, nested = ({index: run for index, run in enumerate(row) if run >= 0} for row in newest.tolist())
+    return own, nested
+
+
+def _ends(contents: Contents) -> list[tuple[int, int]]:
+    """The last iteration and the largest step of every run."""
+    rows, ends = contents.rows, np.full((2, len(contents.runs)), -1)
+    for end, field_name in zip(ends, ("iteration", "step"), strict=True):
+        np.maximum.at(end, rows["run"], rows[field_name])
+    return [*zip(*ends.tolist(), strict=True)]

@@ -15,7 +15,8 @@ LinearMap = Callable[[Tensor, Tensor], Tensor]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_OVER_CHANNELS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.PReLU)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_OVER_CHANNELS = (*_BATCH_NORMS, nn.GroupNorm, nn.PReLU)
 
 
 def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -54,6 +55,9 @@ def feature_dim(module: nn.Module) -> int:
     """The dimension that holds the features in a module's inputs and outputs."""
     if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         return -len(module.kernel_size) - 1
+    for dims, kind in enumerate(_INSTANCE_NORMS, start=1):
+        if isinstance(module, kind):  # which takes inputs without a batch too
+            return -dims - 1
     return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 

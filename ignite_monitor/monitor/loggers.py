@@ -33,6 +33,8 @@ def add_logger(
         if single not in State.event_to_attr and single not in list(MonitorEvents):
             raise ValueError(f"Argument event should be an event that counts epochs or iterations, but given {single}")
     register_events(engine)
+    if (keep_reports := getattr(logger, "keep_reports", None)) is not None:
+        keep_reports(monitor.reports, engine)
     if isinstance(logger, ProgressBar):  # whose own attach() returns no handles
         values = Values(monitor, "", selection)
         handler = logger._create_output_handler(logger.tqdm_kwargs.get("desc", ""), output_transform=values)

@@ -84,10 +84,10 @@ class LayerChanges(Comparison):
         self._calls = []
 
     def means(self, incomplete: Collection[str]) -> Tensor:
-        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`, without incomplete layers."""
-        calls = [(self._rows[name], result) for name, result in self._calls if name not in incomplete]
-        # Ranks may have measured different layers: the table has the same shape on all of them.
-        return mean_norms(*sum_over_ranks(table_of(calls, len(self._rows), device_of(self._reference.root))))
+        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`; NaN if a rank's are incomplete."""
+        calls = [(self._rows[name], result) for name, result in self._calls]
+        rows, device = [self._rows[name] for name in incomplete], device_of(self._reference.root)
+        return mean_norms(*sum_over_ranks(table_of(calls, rows, len(self._rows), device)))
 
     def _compared(self, call: Call, x: Tensor | None, crossed: Tensor | None) -> NormSums:
         outputs = [item for item in (_first(call.output), crossed, call.kept[1]) if item is not None]

@@ -57,10 +57,16 @@ def _feature_norms(values: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(values, dim=dim if -values.ndim <= dim < values.ndim else -1)  # type: ignore[no-any-return]
 
 
-def table_of(calls: Sequence[tuple[int, NormSums]], layers: int, device: torch.device) -> Tensor:
-    """Table of shape (2, layers, quantities) of sums of norms and their counts, from rows and sums of calls."""
+def table_of(
+    calls: Sequence[tuple[int, NormSums]], incomplete: Sequence[int], layers: int, device: torch.device
+) -> Tensor:
+    """Table of shape (2, layers, quantities) of sums of norms and their counts, from rows and sums of calls.
+
+    Counts of incomplete rows are NaN, so that the means over all ranks are.
+    """
     dtype = wide_dtype(device)
     counts = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device="cpu")
+    counts[list(incomplete)] = torch.nan
     sums = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device=device)
     if calls:
         index = torch.tensor([row for row, _ in calls], device="cpu")

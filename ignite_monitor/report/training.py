@@ -163,9 +163,8 @@ def curvature(monitor: Recorded, run: Run) -> Iterator[Finding]:
 
 def disagreement(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Ranks that are not in sync."""
-    name, series, counts = monitor.name("in_sync"), monitor.get("in_sync"), monitor.get("differing_count").finite
+    name, series = monitor.name("in_sync"), monitor.get("in_sync")
     at = series.steps[series.values == 0]
     if len(at):
-        most = f", in up to {int(counts.values.max())} tensors" if counts else ""
-        what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."
+        what = f"The ranks are not in sync ({name}) in {iterations(at)}; the log names them."
         yield Finding("ranks_differ", "problem", what, (name,), at, {"measurements": len(at)})

@@ -270,14 +270,14 @@ def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, a
         assert calls
         monkeypatch.undo()
         again = engine_of(lambda iteration: {f"{iteration % 7}": iteration % 7, "again": iteration})
-        log_output(logger, again, tag=None)
+        log_output(logger, again, tag="again")
         again.run(range(40))
     assert [record for record in caplog.records if "hdf5" in record.name] == []
     read = as_lists(path)
-    first, second = ([*range(1, len(read[name][0]) + 1)] for name in ("step", "again"))
+    first, second = ([*range(1, len(read[name][0]) + 1)] for name in ("step", "again/again"))
     assert read.pop("step") == (first, first)
-    assert read.pop("again") == (second, second)
+    assert read.pop("again/again") == (second, second)
     assert (len(first) >= engine.state.iteration - 1, len(second)) == (True, 40)
     for name, (steps, values) in read.items():
-        assert {*values} == {step % 7 for step in steps} == {int(name)}
+        assert {*values} == {step % 7 for step in steps} == {int(name.rpartition("/")[2])}
     assert [item.name for item in path.parent.iterdir()] == ["run.h5"]

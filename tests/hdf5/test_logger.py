@@ -17,7 +17,7 @@ import torch
 from ignite.engine import Events
 from ignite.metrics import Average
 
-from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, read_hdf5
+from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, SetupCheck, read_hdf5
 from ignite_monitor.hdf5 import layout, writer
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.hdf5._runs import as_lists, engine_of, log_output, run
@@ -130,6 +130,39 @@ def test_the_file_says_which_monitor_published_a_name(path):
     activations = [name for name in recording if name.startswith("activation/")]
     assert activations
     assert {recording.monitor(name) for name in activations} == {("activation", "")}
+
+
+def test_reports_are_recorded_once_whenever_they_were_made(path):
+    """Before and after log_to, by a monitor without keys, in a run, and after the monitor is detached."""
+    model, optimizer, trainer = make_trainer()
+    early, setup = GradMonitor(model, optimizer), SetupCheck(model, optimizer)
+    early.report("early", "before\x1b[2J", severity="note", names=["a.weight"])
+    with HDF5Logger(path) as logger:
+        setup.attach(trainer)
+        with early.attach(trainer):
+            for monitor in (early, early, setup):
+                monitor.log_to(logger, trainer)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: setup.report("two", "at 2"))
+            trainer.add_event_handler(
+                Events.ITERATION_STARTED(once=3), lambda: early.report("three", "at 3", severity="problem")
+            )
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED(once=4), lambda: seen.extend(it.kind for it in read_hdf5(path).reports)
+            )
+            seen = []
+            trainer.run(make_batches(5))
+        early.report("late", "after the run", once=False)
+        early.report("late", "after the run", once=False)
+    assert seen == ["early", "two", "three"]  # a problem is written at the start of the next iteration
+    early_title, setup_title = "GradMonitor (grad)", "SetupCheck (setup)"
+    recorded = [
+        (0, early_title, "early", "note", "before\\x1b[2J", ("a.weight",), 0),
+        (2, setup_title, "two", "warning", "at 2", (), 0),
+        (3, early_title, "three", "problem", "at 3", (), 0),
+        *2 * [(0, early_title, "late", "warning", "after the run", (), 0)],
+    ]
+    assert read_hdf5(path).reports == recorded
+    assert read_hdf5(path, "nothing").reports == recorded
 
 
 # The file

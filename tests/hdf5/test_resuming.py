@@ -8,7 +8,8 @@ import pytest
 from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
 
-from ignite_monitor import HDF5Logger, read_hdf5
+from ignite_monitor import HDF5Logger, Monitor, read_hdf5
+from ignite_monitor.monitor.base import NoModel
 from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 
 
@@ -94,6 +95,33 @@ def test_a_later_evaluation_supersedes_no_training_values(path):
     read = as_lists(path)
     assert read["train/loss"][0] == list(range(1, 101))
     assert read["valid/accuracy"][1] == [0.25] * 5 + [0.75]
+
+
+@pytest.mark.parametrize("same_logger", [True, False])
+def test_reports_of_replaced_iterations_go_with_the_values(path, same_logger):
+    """Also a report made again between two iterations, in the first run or in the last."""
+    logger = None
+    for start, end in ((0, 60), (40, 50), (45, 70)):
+        if logger is None or not same_logger:
+            engine, monitor, logger = engine_of(), Monitor(NoModel(), "own"), HDF5Logger(path, "a")
+            monitor.attach(engine)
+            monitor.log_to(logger, engine)
+            log_output(logger, engine)
+            again = lambda engine, own=monitor: own.report("start", "again", once=False)  # noqa: E731
+            engine.add_event_handler(Events.STARTED, again)
+            engine.add_event_handler(
+                Events.ITERATION_COMPLETED(every=7),
+                lambda engine, own=monitor: own.report("seven", f"{engine.state.iteration} {engine.start}", once=False),
+            )
+        engine.start = start
+        resume(engine, start, end)
+        if not same_logger:
+            logger.close()
+    logger.close()
+    reports = read_hdf5(path).reports
+    assert [it.text for it in reports if it.kind == "seven"] == [f"{i} 0" for i in (7, 14, 21, 28, 35)] + [
+        "42 40", *(f"{i} 45" for i in (49, 56, 63, 70))]  # fmt: skip
+    assert [(it.iteration, it.run) for it in reports if it.kind == "start"] == [(0, 0), (40, 1), (45, 2)]
 
 
 # An exception

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -108,14 +109,15 @@ def element(name, index, value, field=None):
     return change
 
 
-def lines(text):
+def lines(text, name="names"):
     def change(file, folder):
-        del file["names"]
-        file["names"] = np.frombuffer(text, np.uint8)
+        file[name].resize((len(text),))
+        file[name][...] = np.frombuffer(text, np.uint8)
 
     return change
 
 
+REPORT = [1, 5, "GradMonitor (grad)", "kind", "problem", "text", ["a"]]
 CHUNKS = {"maxshape": (None,), "chunks": (64,)}
 REFUSED = {
     "external storage": external,
@@ -144,10 +146,31 @@ REFUSED = {
     **{
         f"{field} {value} in row {row}": element("rows", row, value, field)
         for row, field, value in [
-            *[(0, "count", -1), (30, "count", 0), (-1, "count", 2**63 - 1), (0, "values", -1), (30, "values", 10**12)],
-            *[(0, "ids", -(2**63)), (-1, "ids", 2**63 - 1), (0, "nested", 2), (0, "run", -1), (0, "start", -5)],
+            *[
+                (0, "count", -1),
+                (30, "count", 0),
+                (-1, "count", 2**63 - 1),
+                (0, "first_value", -1),
+                (30, "first_value", 10**12),
+            ],
+            *[(0, "first_id", -(2**63)), (-1, "first_id", 2**63 - 1), (0, "nested", 2), (0, "run", -1), (9, "run", 2)],
+            *[(30, "iteration", -1)],
         ]
     },
+    **{
+        f"run with {field} {value}": element("runs", 1, value, field)
+        for field, value in [("run", 2), ("run", 0), ("continues", 1), ("continues", -2), ("after", -2), ("start", -5)]
+    },
+    **{
+        f"report {number}": lines(
+            json.dumps([*REPORT[:place], value, *REPORT[place + 1 :]]).encode() + b"\n", "reports"
+        )
+        for number, (place, value) in enumerate(
+            [(0, -1), (0, 2), (0, True), (1, 2**62 + 1), (1, 1.0), (2, 3), (4, "fatal"), (5, None), (6, "a"), (6, [1])]
+        )
+    },
+    "report without names": lines(json.dumps(REPORT[:6]).encode() + b"\n", "reports"),
+    "report without an end": lines(json.dumps(REPORT).encode(), "reports"),
     "names without brackets": lines(b'"a"\n"b"\n"c"\n"d"\n'),
     "a name twice": lines(b'["a", "user", ""]\n' * 4),
     "names of deep nesting": lines(b"[" * 100_000 + b"\n"),
@@ -166,12 +189,24 @@ def test_a_file_with_another_layout(path, what):
         HDF5Logger(path, "a")
 
 
-@pytest.mark.parametrize("field", ["step", "iteration", "time", "session", "run", "start"])
-def test_extreme_but_possible_rows_are_read(path, field):
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        *(("rows", name) for name in ("step", "iteration", "time")),
+        *(("runs", name) for name in ("session", "start", "after")),
+    ],
+)
+def test_extreme_but_possible_rows_and_runs_are_read(path, name, field):
     for extreme in (0, 10**12, 2**62):
         with h5py.File(path, "r+") as file:
-            element("rows", 30, extreme, field)(file, path.parent)
+            element(name, -1, extreme, field)(file, path.parent)
         assert set(as_lists(path)) >= {"train/a"}
+
+
+def test_a_report_is_read(path):
+    with h5py.File(path, "r+") as file:
+        lines(json.dumps(REPORT).encode() + b"\n", "reports")(file, path.parent)
+    assert read_hdf5(path).reports == [(5, "GradMonitor (grad)", "kind", "problem", "text", ("a",), 1)]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(os.devnull)])

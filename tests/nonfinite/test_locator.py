@@ -355,7 +355,7 @@ def test_a_row_is_inspected_once(caplog):
     assert [item.kind for item in result] == ["input"] * 4
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[1].strip() for line in lines] == ["iteration 2", "iteration 6"]
-    assert all("It comes from the model's inputs, which are not finite" in line for line in lines)
+    assert all("The model's inputs are not finite" in line for line in lines)
 
 
 def test_an_overflow_is_reported_only_where_forward_is_not_finite(caplog):
@@ -440,8 +440,8 @@ def test_activation_checkpointing(hook, reentrant):
         for monitored in (False, True)
     ]
     assert same(outcome, plain)
-    if hook is nan_in_output:
-        assert [(item.kind, item.name) for item in result] == [("forward", "blocks.0.mlp.1")]
+    if hook is nan_in_output:  # reentrant checkpointing makes no graph in forward, which would show what is used
+        assert [(item.kind, item.name) for item in result] == [("forward", "_root_" if reentrant else "blocks.0.mlp.1")]
     elif reentrant:  # its graph is made in backward
         assert {(item.kind, item.name) for item in result} == {("backward", "_root_")}
         assert "CheckpointFunctionBackward" in result[0].text

@@ -1,0 +1,68 @@
+"""Measure the tables of the documentation that come from benchmarks, and write them into its pages.
+
+Every table has a file in ``benchmarks/results``: what its script has printed, provenance included. A page holds the
+table between two comments, ``<!-- results/NAME.md -->`` and ``<!-- end -->``.
+
+    python benchmarks/tables.py [--only NAME ...]    run the scripts (hours of one core), then write the pages
+    python benchmarks/tables.py --pages              write the pages from the recorded files alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+RECORDINGS = "RECORDINGS"  # a directory that record_harm.py fills first
+TABLES = {  # name -> command
+    "bad_batches": ["bad_batches.py"],
+    "bench_cost": ["bench_cost.py"],
+    "early_warning": ["early_warning.py"],
+    "learning_rate_transfer": ["learning_rate_transfer.py", str(HERE / "learning_rate_transfer.jsonl"),
+                               "--draw", str(DOCS / "figures/learning_rate_transfer.png")],
+    "planted": ["thresholds.py", RECORDINGS, "--planted"],
+    "thresholds": ["thresholds.py", RECORDINGS],
+}  # fmt: skip
+
+
+def measure(name: str, recordings: Path) -> None:
+    """Run the script of a table, and record what it prints."""
+    command = [str(recordings) if part == RECORDINGS else part for part in TABLES[name]]
+    if str(recordings) in command and not recordings.exists():
+        for seed in ("35", "36"):
+            subprocess.run([sys.executable, HERE / "record_harm.py", recordings, "--seed", seed], check=True)
+    output = subprocess.run([sys.executable, HERE / command[0], *command[1:]], stdout=subprocess.PIPE, check=True)
+    text = output.stdout.decode().replace(str(recordings), RECORDINGS).replace(f"{HERE.parent}/", "")
+    (RESULTS / f"{name}.md").write_text(f"{text.strip()}\n", encoding="utf-8")
+
+
+def with_tables(page: str) -> str:
+    """A page with the recorded tables between its comments."""
+
+    def recorded(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{(RESULTS / match[2]).read_text(encoding='utf-8').strip()}\n{match[3]}"
+
+    return re.sub(r"(<!-- results/(\S+) -->)\n.*?(<!-- end -->)", recorded, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*TABLES], default=[*TABLES])
+    parser.add_argument("--pages", action="store_true", help="run no script")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in [] if args.pages else args.only:
+            measure(name, Path(folder) / "recordings")
+    for path in DOCS.rglob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        if page != with_tables(page):
+            path.write_text(with_tables(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Runs of engines: the run and iteration that a value or a report belongs to."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from ignite.engine import Engine
+
+from ignite_monitor.events.source import EventSource
+
+SECONDS = 10.0  # after which rows are written
+
+
+@dataclass
+class Run:
+    """A run of an engine, or what follows in it when its iteration has been set back."""
+
+    number: int
+    start: int  # iteration after which it starts
+    last: int  # iteration
+    last_step: int = -(2**63)  # largest step of a value
+    continues: int = -1  # the run that it continues; -1 for none, or unknown yet
+    after: int = -1  # that run's iteration after which it does; -1 if it replaces the whole run
+
+
+class Position(NamedTuple):
+    """Where a value belongs; ``nested`` if it is of another engine than the run."""
+
+    run: Run
+    iteration: int
+    nested: bool
+
+
+class RunTracker:
+    """Follows the engines that a logger is attached to.
+
+    An engine whose ``run()`` is called within that of another one belongs to the other's run. The call stack decides
+    it: an engine that has raised is no longer on it, whatever it raised and however long the engine lives.
+    """
+
+    def __init__(self, new_run: Callable[..., Run], flush_every: int) -> None:
+        self._new_run, self._flush_every = new_run, flush_every
+        self._starts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # of runs that have no value or report yet
+        self._runs: WeakKeyDictionary[Engine, Run] = WeakKeyDictionary()
+        self._latest: Run | None = None
+        self._trainer: weakref.ref[Engine] | None = None  # engine of the latest run
+        self.written()
+
+    def start(self, engine: Engine) -> None:
+        """Note that a run starts; its record is made with its first value or report."""
+        self._starts[engine] = engine.state.iteration
+
+    def tick(self, engine: Engine) -> None:
+        """Count an iteration; an iteration that was counted before begins a run."""
+        self._iterations += 1
+        run, iteration = self._runs.get(engine), engine.state.iteration
+        if run is not None and engine not in self._starts:
+            if iteration <= run.last:
+                run = self._begin(engine, iteration - 1, is_rewound=True)
+            run.last = iteration
+
+    def position(self, engine: Engine, has_own_steps: bool = True) -> Position:
+        """Return the position of a value that comes from an engine now.
+
+        Args:
+            engine: the engine.
+            has_own_steps: False if the value is written with another engine's step, as ``global_step_transform`` gives
+                it for an evaluator that runs between two runs of the trainer.
+        """
+        outermost = _outermost() or engine
+        latest = self._trainer() if self._trainer is not None else None
+        trainer = self._runs.get(latest) if latest is not None else None
+        is_other = outermost is engine and engine not in self._runs and EventSource.on(engine) is None
+        if trainer is not None and is_other and not has_own_steps:
+            return Position(trainer, trainer.last, True)
+        run, iteration = self.run_of(outermost), max(0, outermost.state.iteration)
+        if iteration < run.last:  # an engine that is not followed
+            run = self._begin(outermost, max(0, iteration - 1), is_rewound=True)
+        run.last = iteration
+        return Position(run, iteration, outermost is not engine)
+
+    def run_of(self, engine: Engine) -> Run:
+        """Return the current run of an engine."""
+        if engine in self._starts:
+            return self._begin(engine, self._starts[engine])
+        if engine not in self._runs:  # an engine that is not followed
+            return self._begin(engine, max(0, engine.state.iteration - 1))
+        return self._runs[engine]
+
+    def run_of_report(self, engine: Engine | None) -> Run:
+        """Return the run that a report of an engine's monitor belongs to; the latest one if the engine is gone."""
+        if engine is None or engine not in self._runs:
+            engine = _outermost() or engine
+        return self._latest if engine is None and self._latest else self.run_of(engine or Engine(lambda *_: None))
+
+    def has_run(self, engine: Engine) -> bool:
+        """Return True if a run of the engine has a value or a report."""
+        return engine in self._runs
+
+    def is_time(self) -> bool:
+        """Return True if rows should be written: after enough iterations or seconds."""
+        return self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
+
+    def written(self) -> None:
+        """Count from now on."""
+        self._iterations, self._written = 0, time.monotonic()
+
+    def _begin(self, engine: Engine, start: int, is_rewound: bool = False) -> Run:
+        former, continued = self._runs.get(engine), {}
+        if former is not None:  # from the beginning: the iterations of both count
+            continued = {"continues": former.number, "after": start if start or is_rewound else former.last}
+        run = self._latest = self._runs[engine] = self._new_run(start, **continued)
+        self._starts.pop(engine, None)
+        self._trainer = weakref.ref(engine)
+        return run
+
+
+def _outermost() -> Engine | None:
+    """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
+    outermost, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Engine.run.__code__:
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return outermost

@@ -1,0 +1,87 @@
+"""The scripts of benchmarks/ run, and say what they measured with."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+MEASURED = re.compile(
+    r"^Measured with Python 3\.\d+, torch \S+, Ignite \S+, \d+ threads, commit \S+: (\S+)", re.MULTILINE
+)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a script as the program it is, and return what it prints."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in [path.stem for path in BENCHMARKS.glob("*.py")]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def rows(output):
+    """Cells of the tables that a script has printed, without their heads."""
+    lines = [line.strip("|").split("|") for line in output.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines if not set("".join(line)) <= {"-", " "}][1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "number"),
+    [
+        ("bad_batches.py", 3, r"^[+-]\d\.\d{3}"),
+        ("early_warning.py", 2, r"^\d+"),
+        ("bench_cost.py", 6, r"^-?\d+\.\d+ ± "),
+    ],
+)
+def test_script_prints_a_table_and_its_provenance(run, name, count, number):
+    output = run(name, "--quick")
+    assert MEASURED.findall(output) == [name]
+    table = rows(output)
+    assert len(table) == count
+    for line in table:
+        assert any(re.search(number, cell) for cell in line[1:]), line
+
+
+def test_pages_hold_the_tables_that_were_recorded():
+    tables = runpy.run_path(str(BENCHMARKS / "tables.py"))
+    names = []
+    for path in tables["DOCS"].rglob("*.md"):
+        page = path.read_text()
+        assert page == tables["with_tables"](page), f"{path}: run `python benchmarks/tables.py --pages`"
+        names += re.findall(r"<!-- results/(\S+)\.md -->", page)
+    assert sorted(names) == sorted(path.stem for path in tables["RESULTS"].glob("*.md"))
+    assert {*names} <= {*tables["TABLES"]}
+    assert tables["with_tables"]("<!-- results/early_warning.md -->\nold\n<!-- end -->").count("| GPT, SGD |") == 4
+
+
+def test_recordings_are_written_and_scored(run, tmp_path):
+    run("record_harm.py", tmp_path, "--quick")
+    recordings = sorted(tmp_path.glob("*.npz"))
+    assert len(recordings) == 3
+    table = rows(run("thresholds.py", tmp_path))
+    assert "`MeanStdThreshold()`" in [line[0] for line in table]
+    assert all(float(line[1]) >= 0 for line in table)
+    planted = rows(run("thresholds.py", tmp_path, "--planted"))
+    assert [line[0] for line in planted] == [path.stem for path in recordings]
+
+
+def test_recorded_runs_of_the_transfer_say_what_they_were_measured_with(run, tmp_path):
+    lines = [json.loads(line) for line in (BENCHMARKS / "learning_rate_transfer.jsonl").read_text().splitlines()]
+    assert lines[0]["measured"].startswith("Measured ")
+    assert {len(line) for line in lines if isinstance(line, list)} == {6}
+    output = run("learning_rate_transfer.py", BENCHMARKS / "learning_rate_transfer.jsonl", "--draw", tmp_path / "x.png")
+    assert [line[:2] for line in rows(output)] == [[m, k] for m in ("Llama", "ViT") for k in ("standard", "muP")]
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert 0 < float(run("learning_rate_transfer.py", tmp_path / "unused.jsonl", "--quick")) < 10
