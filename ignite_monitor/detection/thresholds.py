@@ -55,10 +55,9 @@ class ThresholdRule:
         ValueError: if an argument is out of its range.
     """
 
-    is_refused = False  # True if the rule has been asked for the threshold of a norm, and returned a negative number
-
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
+        self.is_refused = False  # True if it has returned a number below 0 for the threshold of a norm
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
         empty = self.empty()
         self._names = tuple(empty)

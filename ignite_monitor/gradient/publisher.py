@@ -29,6 +29,9 @@ class GradientPublisher(DetectionMonitor):
         flag: attribute of ``engine.state`` for the result.
         norm_attribute: attribute of ``engine.state`` for the norm.
         max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
+
+    Raises:
+        ValueError: if ``flag`` is the attribute of the norm.
     """
 
     _detector: GradientDetector
