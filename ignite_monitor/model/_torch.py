@@ -287,6 +287,6 @@ def check_engine(engine: Any) -> None:
 
 
 def put_first(engine: Any, event: Any) -> None:
-    """Move the latest handler of an event to the first place."""
-    handlers = getattr(engine, EVENT_HANDLERS)[event]
-    handlers.insert(0, handlers.pop())
+    """Move the latest handler of an event to the first place; in a new list, since the event may be firing."""
+    handlers = getattr(engine, EVENT_HANDLERS)
+    handlers[event] = [handlers[event][-1], *handlers[event][:-1]]

@@ -825,7 +825,7 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.update(synchronisations))
     trainer.run(make_batches(15), max_epochs=2)  # the log line at its end reads counts
     counts.pop("nonzero", None)
-    assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"__bool__": 30}}.get(type(monitor), {})
+    assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"tolist": 30}}.get(type(monitor), {})
 
 
 def test_a_logger_without_attach_is_reported_once(factory, caplog):
@@ -848,7 +848,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     monitor = factory(model, optimizer)
     if isinstance(monitor, RollbackHandler):
         pytest.skip("decides on the host, and publishes numbers")
-    looks = skips(monitor) or isinstance(monitor, ReplayCheckHandler)  # of every second pass
+    looks = skips(monitor)
     unused = torch.optim.SGD(other_model.parameters(), lr=0.1)
     engine = Engine(in_turn(make_step(other_model, unused, leave_out=lambda _: True), trainer._process_function))
     reads = []
@@ -868,7 +868,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     assert len(sizes) == (7 if publishes(monitor) else 4) * 6
     for counts in reads:
         counts.pop("nonzero", None)
-        assert counts.pop("tolist", 0) in ([1] if publishes(monitor) else [0, 1])
+        second_pass = isinstance(monitor, ReplayCheckHandler)  # its result is read
+        assert counts.pop("tolist", 0) - second_pass in ([1] if publishes(monitor) else [0, 1])
         if isinstance(monitor, CurvatureHandler):
             counts.pop("__float__", None)  # of tensors that it has made on the host
         assert sum(counts.values()) <= looks
