@@ -218,7 +218,8 @@ def _current(rows: NDArray[Any], ids: NDArray[np.int32], runs: NDArray[Any], lin
     for index in np.flatnonzero(kept & ((iteration == limit) | (is_resumed & (iteration == runs["start"][run]))))[::-1]:
         row = rows[index]
         names = ids[row["first_id"] :][: row["count"]].tobytes()
-        content = int(lineage.roots[row["run"]]), int(row["iteration"]), int(row["nested"]), int(row["step"]), names
+        at = lineage.shifts[row["run"]] + row["iteration"]
+        content = int(lineage.roots[row["run"]]), int(at), int(row["nested"]), int(row["step"]), names
         kept[index] = again.setdefault(content, int(row["run"])) == row["run"]
     return kept
 
