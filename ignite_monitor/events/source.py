@@ -341,6 +341,7 @@ class EventSource:
         if engine is not None:  # after an error the device may not answer
             log_run_summary(self.monitors)
         for monitor in self.monitors:
+            monitor.run_summary = None
             monitor.on_run_end()
         self._uninstall()
 

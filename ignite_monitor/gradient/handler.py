@@ -34,10 +34,11 @@ from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
 
+_UNSEEN = 20  # consecutive iterations without a gradient
 _NO_GRADIENT = (
-    "no gradient of the model was seen, so nothing is published. Check that GradMonitor has the train step's model and "
-    "optimizer, and that backward() is called in the train step; attach with a filter if the model is not trained in "
-    "every iteration."
+    f"{_UNSEEN} iterations had no gradient of the model, so nothing is published. Check that GradMonitor has the train "
+    "step's model and optimizer, and that backward() is called in the train step; attach with a filter if the model is "
+    "not trained in every iteration."
 )
 _NO_STEP = (
     "%d consecutive spikes met no step of %s. If the train step returns at a spike, call optimizer.zero_grad() before "
@@ -126,6 +127,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self.acts_on = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
+        self._unseen = 0  # consecutive iterations without a gradient
         self._detector = GradientDetector(
             model,
             as_rule(threshold, positive=True),
@@ -264,9 +266,12 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if self._source is None:
             return
         if not self._now.seen:
-            if self._source.trackers[id(self.model)].reduced:
+            # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
+            self._unseen += self._source.trackers[id(self.model)].reduced
+            if self._unseen == _UNSEEN:
                 self.report("no_gradient", _NO_GRADIENT)
             return
+        self._unseen = 0
         newest, taken = self._window.since_step, self._window.last_step
         published, is_published = None if taken is None else taken.detection, None
         if newest is not None:

@@ -83,13 +83,14 @@ class IncrementObserver:
                 self._norms[task] = []
             self._norms[task] += _norms([gradient.detach()])
 
-    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """Append the increment of a backward pass; ``autograd.grad`` reaches no parameter, and makes none."""
-        norms = self._norms.pop(task, None)
+    def backward_ended(self, numbers: Set[int], reached: Set[int]) -> None:
+        """Append the increment of a backward pass, with those inside of it; ``autograd.grad`` makes none."""
+        tasks = [task for task in self._norms if task in numbers]
+        norms = [norm for task in tasks for norm in self._norms[task]]
         with hidden_from_user_modes():
             after = self._square()
             if norms and after is not None:
-                before = self._before[task]
+                before = self._before[tasks[0]]
                 if before is None:
                     self._increments.clear()
                 self._increments.append(Increment(torch.stack(norms).square().sum(), before, after))

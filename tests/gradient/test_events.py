@@ -78,6 +78,24 @@ def test_a_regime_change_is_reported_once_at_the_reset(caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("every", "leaves_out"), [(3, False), (1, True)])
+def test_a_reset_is_reported_once_while_gradients_accumulate_or_are_discarded(every, leaves_out, caplog):
+    model, resets = make_mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    step = make_step(
+        model, optimizer, every=every, leave_out=lambda engine: leaves_out and engine.state.unhealthy_spike
+    )
+    monitor = GradMonitor(model, optimizer, threshold=MeanStdThreshold(k=20.0, warmup=5), max_consecutive_spikes=4)
+    monitor.attach(trainer := Engine(step))
+    trainer.add_event_handler(MonitorEvents.THRESHOLD_RESET, lambda engine: resets.append(engine.state.iteration))
+    with caplog.at_level(logging.WARNING):
+        trainer.run(mlp_batches(40 * every, spikes=range(20 * every + 1, 40 * every + 1), factor=1e4))
+    # A discarded gradient is known to be one at the next backward.
+    assert resets == [24 * every + leaves_out]
+    assert len([text for text in caplog.messages if "regime change" in text]) == 1
+    assert monitor.counts().tolist()[2] == 1.0
+
+
 @pytest.mark.parametrize("how", ["loss", "tensor"])
 def test_a_regime_change_of_the_loss_or_of_one_tensor_is_reported_too(how, caplog):
     model, now, resets = make_mlp(), [0], []
