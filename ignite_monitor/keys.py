@@ -28,6 +28,10 @@ GRADIENT = Schema("grad", "grad", (
     Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
 ))
 
+LOSS = Schema("loss", "loss", (
+    Key("{name}", "number in the train step's output; ``value`` if it is the output", nonfinite="any", chart="loss"),
+))
+
 _RATIOS = "update ratio over the parameters"
 _NORMS = "gradient norm over the parameters"
 _PARAMETERS = "frozen, vanishing, exploding"
@@ -105,10 +109,10 @@ SPECTRAL = Schema("spectral", "spectral", (
     Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
     Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
     Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),
-    Key("update_condition_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("update_condition_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("weight_spectral_scale_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
+    Key("weight_spectral_scale_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
 ))
 
 STEP_STATS = Schema("step", "step", (
@@ -257,6 +261,6 @@ ROUTING = Schema("routing", "routing", (
 ))
 
 SCHEMAS = (
-    *(GRADIENT, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
+    *(GRADIENT, LOSS, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
     *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP, REPLAY),
 )

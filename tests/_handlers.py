@@ -29,6 +29,7 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.scaling import AlignmentHandler
 from tests._models import make_model
 
@@ -103,6 +104,7 @@ HANDLERS = {
     "GradientNoiseScaleHandler": lambda model, optimizer: GradientNoiseScaleHandler(model, optimizer, micro_batches=2),
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),
     "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=2),
+    "LossRecorder": lambda model, optimizer: LossRecorder(),
     "SetupCheck": lambda model, optimizer: SetupCheck(model, optimizer),
     "RoutingHandler": routing,
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(

@@ -210,12 +210,12 @@ def spectral(
         values |= {key: summary[key] for key in ("stable_rank_min", "stable_rank_median")}
     shapes = {name: now[name].flatten(1).shape for name in names if name not in tables}
     scales = {name: math.sqrt(rows / columns) for name, (rows, columns) in shapes.items()}
-    conditions = {"weight_condition": [norms[name] / item for name, item in scales.items()]}
+    conditions = {"weight_spectral_scale": [norms[name] / item for name, item in scales.items()]}
     own = [name for name in names if set(held) & set(_made_of(name, after))]
     if has_step and own:
         sizes = {name: spectral_norm(wide(now[name]) - wide(then[name])) for name in own}
         values["update_norm_max"] = max(sizes.values())
-        conditions["update_condition"] = [item / scales[name] for name, item in sizes.items() if name in scales]
+        conditions["update_spectral_scale"] = [item / scales[name] for name, item in sizes.items() if name in scales]
     for key, item in conditions.items():
         if item:
             summary = order_statistics(key, item)

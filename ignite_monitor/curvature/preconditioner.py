@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -64,6 +65,8 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Tenso
         else:
             momentum = group.get("momentum", 0.0)
             damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
-        rate = torch.as_tensor(group["lr"], dtype=flat_dtype(parameters)).detach()
+        rate = torch.as_tensor(
+            math.nan if group.get("lr") is None else group["lr"], dtype=flat_dtype(parameters)
+        ).detach()
         limits.append(move((2 + 2 * momentum) / damped / rate, parameters[0].device))
     return torch.stack(limits).min()

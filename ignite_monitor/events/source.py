@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -106,16 +107,7 @@ class EventSource:
         Args:
             handlers: methods of the monitor, called if it monitors the iteration. They get the engine, and for backward
                 passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep` of their model.
-
-        Raises:
-            ValueError: if another monitor on this engine has one of its families.
         """
-        taken = sorted({family for other in self.monitors for family in other.families}.intersection(monitor.families))
-        if taken:
-            raise ValueError(
-                f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
-                "notebook is run again, or give this one another prefix"
-            )
         reference = weakref.ref(monitor)
         self._monitors.append(reference)
         for event, handler in handlers:
@@ -125,10 +117,11 @@ class EventSource:
 
     def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
-        self._monitors.remove(weakref.ref(monitor))
+        self._monitors = [reference for reference in self._monitors if reference() is not monitor]
         for name, listeners in self._listeners.items():
             self._listeners[name] = [listener for listener in listeners if listener[0]() is not monitor]
-        if all(other.model is not monitor.model for other in self.monitors):
+        tracker = self.trackers.get(id(monitor.model))
+        if tracker is not None and all(other.model is not monitor.model for other in self.monitors):
             self.trackers.pop(id(monitor.model)).hook.remove()
         engine = self._engine()
         if not self._monitors and engine is not None:
@@ -288,6 +281,8 @@ class EventSource:
         ]
 
     def _start_iteration(self, engine: Engine) -> None:
+        if self.on(engine) is not self:  # the last monitor was detached by a handler before this one
+            return
         if not self._handles:
             # An interrupt can come at any moment: handles are appended one by one, first the one that removes the rest.
             # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
@@ -323,7 +318,7 @@ class EventSource:
         with ExitStack() as contexts:
             if self._acting:
                 contexts.enter_context(self._steps.context(self._acting))
-            for monitor in monitored:
+            for monitor in sorted(monitored, key=attrgetter("measures_time")):
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
             output = original(engine, batch)

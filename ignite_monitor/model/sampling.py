@@ -79,12 +79,27 @@ class ParameterSamples:
         """Return True if the model's parameters are still those that are sampled."""
         return _kinds(self._model) == self._kinds
 
-    def take(self, index: int, tensor: Any) -> Tensor:
-        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
+    def is_sampled(self, index: int) -> bool:
+        """Return True unless all elements of a parameter are taken."""
+        return index in self._elements
+
+    def take_whole(self, index: int) -> None:
+        """Take all elements of a parameter from now on; of a DTensor those of this rank."""
+        self._elements.pop(index, None)
+        self.counts[index] = self.parameters[index].numel()
+        self.factors[index] = 1.0
+
+    def own_part(self, index: int, tensor: Any) -> Tensor:
+        """This rank's part of a tensor of a parameter's shape."""
         tensor = tensor.detach()
         if is_dtensor(tensor):
             placements = self.parameters[index].placements
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
+        return tensor  # type: ignore[no-any-return]
+
+    def take(self, index: int, tensor: Any) -> Tensor:
+        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
+        tensor = self.own_part(index, tensor)
         elements = self._elements.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.dtensor import any_dtensor, local
-from ignite_monitor.model.names import held_by, named_parameters, unwrapped
+from ignite_monitor.model.names import held_by, learning_rates, named_parameters, unwrapped
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import is_same, leaves_of
@@ -101,12 +101,10 @@ class Evidence:
         gradients = [item.grad for item in self.held if item.grad is not None]
         if gradients and not any_dtensor(gradients):
             self.iterations[-1].numbers["norm_at_step"] = total_norm(gradients, math.inf)
-        rates: list[Any] = [group.get("lr") for group in self.optimizer.param_groups]
-        if all(isinstance(rate, (float, int, Tensor)) for rate in rates):
+        rates: list[Any] = learning_rates(self.optimizer)
+        if all(rate is not None for rate in rates):
             device = next((rate.device for rate in rates if isinstance(rate, Tensor)), "cpu")
-            every = [
-                rate.reshape(()) if isinstance(rate, Tensor) else torch.full((), rate, device=device) for rate in rates
-            ]
+            every = [rate if isinstance(rate, Tensor) else torch.full((), rate, device=device) for rate in rates]
             self.iterations[-1].numbers["rate"] = torch.stack(every).max()
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
 from ignite_monitor.model.modes import in_backward
+from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
 
@@ -149,6 +150,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     def _values(self, engine: Engine, spike: Spike, rank: int) -> dict[str, Any]:
         optimizer = getattr(self.monitor, "optimizer", None)
+        rates = [] if optimizer is None else learning_rates(optimizer)
         return {
             "iteration": engine.state.iteration,
             "epoch": engine.state.epoch,
@@ -158,7 +160,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "threshold": float(spike.threshold),
             "culprits": {str(name): float(share) for name, share in spike.culprits.items()},
             "source": None if spike.source is None else spike.source._asdict(),
-            "lr": None if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
+            "lr": [float(rate) for rate in rates if rate is not None] or None,
             "batch": self._saved("batch", lambda: self._batch and self._batch.save(self.largest_batch)),
             "losses": self._saved("losses", lambda: torch.cat(self._losses).cpu() if self._losses else None),
             "random_state": self._rng_state,

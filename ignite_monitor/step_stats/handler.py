@@ -18,7 +18,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import reshard
-from ignite_monitor.model.names import held_by
+from ignite_monitor.model.names import held_by, learning_rates
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_optimizer
@@ -82,10 +82,11 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.peak_flops = peak_flops
         self.flops_per_item = flops_per_item
         self.slowest_rank = slowest_rank
+        self.measures_time = True
         self._data = DataClock()
         self._clock: StepClock | None = None
         self._items: float | Tensor | None = None
-        self._rates: list[float | Tensor] = []
+        self._rates: list[float | Tensor | None] = []
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         # The engine gets a batch before it starts the iteration.
@@ -122,7 +123,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             return items.detach().clone().reshape(()) if isinstance(items, Tensor) else float(items)
         count = count_items(batch)
         if count is None:
-            self._warn_once("the batch has no tensor, so items_per_s is not reported: give items, a function of it")
+            text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"
+            self.report("unknown_items", text)
         return count
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
@@ -130,15 +132,15 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if not self._rates and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer)):
             self._rates = self._current_rates()
 
-    def _current_rates(self) -> list[float | Tensor]:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else rate for rate in rates]
+    def _current_rates(self) -> list[float | Tensor | None]:
+        rates = learning_rates(self.optimizer)
+        return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         reshard(self.model)
         rates = self._rates or self._current_rates()
-        values: dict[str, float | Tensor] = {f"lr/group_{i}": rate for i, rate in enumerate(rates)}
+        values = {f"lr/group_{i}": rate for i, rate in enumerate(rates) if rate is not None}
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
         if self._device.type == "cuda":

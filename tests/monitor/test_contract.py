@@ -56,6 +56,7 @@ from ignite_monitor import (
     StepStatsHandler,
 )
 from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.scaling import AlignmentHandler
 from tests._handlers import HANDLERS
@@ -189,7 +190,7 @@ def test_log_to_is_removed_by_detach(setup, attached):
     assert footprint(trainer, model, optimizer) == before
 
 
-def test_values_of_a_with_block_stay_until_a_monitor_is_attached_again(setup):
+def test_values_of_a_with_block_stay_until_their_names_are_taken_again(setup):
     _, _, trainer, monitor = setup
     with monitor.attach(trainer):
         trainer.run(make_batches(3))
@@ -197,6 +198,8 @@ def test_values_of_a_with_block_stay_until_a_monitor_is_attached_again(setup):
     assert trainer.state.metrics == last
     assert all(type(value) is float for value in trainer.state.metrics.values())
     GradMonitor(make_model(), prefix="other", flag="other").attach(trainer)
+    assert trainer.state.metrics == last
+    monitor.attach(trainer)
     assert trainer.state.metrics == {}
 
 
@@ -238,6 +241,7 @@ def test_exceptions_leave_no_hook_and_the_next_run_works(factory):
             fail("after backward")
         optimizer.step()
         fail("after step")
+        return loss.item()
 
     class Data(list):
         def __iter__(self):
@@ -975,7 +979,7 @@ def test_parameters_without_data_are_skipped(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
-    if isinstance(factory(*make_trainer()[:2]), (SpikeMonitor, DriftMonitor, RollbackHandler)):
+    if isinstance(factory(*make_trainer()[:2]), (SpikeMonitor, DriftMonitor, RollbackHandler, LossRecorder)):
         pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):
