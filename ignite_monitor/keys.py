@@ -227,12 +227,13 @@ CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient_preconditioned", "curvature along the preconditioned gradient, of the preconditioned Hessian",
         when=_PRECONDITIONED, chart=_CURVATURE),
     Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum", chart=_CURVATURE),
-    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian; not reported if its error exceeds 10 %",
+    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian found; not reported if its residual is above 10 %",
         chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_error", "bound of its relative error"),
-    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian",
+    Key("hessian_max_eigenvalue_residual", "largest relative distance from an eigenvalue, not always the largest one"),
+    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian found",
         when=_PRECONDITIONED, chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_preconditioned_error", "bound of its relative error", when=_PRECONDITIONED),
+    Key("hessian_max_eigenvalue_preconditioned_residual", "its largest relative distance from an eigenvalue",
+        when=_PRECONDITIONED),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (

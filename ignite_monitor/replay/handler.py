@@ -90,7 +90,8 @@ class FirstPass:
         optimizers = [item for item in others if isinstance(item, Optimizer)]
         held = [item for optimizer in optimizers for item in parameters_of(optimizer)]
         parameters, current, cached = [*self._model.parameters()], vars(self.state), torch.is_autocast_cache_enabled()
-        kept, self._left = KeptState(self._train_step.func, modules, optimizers), self.passes
+        reached = [self._train_step.func, {name: value for name, value in current.items() if name != "batch"}]
+        kept, self._left = KeptState(reached, modules, optimizers), self.passes
         try:
             with (
                 suppress(SecondPassEnded),

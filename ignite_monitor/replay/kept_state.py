@@ -22,12 +22,12 @@ _SKIPPED = (nn.Module, nn.Parameter, Optimizer, type, ModuleType)
 class KeptState:
     """A copy of what a train step can keep from one call to the next.
 
-    It holds attributes of modules, settings of optimizers, and variables, globals and the object of the train step's
-    function, with the lists, dictionaries, tensors and objects in them. Iterators, and objects of torch and Ignite but
-    schedulers, are left alone.
+    It holds attributes of modules, settings of optimizers, variables, globals and the object of the train step's
+    function, and the attributes of the engine's state, with the lists, dictionaries, tensors and objects in them.
+    Iterators, and objects of torch and Ignite but schedulers, are left alone.
     """
 
-    def __init__(self, train_step: Any, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, others: Iterable[Any], modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         # Label, container, former entries, and whether these are all.
         self._places: list[tuple[str, Any, dict[Any, Any], bool]] = []
         self._tensors: list[tuple[str, Tensor, Tensor]] = []  # with copies
@@ -39,7 +39,8 @@ class KeptState:
             for group in optimizer.param_groups:
                 settings = {name: value for name, value in group.items() if name != "params"}
                 self._save(f"setting {{}} of {type(optimizer).__name__}", group, settings, is_whole=False)
-        self._visit("the train step's object", train_step)
+        for value in others:
+            self._visit("the engine's state" if isinstance(value, dict) else "the train step's object", value)
 
     @torch.no_grad()
     def restore(self) -> list[str]:

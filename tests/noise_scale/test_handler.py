@@ -207,10 +207,40 @@ def test_a_step_that_is_made_otherwise_is_reported_once(caplog):
     with caplog.at_level(logging.WARNING):
         result, _ = watched(step_of(model, optimizer, parts=2), model, optimizer, batches(x, y, 16, 60))
     assert [message for message in caplog.messages if "noise_scale" in message] == [
-        "GradientNoiseScaleHandler (noise_scale): no value after 50 optimizer steps: the last was made from 2 backward "
-        "passes in monitored iterations, and micro_batches is 4"
+        "GradientNoiseScaleHandler (noise_scale): iteration 50: no value after 50 optimizer steps: the last was made "
+        "from 2 backward passes in monitored iterations, and micro_batches is 4"
     ]
     assert not any(result)
+
+
+def test_the_loss_scale_does_not_weigh_the_steps(caplog):
+    """The noise grows when the scale falls: with a scale within the gradients the earlier steps would count alone."""
+
+    def data(x):
+        for number, (part, _) in enumerate(batches(x, x, 64, 240)):
+            yield part, part[:, :1] * 2 + (0.3 if number < 120 else 3.0) * torch.randn(64, 1)
+
+    def train(how):
+        model, x, _ = problem()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=10**6) if how != "plain" else None
+
+        def change(engine):
+            if engine.state.iteration == 120 and scaler is not None:
+                scaler.update(2.0**6)
+
+        step = step_of(model, optimizer, scaler=scaler)
+        given = {"scaler": scaler} if how == "given" else {}
+        both = in_turn(step, lambda engine, batch: change(engine))
+        return watched(both, model, optimizer, data(x), decay=0.97, **given)[0]
+
+    expected, actual = train("plain"), train("given")
+    assert expected[-1]["value"] > 2 * expected[110]["value"]
+    for one, other in zip(actual, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert not caplog.messages
+    assert not any(train("not given"))
+    assert "give the argument scaler" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])

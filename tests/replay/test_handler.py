@@ -284,6 +284,8 @@ def counting(place):
                 history.append(0.1)
             elif place == "scheduler":
                 scheduler.step()
+            elif place == "state":
+                vars(engine.state).setdefault("sums", []).append(0.1)
             else:
                 COUNTER[0] += 1.0
             return inner(engine, batch)
@@ -300,6 +302,7 @@ KEEPS = {
     "variable": "variable count",
     "list": "variable history",
     "scheduler": "setting lr of SGD",
+    "state": "the engine's state",
     "global": "global COUNTER",
 }
 
@@ -314,7 +317,8 @@ def test_a_step_that_keeps_state_trains_as_without_and_switches_off_with_the_sta
     rows, state = train(steps, make_batches(5), ReplayCheckHandler)
     COUNTER[0] = 0.0
     assert same(state, train(steps, make_batches(5))[1])
-    assert rows == [{}] * 5
+    first = [SAME] * (place == "state")  # which it does not have before
+    assert rows == first + [{}] * (5 - len(first))
     (message,) = caplog.messages
     assert "off for the rest of the run: the train step keeps state" in message
     assert KEEPS[place] in message
