@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function
+from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.step_owner import check_skippable, hides_gradients, skips_on_device
@@ -27,7 +28,7 @@ class SpikeAction:
 
     "clip" multiplies the gradients of a step by the smallest ratio threshold / norm. A non-finite gradient cannot
     be clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers of
-    ``torch.optim``.
+    ``torch.optim``. "skip" clips spikes that recur at a similar size to the largest of them.
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
@@ -43,6 +44,7 @@ class SpikeAction:
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         # Steps skipped, and with "clip" gradients clipped, so far: 0-dim.
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
+        self.recurring = RecurringSpikes()
         self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
 
     def ask(self, step: OptimizerStep, taken: StepDetection, is_known: bool | None, norm: Callable[[], Tensor]) -> None:
@@ -56,8 +58,14 @@ class SpikeAction:
         """
         detection = taken.detection
         if self.kind == "skip":
-            step.skip(detection.spike if is_known is None else is_known)
-            self._count("skipped_count", detection.spike)
+            spike = detection.spike
+            if self.recurring.sizes and may_be_true(spike):
+                is_clipped = detection.norm.above & self.recurring.covers(detection.norm.value)
+                factor = (self.recurring.largest / norm()).nan_to_num(1.0).clamp(max=1.0)
+                step.scale(torch.where(is_clipped, factor, 1.0))
+                spike, is_known = spike & ~is_clipped, None
+            step.skip(spike if is_known is None else is_known)
+            self._count("skipped_count", spike)
         elif self.kind == "clip":
             if taken.updates and may_be_true(detection.exceeds):
                 factor = clip_factor(detection, norm())

@@ -94,7 +94,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             GradMonitor(model, optimizer).attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
+    _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        return OrderedDict(**self._detector.state_dict(), **self._action.counts)
+        recurring = self._action.recurring.state_dict()
+        return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -158,6 +159,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         counts = loaded(own, {name: state_dict.get(name, 0.0) for name in own})
         self._detector.load_state_dict(state_dict)
         self._action.load(counts)
+        self._action.recurring.load_state_dict(state_dict["recurring"])
 
     # Events
 

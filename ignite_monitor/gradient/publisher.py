@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -98,6 +99,13 @@ class GradientPublisher(DetectionMonitor):
         *counts, (is_spike,), numbers = extra
         names = self._now.possible_spike.names
         spike = SpikeNumbers.from_host(numbers, names)
+        if is_spike and spike.name == "norm" and spike.value < math.inf:
+            recurring = self._action.recurring.observe(self._iteration, spike.value)
+            if recurring and self._action.kind == "skip":
+                at = ", ".join(map(str, recurring))
+                text = f"isolated spikes of a similar size in iterations {at}; from now on such spikes are "
+                text += "clipped to the largest of these, not skipped, since rare data cause them too"
+                self.report("recurring_spikes", text, once=False)
         action = self._action.message([count for (count,) in counts])
         if action is not None:
             self._log(logging.INFO, f"{spike}; {action}")
