@@ -90,8 +90,8 @@ class MomentMeasurement(SampledStep):
         lengths = [len(part) for part in self.before(members)]
         eps, correction = self._eps_and_correction(optimizer, squares)
         owner = move(torch.repeat_interleave(torch.tensor(lengths, device="cpu")), samples.device)
-        least = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
-        flats = [*_elements(self._gradient, momentum, square, least), self.changes(members)]
+        min_root = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
+        flats = [*_elements(self._gradient, momentum, square, min_root), self.changes(members)]
         norms = samples.norms([part for flat in flats for part in self.split(flat, members)])
         at = move(torch.tensor(members, device="cpu"), samples.device)
         *rows, change_norms = samples.over_ranks(norms.view(len(flats), -1), members).unbind()
@@ -170,23 +170,25 @@ def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Te
     return None
 
 
-def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, least: Tensor) -> Sequence[Tensor]:
-    """Numbers for each element, whose norms :func:`_statistics` needs; ``least`` is the smallest root to divide by."""
+def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:
+    """Numbers by element, whose norms :func:`_statistics` needs; ``min_root`` is the smallest root to divide by."""
     root = square.sqrt()
     # 0 / 0 is 0.
-    ratio = gradient / root.maximum(least.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
-    dominated = (root < least).to(root.dtype)
-    product = gradient.to(least.dtype) * momentum
+    ratio = gradient / root.maximum(min_root.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
+    dominated = (root < min_root).to(root.dtype)
+    product = gradient.to(min_root.dtype) * momentum
     return gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt()
 
 
 def _statistics(norms: Tensor, eps: Tensor, correction: Tensor, counts: Tensor) -> Tensor:
-    gradient, momentum, ratio, dominated, above, below = norms.unbind()
+    gradient, momentum, ratio, dominated, positive_part, negative_part = norms.unbind()
     rms = ratio / counts.sqrt() / correction
     # NaN where the second moment, or its eps, is missing or not finite.
     fraction = dominated.square() / counts + 0 * rms + 0 * eps
     lengths = gradient * momentum
     # The products of smaller numbers have lost digits.
     info = torch.finfo(norms.dtype)
-    cosine = (above.square() - below.square()) / lengths.masked_fill(lengths <= info.tiny / info.eps, math.nan)
+    cosine = (positive_part.square() - negative_part.square()) / lengths.masked_fill(
+        lengths <= info.tiny / info.eps, math.nan
+    )
     return torch.stack([rms + 0 * rms, fraction.clamp(0, 1), cosine.clamp(-1, 1)])
