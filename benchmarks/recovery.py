@@ -57,7 +57,7 @@ def disturb(
     elif fault in ("rate grows by 2 %", "rate grows by 6 % for 100 steps") and (age < 100 or "2 %" in fault):
         group["lr"] *= 1.02 if "2 %" in fault else 1.06
     elif fault == "flipped weight decay" and age == 0:
-        group["weight_decay"] = -20.0 * rate if "momentum" in group else -1.0 / rate / 50
+        group["weight_decay"] = -0.2 if "momentum" in group else -2.0
     is_bad = (fault == "one bad batch" and age == 0) or (fault == "forty bad batches" and age < 40)
     if is_bad or (fault == "every tenth batch bad" and age % 10 == 0):
         generator = torch.Generator().manual_seed(START + age)
