@@ -122,7 +122,9 @@ def attach_monitors(
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
     check_optimizer(optimizer)
     every = check_count("every", every, least=1)
-    loggers = [loggers] if isinstance(loggers, BaseLogger) else loggers
+    loggers = [loggers] if isinstance(loggers, (BaseLogger, str, os.PathLike)) else [*loggers]
+    for logger in loggers:
+        check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger, HDF5Logger('run.h5') say,")
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"

@@ -211,7 +211,7 @@ OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
     Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
         chart=_EPSILON),
     Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
-    Key("update_norm", "l2 norm of the step's update of all tensors, weight decay included",
+    Key("update_norm", "l2 norm of the change of all tensors in the train step, weight decay included",
         chart="norm of the update"),
     Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum",
         chart="gradient against momentum"),

@@ -251,7 +251,9 @@ def optimizer_state(
     series: dict[str, list[float]] = {"rms": [], "epsilon_dominated": [], "momentum_cosine": []}
     for group in optimizer.param_groups:
         for p in gradients.keys() & set(group["params"]):
-            g, state = gradients[p].double(), optimizer.state[p]
+            g, state = gradients[p].double() * (-1 if group.get("maximize") else 1), optimizer.state[p]
+            if not isinstance(optimizer, torch.optim.AdamW) and group.get("weight_decay"):  # torch adds it to gradients
+                g = g + float(group["weight_decay"]) * before[p].double()
             v = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             if v is not None:
                 eps, steps = float(group["eps"]), float(state.get("step", group.get("step")))

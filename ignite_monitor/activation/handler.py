@@ -98,7 +98,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             handler.log_to(tensorboard_logger, trainer)
     """
 
-    _lacking = "no activation_difference is published"
+    _consequence = "no activation_difference is published"
 
     def __init__(
         self,
@@ -247,13 +247,15 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if self._differences is not None:
             measurements.append(self._differences.measured)
         rows = rows_of(measurements, *forward.attention_rows())
+        if self._differences is not None and self._passes is not None:
+            self._differences.put_incomplete(rows[0], self._passes.incomplete)
         if world_size() > 1:
-            if not self._may_add():
+            if not self._all_ranks_present():
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))
         results = values_of(measurements, rows)
-        if self._differences is not None and self._passes is not None and self._passes.incomplete:
-            results = [self._differences.without(values, self._passes.incomplete) for values in results]
+        if self._differences is not None:
+            results = [self._differences.complete(values, rows[0]) for values in results]
         self._forget()
         return results
 

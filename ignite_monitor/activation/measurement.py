@@ -148,11 +148,12 @@ class Measurement:
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         for metric_name, metric in self.metrics.of(name) if tensors[0].numel() else ():
-            if metric.aggregate != KURTOSIS or tensors[0].dtype not in WITHOUT_STATISTICS:
-                value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
-                how = metric.aggregate or self.metrics.aggregate
-                self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
+            value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
+            how = metric.aggregate or self.metrics.aggregate
+            self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
+
+_INCOMPLETE = ("incomplete", "")  # kind of rows
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows[:, 0] / rows[:, 1],
@@ -211,7 +212,23 @@ class OutputComparison(Comparison):
     def passed(self, results: dict[str, list[Any]]) -> None:
         self.measured.flush()
 
-    def without(self, values: NamedValues, incomplete: Collection[str]) -> NamedValues:
-        """Exclude the differences of modules of which a call could not be compared."""
-        starts = tuple(f"activation_difference/{self._tags[name]}/" for name in incomplete)
-        return values.rows([i for i, name in enumerate(values.names) if not name.startswith(starts)])
+    def put_incomplete(self, sums: Rows, incomplete: Collection[str]) -> None:
+        """Add to rows whether a call of a module could not be compared on this rank."""
+        flags = torch.tensor([[float(name in incomplete)] for name in self._tags], device="cpu")
+        sums[_INCOMPLETE] = NamedValues([*self._tags.values()], flags)
+
+    def complete(self, values: NamedValues, sums: Rows) -> NamedValues:
+        """Values, NaN for modules that are incomplete on any rank, from the rows of all."""
+        tags, flags = sums[_INCOMPLETE]
+        start, index = f"{self.measured.family}/", {tag: i for i, tag in enumerate(tags)}
+        if not values.names or not values.names[0].startswith(start):
+            return values
+        rows = []
+        for name in values.names:
+            owner = name[len(start) :]
+            while owner not in index:  # the place of a tensor, and the metric, follow the module
+                owner = owner.rpartition("/")[0]
+            rows.append(index[owner])
+        device = values.values.device
+        is_incomplete = move(flags, device)[move(torch.tensor(rows, device="cpu"), device), 0] > 0
+        return NamedValues(values.names, values.values.masked_fill(is_incomplete, math.nan))

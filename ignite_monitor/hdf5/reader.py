@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, ranges
+from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, printable, ranges
 
 RETRIES = 50
 BLOCK = 2**16  # values
@@ -126,7 +126,7 @@ def read_hdf5(
         with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
             return _read(path, pattern, before_run)
         time.sleep(0.01)
-    return _read(path, pattern, before_run)
+    raise BlockingIOError(f"{printable(str(path))} is being written by a program other than HDF5Logger")
 
 
 def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -> Recording:

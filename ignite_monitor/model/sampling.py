@@ -97,10 +97,10 @@ class ParameterSamples:
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
         return tensor  # type: ignore[no-any-return]
 
-    def take(self, index: int, tensor: Any) -> Tensor:
-        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
+    def take(self, index: int, tensor: Any, *, whole: bool = False) -> Tensor:
+        """This rank's sampled or all elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
         tensor = self.own_part(index, tensor)
-        elements = self._elements.get(index)
+        elements = None if whole else self._elements.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj()).flatten()

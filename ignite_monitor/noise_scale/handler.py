@@ -106,7 +106,6 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         self._closed: list[list[Increment]] = []  # of this iteration's steps
         self._iteration = -1
         self._items: float | Sequence[float] | None = None
-        self._scale: Tensor | None = None  # of the gradients of the window
         self._skipped = 0  # steps, until the first value
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -151,7 +150,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
     def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
         if self._window and not ready.reached.isdisjoint(map(id, ready.tracker.parameters_of(self.optimizer))):
             self._window[-1].is_reduced = True
-            self._scale = ready.scale(self.scaler)
+            self._window[-1].scale = ready.scale(self.scaler)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if step.is_of(self.optimizer):
@@ -182,8 +181,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         if self._over_ranks:  # the gradients are the ranks' mean
             total = total * world_size()
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
-        if self._scale is not None:
-            new = new / self._scale.to(new) ** 2
+        if window and window[-1].scale is not None:
+            new = new / window[-1].scale.to(new) ** 2
         self._ratio.observe(new)
         interval = self._ratio.interval()
         _, low, high = interval.unbind()

@@ -27,6 +27,7 @@ class Increment:
         before: squared norm of the gradients before it; None if there were none.
         after: squared norm of the gradients after it.
         is_reduced: the gradients are reduced over ranks.
+        scale: the scale of the gradients, of a GradScaler; None for 1.
         items: number of items it is the gradient of; None until known, NaN if it can't be known.
     """
 
@@ -34,6 +35,7 @@ class Increment:
     before: Tensor | None
     after: Tensor
     is_reduced: bool = False
+    scale: Tensor | None = None
     items: float | None = None
 
 

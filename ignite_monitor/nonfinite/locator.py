@@ -242,7 +242,8 @@ class _Trace:
         _, finite_inputs = self._open.pop()
         is_bad = finite_inputs and not all(_is_finite(item, may_mask=True) for _, item in tensors_in(output))
         if is_bad and isinstance(output, Tensor) and not output.requires_grad:
-            output = output.detach().requires_grad_().clone()  # so that the graph shows its use
+            with torch.enable_grad():  # so that the graph shows its use
+                output = output.detach().requires_grad_().clone()
         tensors = dict(tensors_in(output))
         self._claim(tensors.values(), self.names[module])
         if is_bad:

@@ -188,7 +188,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
-    elif type(value) in (tuple, list, dict):
+    elif type(value) in (tuple, list, dict) or hasattr(value, "_fields"):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _tensors(member)
 
@@ -199,6 +199,8 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors) if value.is_floating_point() else value
     if type(value) is dict:
         return {key: _replaced(member, tensors) for key, member in value.items()}
+    if hasattr(value, "_fields"):  # a NamedTuple, as PackedSequence
+        return type(value)(*(_replaced(member, tensors) for member in value))
     return type(value)(_replaced(member, tensors) for member in value) if type(value) in (tuple, list) else value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from traceback import walk_tb
 from typing import Any
@@ -29,6 +29,7 @@ from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
 from ignite_monitor.replay.kept_state import KeptState
 
+_INPUTS = ("batch", "dataloader")  # attributes of the state that no train step keeps
 _MIN_SAME = 3  # second passes with the same gradients, before another one is taken for a fault
 
 
@@ -53,31 +54,38 @@ class FirstPass:
         copies: dict[Any, Tensor] = {item: item.clone() for item in model.buffers() if not nn.parameter.is_lazy(item)}
         self._buffers = [{key: copies.get(item) for key, item in buffers_in(own).items()} for own in model.modules()]
         self._earlier = {item: item.grad.clone() for item in model.parameters() if item.grad is not None}
-        self._members, self._versions = self._structure(), self._batch_versions()
+        self._members, self._buffer_names, self._versions = self._structure(), self._names(), self._batch_versions()
 
     def backward_ended(self) -> None:
         """Copy the gradients; end a second pass after as many backward passes as in the first one."""
-        if isolation.in_second_pass():
+        if not self.is_replayed:
+            self.passes += 1
+            self.gradients = copied_gradients(self._model)
+        elif self._left:
             self._left -= 1
             if not self._left:
                 self._second = copied_gradients(self._model)
                 raise SecondPassEnded
-        elif not self.is_replayed:
-            self.passes += 1
-            self.gradients = copied_gradients(self._model)
 
-    def obstacle(self) -> str:
-        """Return the reason why the train step can't be run again now."""
+    def obstacle(self, others: Iterable[Any]) -> str:
+        """Copy what the train step and other modules and optimizers keep; return why it can't be run again now."""
         # An autocast can't be entered again before it is left.
         if in_backward() or any(map(torch.is_autocast_enabled, {"cpu", device_of(self._model).type})):
             return "the first optimizer step is made inside of backward or autocast"
         if not self.gradients:
             return "the first optimizer step is made before any backward"
-        if self._structure() != self._members:
-            return "the train step adds or removes parameters or buffers"
-        return "" if self._batch_versions() == self._versions else "the train step changes its batch"
+        if list(map(id, self._members)) != list(map(id, self._structure())) or self._names() != self._buffer_names:
+            return "the train step adds, removes or replaces modules, parameters or buffers"
+        if self._batch_versions() != self._versions:
+            return "the train step changes its batch"
+        self._modules = [item for item in others if isinstance(item, nn.Module)]
+        self._optimizers = [item for item in others if isinstance(item, Optimizer)]
+        reached = [self._train_step.func, {key: value for key, value in vars(self.state).items() if key not in _INPUTS}]
+        self._kept = KeptState(reached, self._modules, self._optimizers)
+        iterators = self._kept.iterators
+        return f"a second pass may draw from an iterator: {listed(iterators, 4)}" if iterators else ""
 
-    def repeat(self, source: EventSource, others: list[Any]) -> tuple[Tensor, list[str]]:
+    def repeat(self, source: EventSource) -> tuple[Tensor, list[str]]:
         """Run the train step again, and restore everything.
 
         Returns:
@@ -86,19 +94,17 @@ class FirstPass:
         Raises:
             RuntimeError: if it made fewer backward passes.
         """
-        modules = [item for item in others if isinstance(item, nn.Module)]
-        optimizers = [item for item in others if isinstance(item, Optimizer)]
-        held = [item for optimizer in optimizers for item in parameters_of(optimizer)]
+        held = [item for optimizer in self._optimizers for item in parameters_of(optimizer)]
+        training = [item for item in self._modules if getattr(item, "training", False)]
         parameters, current, cached = [*self._model.parameters()], vars(self.state), torch.is_autocast_cache_enabled()
-        reached = [self._train_step.func, {name: value for name, value in current.items() if name != "batch"}]
-        kept, self._left = KeptState(reached, modules, optimizers), self.passes
+        self._left = self.passes
         try:
             with (
                 suppress(SecondPassEnded),
                 isolation.preserved_parameters(parameters, held),
                 isolation.preserved_rng_state(*self._random),
                 isolation.isolated_pass(self._model),
-                isolation.preserved_buffers([item for item in modules if getattr(item, "training", False)]),
+                isolation.preserved_buffers(training),
                 torch.enable_grad(),
             ):
                 torch.set_autocast_cache_enabled(cached)  # gradients of shared weights depend on it
@@ -114,14 +120,17 @@ class FirstPass:
                     self.state.__dict__, source.running = current, True
                     reshard(self._model)
         finally:
-            changed = kept.restore()
+            self._left, changed = 0, self._kept.restore()
         if not self._second:
             raise RuntimeError("it ended before the last backward")
         names, device = self.gradients | self._second, device_of(self._model)
         pairs = [(self.gradients.get(name), self._second.get(name)) for name in names]
         return torch.stack([move(difference(*pair), device) for pair in pairs]), changed
 
-    def _structure(self) -> list[list[str]]:
+    def _structure(self) -> list[Any]:
+        return [*self._model.modules(), *self._model.parameters()]
+
+    def _names(self) -> list[list[str]]:
         return [[*parameters_in(module), *buffers_in(module)] for module in self._model.modules()]
 
     def _batch_versions(self) -> list[int]:
@@ -213,7 +222,10 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         if not all_take_part(self.model):
             self._switch_off("ranks may have run out of data under join()")
             return
-        obstacle, device = first.obstacle(), device_of(self.model)
+        if not self._others:
+            objects, kinds = gc.get_objects(), (nn.Module, Optimizer)
+            self._others = weakref.WeakSet(item for item in objects if issubclass(type(item), kinds))
+        obstacle, device = first.obstacle(self._others), device_of(self.model)
         if source.listened and first.passes > 1:
             obstacle = "handlers of MonitorEvents may change gradients between the backward passes"
         # After an overflow, which makes no step, a GradScaler has changed its scale.
@@ -225,12 +237,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             if not is_skipped:
                 self._switch_off(obstacle)
             return
-        if not self._others:
-            objects, kinds = gc.get_objects(), (nn.Module, Optimizer)
-            self._others = weakref.WeakSet(item for item in objects if issubclass(type(item), kinds))
         error, kept, table = "", list[str](), torch.ones(1, 2, device=device)
         try:
-            table, kept = first.repeat(source, list(self._others))
+            table, kept = first.repeat(source)
         except Exception as raised:
             if is_from_signal_handler(raised):
                 raise

@@ -96,11 +96,12 @@ class Evidence:
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
     @torch.no_grad()
-    def note_step(self) -> None:
+    def note_step(self, loss_scale: Tensor | None) -> None:
         """Note the gradients and learning rates that a step is about to use."""
         gradients = [item.grad for item in self.held if item.grad is not None]
         if gradients and not any_dtensor(gradients):
-            self.iterations[-1].numbers["norm_at_step"] = total_norm(gradients, math.inf)
+            norm = total_norm(gradients, math.inf)  # a fused step unscales gradients in place
+            self.iterations[-1].numbers["norm_at_step"] = norm if loss_scale is None else norm / loss_scale.to(norm)
         rates: list[Any] = learning_rates(self.optimizer)
         if all(rate is not None for rate in rates):
             device = next((rate.device for rate in rates if isinstance(rate, Tensor)), "cpu")

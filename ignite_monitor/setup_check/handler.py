@@ -124,7 +124,7 @@ class SetupCheck(Monitor):
         if self._evidence is not None and step.is_of(self.optimizer):
             self._evidence.note()
             if self.findings is None:
-                self._evidence.note_step()
+                self._evidence.note_step(step.loss_scale)
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         if self._lost is not None and self.findings is None and step.is_of(self.optimizer):

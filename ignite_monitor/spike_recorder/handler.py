@@ -109,12 +109,11 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        engine = self._attached_to()
-        if engine is None:
-            return []
+    def before_train_step(self, engine: Engine) -> None:
         self._rng_state = capture_rng_state()
         self._batch = KeptBatch(engine.state.batch) if self.batch else None
+
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         return [recording(self._record)]
 
     def reset_run_state(self) -> None:
@@ -142,7 +141,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             while len(self._files) > self.keep:
                 self._files.popleft().unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 - disk, pickling, device: training continues
-            self._warn_once("spikes can't be recorded in %s: %s; reported once", self.directory, error)
+            self.report("not_recorded", f"spikes can't be recorded in {self.directory}: {error}; reported once")
         else:
             self.logger.info("%s: iteration %d: spike recorded in %s", self._title, iteration, path)
         self.reset_run_state()
@@ -171,5 +170,5 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             return function()
         except Exception as error:  # noqa: BLE001 - a user's tensors may fail in any way; other fields are recorded
             reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
-            self._warn_once(f"the {name} of a spike is not recorded: %s; reported once", reason)
+            self.report(f"{name}_not_recorded", f"the {name} of a spike is not recorded: {reason}; reported once")
             return None

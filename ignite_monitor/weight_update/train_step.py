@@ -14,6 +14,7 @@ from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import norms as norms_of
 from ignite_monitor.model.sampled_step import SampledStep
 
+_SMALL = 1 << 14  # elements up to which float64 sums are no slower
 _ROWS = 7  # of UpdateMeasurement.completed()
 
 
@@ -47,8 +48,7 @@ class UpdateMeasurement(SampledStep):
         self._of_last_step: dict[int, Tensor | None] = {}
         self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
         sampled = [index for index in self.own if self.samples.is_sampled(index)]
-        weights = [self.samples.own_part(index, self._weight(index)) for index in sampled]
-        self._whole_norms = dict(zip(sampled, self._norms(weights), strict=True))
+        self._whole_norms = self._norms({index: self._weight(index) for index in sampled})
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
@@ -118,15 +118,22 @@ class UpdateMeasurement(SampledStep):
             for index in indices
             if (parameter := self.samples.parameters[index]).requires_grad and parameter.grad is not None
         }
-        norms = self._norms([self.samples.own_part(index, gradient) for index, gradient in gradients.items()])
-        for (index, gradient), norm in zip(gradients.items(), norms, strict=True):
+        for index, norm in self._norms(gradients).items():
             self._after_backward[index] = norm if scale is None else norm / scale.to(norm)
+            gradient = gradients[index]
             if index not in self._of_last_step and gradient.layout == torch.strided and self.is_rounded(index):
                 self._had_gradient[index] = self.samples.take(index, gradient) != 0
 
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Norms of tensors on this rank; inf where they are not finite."""
-        if not tensors:
-            return []
-        norms = norms_of(tensors).to(self.samples.device, non_blocking=self.samples.device.type != "cpu")
-        return list(norms.nan_to_num(math.inf, math.inf).unbind())
+    def _norms(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Norms by index of a parameter, of all elements on this rank; inf where they are not finite."""
+        samples, norms = self.samples, dict[int, Tensor]()
+        small = [i for i, item in tensors.items() if item.layout == torch.strided and item.numel() <= _SMALL]
+        rest = [i for i in tensors if i not in small]
+        if small:
+            together = samples.norms([samples.take(i, tensors[i], whole=True) for i in small])
+            norms |= zip(small, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
+        if rest:
+            together = norms_of([samples.own_part(i, tensors[i]) for i in rest])
+            together = together.to(samples.device, non_blocking=samples.device.type != "cpu")
+            norms |= zip(rest, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
+        return norms

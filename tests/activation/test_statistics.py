@@ -53,6 +53,18 @@ def test_kurtosis_is_that_of_float64_over_micro_batches(piece, monkeypatch):
     assert result == {}
 
 
+@pytest.mark.parametrize("shift", [0.0, 3.0, 100.0])
+def test_kurtosis_of_devices_without_float64(shift):
+    """Right to three digits, or absent."""
+    x = shift + randn(5000) ** 3
+    sums = torch.stack([torch.tensor(5000.0), *((x**i).sum() for i in (1, 2, 3, 4))])
+    centred = x.double() - x.double().mean()
+    result = statistics.kurtosis(sums[None]).item()
+    assert math.isnan(result) == (shift == 100)
+    truth = ((centred**4).mean() / (centred**2).mean() ** 2).item()
+    assert math.isnan(result) or result == pytest.approx(truth, rel=2e-3)
+
+
 def by_name(measurement, rows=None):
     result = {}
     for names, values in values_of([measurement], rows):

@@ -203,13 +203,31 @@ def pruned(model, optimizer):
     return removing
 
 
+def drawing(model, optimizer):
+    noise = iter(torch.linspace(0, 1, 50))
+    return make_step(model, optimizer, loss_of=lambda *args: mse_loss(*args) * (1 + next(noise)))
+
+
+def replacing(model, optimizer):
+    """Replaces a module by one with other weights, of the same name."""
+    step = make_step(model, optimizer)
+
+    def replace(engine, batch):
+        model[0] = nn.Linear(6, model[0].out_features)
+        step(engine, batch)
+
+    return replace
+
+
 UNREPORTED = {
+    "drawing": (drawing, "a second pass may draw from an iterator: variable noise"),
+    "replacing": (replacing, "replaces modules, parameters or buffers"),
     "inside autocast": (inside_autocast, "inside of backward or autocast"),
     "changing batch": (changing_batch, "the train step changes its batch"),
     "inside backward": (inside_backward, "inside of backward or autocast"),
     "failing twice": (failing_twice, "the second pass raised KeyError: 'once'"),
     "closure": (functools.partial(make_step, closure=True), "before any backward"),
-    "pruned": (pruned, "adds or removes parameters or buffers"),
+    "pruned": (pruned, "adds, removes or replaces modules, parameters or buffers"),
 }
 
 

@@ -27,6 +27,10 @@ def adamw(model, lr=1e-5):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
 def repeated(count=4):
     return [copy.deepcopy(make_batches(1)[0]) for _ in range(count)]
 
@@ -138,6 +142,10 @@ FAULTS = {
     "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero_at="never")),
     "not zeroed, micro-batches": (["gradients_not_zeroed"], lambda: setup(zero_at="never", parts=2)),
     "not zeroed, accumulated": (["gradients_not_zeroed"], lambda: setup(zero_at="never", every=3)),
+    "not zeroed, fused and scaled": (
+        ["gradients_not_zeroed"],
+        lambda: setup(make_optimizer=fused, zero_at="never", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)),
+    ),
     "not zeroed, after a buffer is full": (["gradients_not_zeroed"], late),
     "not zeroed, and another optimizer": (
         ["gradients_not_zeroed"],
