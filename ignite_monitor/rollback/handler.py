@@ -140,6 +140,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def reset_run_state(self) -> None:
         self.forget()
         self._triggers.start_run()
+        self._policy.rollbacks.clear()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""

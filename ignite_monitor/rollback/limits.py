@@ -20,6 +20,20 @@ TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the
 RETRIES = 3  # trainings from a snapshot that fail before an older one is restored
 PROBATION = 8  # consecutive healthy iterations that end a recovery
 LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks; healthy iterations that end a lower learning rate
+HOLD = 48  # iterations after which non-finite values end the run; failed tests in a row after a failed trial
+WINDOW = 3, 10  # iterations far above the threshold, of the last ones, that trigger a rollback
+MARGIN = 2  # times the delay of a slow detection: iterations before its first sign that are not trusted
+
+# Snapshots
+RECENT = 3  # newest snapshots, which are always kept
+SPACING = 5  # distance of older ones, in units of ``every``
+CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
+
+# Policy
+TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the data are held to have changed
+RETRIES = 3  # trainings from a snapshot that fail before an older one is restored
+PROBATION = 8  # consecutive healthy iterations that end a recovery
+LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks; healthy iterations that end a lower learning rate
 HOLD = (
     48  # iterations since the first sign after which non-finite values end the run; failed tests after a failed trial
 )
