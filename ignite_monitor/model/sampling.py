@@ -98,7 +98,7 @@ class ParameterSamples:
         return tensor  # type: ignore[no-any-return]
 
     def take(self, index: int, tensor: Any, *, whole: bool = False) -> Tensor:
-        """Sampled or all own elements of a tensor of a parameter's shape: 1-D, real, at least float32, maybe a view."""
+        """This rank's sampled, or all, elements of a tensor of a parameter's shape: 1-D, real, at least float32."""
         tensor = self.own_part(index, tensor)
         elements = None if whole else self._elements.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)

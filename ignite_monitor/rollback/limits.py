@@ -21,25 +21,9 @@ RETRIES = 3  # trainings from a snapshot that fail before an older one is restor
 PROBATION = 8  # consecutive healthy iterations that end a recovery
 LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks; healthy iterations that end a lower learning rate
 HOLD = 48  # iterations after which non-finite values end the run; failed tests in a row after a failed trial
-WINDOW = 3, 10  # iterations far above the threshold, of the last ones, that trigger a rollback
-MARGIN = 2  # times the delay of a slow detection: iterations before its first sign that are not trusted
-
-# Snapshots
-RECENT = 3  # newest snapshots, which are always kept
-SPACING = 5  # distance of older ones, in units of ``every``
-CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
-
-# Policy
-TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the data are held to have changed
-RETRIES = 3  # trainings from a snapshot that fail before an older one is restored
-PROBATION = 8  # consecutive healthy iterations that end a recovery
-LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks; healthy iterations that end a lower learning rate
-HOLD = (
-    48  # iterations since the first sign after which non-finite values end the run; failed tests after a failed trial
-)
 WINDOW = 1000  # iterations within which rollbacks are counted, and an accepted loss is remembered
 NOT_WORSE = 1.1  # times the snapshot's loss on the changed data
 TRIAL = 10  # iterations of training on changed data
 WORSE = 1.5  # times the loss of the failed tests, after which the trial has failed
-PROBE_EVERY = 8  # iterations between probes of the snapshot
+PROBE_EVERY = 8  # iterations between probes of the snapshot, later a third of those since the data changed
 SETTLED = 120  # iterations since the first sign after which changed data are final
