@@ -114,7 +114,7 @@ def follow(training: Training, mode: str, length: int, prepare: Callable[..., No
         loss = training.loss(i)
         optimizer.zero_grad()
         loss.backward()
-        weight = next(model.parameters())
+        weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         before = weight.detach().clone()
         if mode != "clipping" or (loss.isfinite() and nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()):
             optimizer.step()
