@@ -85,7 +85,7 @@ class ForwardMetrics(ModuleHook):
         return contexts
 
     def attention_rows(self) -> tuple[Rows, Rows]:
-        """Entropies and logit maxima, as :meth:`Measurement.put_rows` gives values."""
+        """Entropies and logit maxima, as :meth:`Measurement.add_partial_sums` gives values."""
         if not self._entropies:
             return {}, {}
         keys, rows = merged_by_name(self._entropies, functools.partial(grouped, summed=2))

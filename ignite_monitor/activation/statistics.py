@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,27 @@ _SHARED = 0.1
 _SMALLEST_SQUARES = 1e-30  # smaller ones may be 0 in float32
 
 
+class Moments(NamedTuple):
+    """Columns of a table of :func:`moments`, with a row for each tensor."""
+
+    elements: Tensor
+    vectors: Tensor  # number of vectors along the last dimension
+    norms: Tensor  # sum of the vectors' l2 norms
+    nonfinite: Tensor  # number of non-finite elements
+    squares: Tensor  # sum of squared differences from the mean
+    mean: Tensor
+    largest: Tensor  # largest absolute value of each unit: of shape (tensors, units)
+
+
+_SUMMED = Moments._fields.index("mean")  # columns that add up
+_UNITS = Moments._fields.index("largest")
+
+
+def columns(rows: Tensor) -> Moments:
+    """Views of the columns of a table."""
+    return Moments._make([*rows[:, :_UNITS].unbind(1), rows[:, _UNITS:]])
+
+
 def moments(tensors: Tensor, unit: int | None) -> Tensor:
     """Compute moments in float64 (float32 on devices without it), on the CPU from vectors' sums and norms in float32.
 
@@ -37,9 +59,7 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
         unit: the dimension whose indices are units; None for a single unit.
 
     Returns:
-        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
-        non-finite elements, sum of squared differences from the mean, mean, and the largest absolute value of each
-        unit: of shape (tensors, 6 + units).
+        A table with the :func:`columns` of :class:`Moments`.
     """
     tensors = tensors if tensors.ndim > 1 else tensors.unsqueeze(1)  # single numbers
     if tensors.itemsize == 1 or (tensors.is_cpu and tensors.itemsize == 2 and tensors.is_floating_point()):
@@ -107,12 +127,12 @@ def _largest(tensors: Tensor, unit: int | None) -> Tensor:
 
 def merged(rows: Tensor, owners: Tensor, count: int) -> Tensor:
     """Merge rows of :func:`moments` with the same owner, an index below the count, by Chan's formula."""
-    result = grouped(rows, owners, count, 5)
-    elements, means = rows[:, 0], rows[:, 5]
+    result = grouped(rows, owners, count, _SUMMED)
+    parts, whole = columns(rows), columns(result)
     # Differences from the largest mean, so that equal means stay as they are.
-    shifts = torch.zeros_like(result[:, 5]).index_add_(0, owners, elements * (means - result[owners, 5]))
-    result[:, 5] += shifts / result[:, 0]
-    result[:, 4].index_add_(0, owners, elements * (means - result[owners, 5]).square())
+    shifts = torch.zeros_like(whole.mean).index_add_(0, owners, parts.elements * (parts.mean - whole.mean[owners]))
+    whole.mean.add_(shifts / whole.elements)
+    whole.squares.index_add_(0, owners, parts.elements * (parts.mean - whole.mean[owners]).square())
     return result
 
 
@@ -136,15 +156,35 @@ def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor
     return NamedValues([*index], rows)
 
 
+class Totals(NamedTuple):
+    """Columns of a table of tensors over all parts and ranks."""
+
+    elements: Tensor
+    vectors: Tensor
+    norms: Tensor
+    nonfinite: Tensor
+    squares: Tensor
+    total: Tensor  # sum of all elements
+    of_means: Tensor  # sum of the squared means, times the elements, of the parts
+    units: Tensor
+    dead: Tensor
+    largest: Tensor
+    highest_mean: Tensor
+    lowest_mean: Tensor  # with its sign changed
+
+
+ADDED = Totals._fields.index("largest")  # columns that add up
+
+
 def over_ranks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Split moments into columns to add up over ranks, of shape (tensors, 7), and to take the maximum of."""
-    mean = rows[:, 5:6]
-    total = rows[:, :1] * mean
-    return torch.cat([rows[:, :5], total, total * mean], 1), torch.cat([mean, -mean, rows[:, 6:]], 1)
+    """Split moments into columns to add up over ranks, as :class:`Totals` begins, and to take the maximum of."""
+    mean, largest = columns(rows).mean.unsqueeze(1), columns(rows).largest
+    total = columns(rows).elements.unsqueeze(1) * mean
+    return torch.cat([rows[:, :_SUMMED], total, total * mean], 1), torch.cat([mean, -mean, largest], 1)
 
 
 def with_units(sums: Tensor, maxima: Tensor, units: int) -> Tensor:
-    """Columns of :func:`over_ranks` with, in place of the units, their number and that of dead ones: (tensors, 12)."""
+    """Table with the columns of :class:`Totals`, from those of :func:`over_ranks`."""
     extremes, largest = maxima.split([2, maxima.shape[1] - 2], 1)
     top = largest.amax(1)
     dead = (largest == 0).sum(1).to(top.dtype) if units else torch.zeros_like(top)
@@ -171,7 +211,9 @@ def statistics(rows: Tensor) -> Tensor:
     Args:
         rows: of :func:`with_units`, added up over ranks.
     """
-    elements, vectors, norms, nonfinite, squares, total, of_means, units, dead, largest, high, low = rows.unbind(1)
+    elements, vectors, norms, nonfinite, squares, total, of_means, units, dead, largest, high, low = Totals._make(
+        rows.unbind(1)
+    )
     mean = total / elements
     # Within the parts and between them.
     between = torch.where(high == -low, 0.0, of_means - total * mean)
@@ -180,7 +222,7 @@ def statistics(rows: Tensor) -> Tensor:
     # The squares of larger elements, and of the differences of smaller ones, leave the dtype's range.
     info = torch.finfo(rows.dtype)
     smallest = info.tiny**0.5 / info.eps
-    in_range = (largest == 0) | ((largest > smallest) & (largest < 1 / smallest))
+    in_range = (largest == 0) | (largest.clamp(smallest, 1 / smallest) == largest)
     over_rms = largest / (centred / elements + mean.square()).sqrt()
     values = [
         mean,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -16,11 +16,27 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep, StepRequests
-from ignite_monitor.events.hooks import Patch, after_backward, gradient_hook, is_nested, remove_all, weak_method
+from ignite_monitor.events.hooks import (
+    Patch,
+    after_backward,
+    gradient_hook,
+    in_outermost_backward,
+    is_nested,
+    remove_all,
+    weak_method,
+)
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.events.step_owner import StepOwner
-from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
+from ignite_monitor.model._torch import (
+    EVENT_HANDLERS,
+    HANDLE_EXCEPTION,
+    TRAIN_STEP,
+    backward_number,
+    check_engine,
+    has_pre_hooks,
+    untraced,
+)
 from ignite_monitor.model.modes import users_grad_mode
 
 
@@ -47,9 +63,10 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self.reached: dict[int, dict[int, set[int]]] = {}
-        hooks = (self._start_backward, self._end_backward, self._await_step, self._start_step, self._end_step)
-        on = [torch.compiler.disable(weak_method(hook)) for hook in hooks]
-        self._on_backward, self._on_backward_end, self._on_step, self._on_own_step, self._on_step_end = on
+        self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
+        hooks = map(weak_method, (self._start_backward, self._end_backward, self._await_step, self._end_step))
+        self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
+        self._on_own_step = untraced(weak_method(self._start_step))
         self._steps = StepOwner(weak_method(self._end_step))
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -60,10 +77,13 @@ class EventSource:
 
     def _reset(self) -> None:
         self.reached.clear()
+        self._outermost.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
         self._stepping: Optimizer | None = None  # whose step is running
+        self._sharing: list[GradientTracker] = []  # of the models that it holds parameters of
         self._requests: StepRequests | None = None  # for that step, once it is reported
+        self._about: dict[int, OptimizerStep] = {}  # that step, by id of the model
         self.nonfinite_source: NonFiniteSource | None = None
         self.train_step: functools.partial[Any] | None = None
         self.running = self.listened = self._awaits_step = False
@@ -133,12 +153,14 @@ class EventSource:
         engine = self._engine()
         if engine is None:
             return
-        self._call(event, engine, about)
+        if self._listeners[event._name_]:
+            self._call(event, engine, about)
         # All monitors read before anything is changed: the order of attaching must not matter.
-        for phase in PHASES.get(event, ()):
-            if phase is Phase.STEP_DECIDED:
-                self._act()
-            self._call(phase, engine, about)
+        for phase in PHASES.get(event._name_, ()):
+            if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
+                self._steps.act(self._stepping, self._requests, self._sharing)
+            if self._listeners[phase._name_]:
+                self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
@@ -159,28 +181,50 @@ class EventSource:
             self.trackers[model].defer()
             return set()
         if number not in self.reached:
-            after_backward(functools.partial(self._on_backward_end, number), self._callback_depth)
+            in_outermost_backward(functools.partial(self._await_end, number))
         return self.reached.setdefault(number, {}).setdefault(model, set())
 
-    def _end_backward(self, number: int) -> None:
-        """Fire GRADIENTS_READY for the models that a backward has reached."""
-        reached, trackers, running = self.reached.pop(number, {}).items(), self.trackers, self.reached.keys()
-        changed = {
-            trackers[key]: trackers[key].backward_ended(number, ids, running) for key, ids in reached if key in trackers
-        }
-        everything, about = set[int]().union(*changed.values()), {}
-        for tracker, ids in changed.items():
-            if ids:
-                shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
-                about[id(tracker.model)] = GradientsReady(tracker, ids, shared)
+    def _await_end(self, number: int) -> None:
+        """Await the end of the running backward, in which the one with this number has run or runs."""
+        outermost = self._outermost[number] = backward_number()
+        after_backward(functools.partial(self._on_backward_end, outermost), self._callback_depth)
+
+    def _end_backward(self, outermost: int) -> None:
+        """Fire GRADIENTS_READY for the models that a backward, with those inside of it, has reached."""
+        numbers = {number for number, other in self._outermost.items() if other == outermost}
+        reached: dict[int, set[int]] = {}
+        for number in numbers:
+            del self._outermost[number]
+            for key, ids in self.reached.pop(number, {}).items():
+                reached.setdefault(key, set()).update(ids)
+        changed: dict[GradientTracker, Set[int]] = {}
+        everything, about = set[int](), dict[int, GradientsReady]()
+        for key, ids in reached.items():
+            if key in self.trackers and (whole := self.trackers[key].backward_ended(numbers, ids)):
+                changed[self.trackers[key]] = whole
+                everything |= whole
+        for tracker, whole in changed.items():
+            shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
+            about[id(tracker.model)] = GradientsReady(tracker, whole, shared, numbers)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
-    def _await_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Report the step that starts after the hooks of the optimizer's own, which may change its gradients."""
-        if self.running and not (self._stepping is not None and is_nested(optimizer)) and self._sharing(optimizer):
-            self._stepping, self._requests = optimizer, None
-            self._steps.last_pre_hook(optimizer, self._on_own_step)
+        if not self.running or (self._stepping is not None and is_nested(optimizer)):
+            return None
+        self._sharing = []
+        for tracker in self.trackers.values():
+            if tracker.parameters_of(optimizer):
+                self._sharing.append(tracker)
+        if not self._sharing:
+            return None
+        self._stepping, self._requests = optimizer, None
+        self._steps.release()  # from a step that raised an error
+        if not has_pre_hooks(optimizer):
+            return self._start_step(optimizer, args, kwargs)
+        self._steps.add_pre_hook(optimizer, self._on_own_step)
+        return None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping is not optimizer or self._requests is not None:
@@ -204,15 +248,12 @@ class EventSource:
 
     def _report_step(self, optimizer: Optimizer) -> None:
         if self._stepping is optimizer and self._requests is None:
-            self._requests = StepRequests()
-            for tracker in self.trackers.values():
-                tracker.step_started(optimizer)
-            self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
-
-    def _act(self) -> None:
-        """Do what the monitors ask of the running step."""
-        if self._stepping is not None and self._requests is not None:
-            self._steps.act(self._stepping, self._requests, self._sharing(self._stepping))
+            self._requests = requests = StepRequests()
+            for tracker in self._sharing:
+                tracker.step_started()
+            for key, tracker in self.trackers.items():
+                self._about[key] = OptimizerStep(tracker, optimizer, requests)
+            self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Report the end of the running step, made or not."""
@@ -220,20 +261,12 @@ class EventSource:
             return
         self._steps.release()
         if self._requests is not None:
-            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
-        self._stepping = self._requests = None
-        for tracker in self._sharing(optimizer):
+            self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
+        for tracker in self._sharing:
             tracker.accumulates = False
-            if any(item is optimizer or item.param_groups is optimizer.param_groups for item in self._acting):
+            if any(item.param_groups is optimizer.param_groups for item in self._acting):
                 tracker.statistics.keep()
-
-    def _sharing(self, optimizer: Optimizer) -> Sequence[GradientTracker]:
-        """The trackers of models of which an optimizer holds parameters."""
-        return [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]
-
-    def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
-        requests = self._requests or StepRequests()
-        self.fire(event, {key: OptimizerStep(item, optimizer, requests) for key, item in self.trackers.items()})
+        self._stepping, self._sharing, self._requests, self._about = None, [], None, {}
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -283,7 +316,8 @@ class EventSource:
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
-            contexts.enter_context(self._steps.context(self._acting))
+            if self._acting:
+                contexts.enter_context(self._steps.context(self._acting))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
@@ -302,6 +336,7 @@ class EventSource:
         if engine is not None:  # after an error the device may not answer
             log_run_summary(self.monitors)
         for monitor in self.monitors:
+            monitor.run_summary = None
             monitor.on_run_end()
         self._uninstall()
 

@@ -120,12 +120,13 @@ class StepOwner:
 
     def release(self) -> None:
         """Undo, also after a step that raised an error, and remove the hooks of the step."""
-        self.undo()
-        remove_all(self._handles)
+        if self._undo:
+            self.undo()
+        while self._handles:
+            self._handles.pop().remove()
 
-    def last_pre_hook(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+    def add_pre_hook(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Call a function after the other pre-hooks of the step that starts."""
-        self.release()
         self._handles.append(optimizer.register_step_pre_hook(hook))
 
     def _replace_found_inf(self, optimizer: Any, before: Tensor | None, value: Tensor) -> None:

@@ -15,8 +15,8 @@ from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.step_owner import check_skippable, hides_gradients, skips_on_device
-from ignite_monitor.gradient.detector import GradientDetection
-from ignite_monitor.gradient.window import Taken
+from ignite_monitor.gradient.detection import GradientDetection
+from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import move_like
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
@@ -47,7 +47,7 @@ class SpikeAction:
         self.recurring = RecurringSpikes()
         self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
 
-    def ask(self, step: OptimizerStep, taken: Taken, is_known: bool | None, norm: Callable[[], Tensor]) -> None:
+    def ask(self, step: OptimizerStep, taken: StepDetection, is_known: bool | None, norm: Callable[[], Tensor]) -> None:
         """Ask for what is to be done with a step.
 
         Args:

@@ -52,6 +52,22 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
+_BACKWARD = getattr(_find("torch.autograd.graph._engine_run_backward"), "__code__", None)
+_APPLY = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def calling_node() -> Any:
+    """The node of a backward whose function has called the running backward, as reentrant checkpoints do; or None."""
+    frame: Any = sys._getframe(1)
+    is_within = False
+    while frame is not None:
+        if is_within and frame.f_code is _APPLY:
+            return frame.f_locals["self"]
+        is_within |= frame.f_code is _BACKWARD
+        frame = frame.f_back
+    return None
+
+
 class GradientHook:
     """One post-accumulate-grad hook on many parameters, frozen ones too: the train step may unfreeze them.
 
@@ -96,6 +112,11 @@ def finalizes_manually(module: nn.Module) -> bool:
 def has_step_hooks(optimizer: Any) -> bool:
     """Return True if the steps of an optimizer call hooks: its constructor has called torch's."""
     return hasattr(type(optimizer).step, "hooked") and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def has_pre_hooks(optimizer: Any) -> bool:
+    """Return True if an optimizer has step pre-hooks of its own."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:

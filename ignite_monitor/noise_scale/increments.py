@@ -88,9 +88,8 @@ class IncrementObserver:
                 self._norms[task] = {}
             (self._norms[task][index],) = _norms([gradient.detach()])
 
-    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> None:
+    def backward_ended(self, numbers: Set[int], reached: Set[int]) -> None:
         """Append the increment of a backward pass and those inside of it; ``autograd.grad`` makes none."""
-        numbers = {number}
         tasks = [task for task in self._norms if task in numbers]
         parts = [norms for task in tasks for norms in self._norms[task].items()]
         with hidden_from_user_modes():

@@ -27,9 +27,9 @@ class Change(NamedTuple):
     input_drift: Tensor
 
 
-def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> Change:
+def output_change(output: Tensor, initial_on_input: Tensor, reference_output: Tensor) -> Change:
     """Change of any function's output, from :math:`f_t(x_t)`, :math:`f_0(x_t)` and :math:`f_0(x_0)`."""
-    return Change(output - crossed, crossed - reference_output)
+    return Change(output - initial_on_input, initial_on_input - reference_output)
 
 
 # Sums of the feature norms of one call, and numbers of norms.

@@ -100,7 +100,7 @@ class Reference:
             _refuse(first_difference(shapes(self.module.state_dict()), shapes(state)), "state_dict")
             self.module.load_state_dict(state)
 
-    def follow(self) -> None:
+    def match_model(self) -> None:
         """Move a copy to the model's devices, freeze the parameters that are frozen, and set numbers as in the model.
 
         Numbers among the attributes of modules may be scheduled, as the probability of dropout.

@@ -121,10 +121,10 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         thresholds = dict(zip(("threshold", "lower_threshold"), sides, strict=False))
         self.publish(value=number, spike=spike.to(number.dtype), spike_count=self._counts[0], **thresholds)
         if self._is_awaited_spike(spike):
-            self._fire_spike(engine, self._spike(detection), number)
+            self._fire_spike(engine, self._describe_spike(detection), number)
         self._fire_reset(engine, detection)
 
-    def _spike(self, detection: Detection) -> Spike:
+    def _describe_spike(self, detection: Detection) -> Spike:
         numbers = torch.stack((detection.spike.to(detection.value.dtype), detection.threshold, detection.value))
         sides = zip(*numbers.reshape(3, -1).tolist(), self._signs, strict=True)
         _, threshold, value, sign = max(sides, key=lambda side: side[0])  # the one with the spike

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.gradient.detector import culprits, named
+from ignite_monitor.gradient.detection import culprits, named
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from tests._oracle import Oracle, mean_of, robust, shared_growth
 

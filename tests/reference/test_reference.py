@@ -106,7 +106,7 @@ def test_copy_shares_nothing():
     assert type(reference.module) is nn.Sequential
     assert reference.module[0].weight is reference.module[1].weight
     model[0].weight.requires_grad_(False)
-    reference.follow()
+    reference.match_model()
     assert not reference.module[1].weight.requires_grad
     with torch.no_grad():
         model[0].weight.zero_()
