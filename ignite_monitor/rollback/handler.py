@@ -20,9 +20,9 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.tensors import loss_in
+from ignite_monitor.model.tensors import count_items, loss_in
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
-from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks
+from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
 from ignite_monitor.rollback.limits import LONG_PROBATION, WARMUP, WINDOW
 from ignite_monitor.rollback.policy import RECOVERING, WATCHING, Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import LoweredRates, Snapshot, Snapshots, TrainingState, clone, finite
@@ -73,7 +73,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     """
 
     _OBJECTS = ("policy", "snapshots", "triggers")
-    _FIELDS = ("count", "discarded_count", "lr_scale")
+    _FIELDS = ("count", "discarded_count", "lr_scale", "smallest_batch")
     _state_dict_all_req_keys = (*_OBJECTS, *_FIELDS, "loss_threshold")
 
     def __init__(
@@ -109,6 +109,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
         self._stepped = True  # whether an optimizer made a step in this iteration
+        self._smallest_batch = 0  # items; 0 before the first batch
         self._layout: list[Any] = []
         self._restoring: Any = None  # handle of the second restore of an iteration
 
@@ -172,9 +173,21 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._layout = layout
         if not self._policy.watching:
             return
+        self._check_batch_size(engine)
         kept = self._snapshots.all
         if not kept or (stepped and self._policy.healthy and before - kept[-1]["iteration"] >= self._snapshots.every):
             self._snapshots.take(before, self._training.state(), self._thresholds())
+
+    def _check_batch_size(self, engine: Engine) -> None:
+        """Reset thresholds at a batch with less than half as many items as any before: its values are noisier."""
+        is_last = engine.state.epoch_length and engine.state.iteration % engine.state.epoch_length == 0
+        # The last batch of an epoch is small in any run, and ranks have to reset their thresholds together.
+        if items := count_items(engine.state.batch) if world_size() == 1 and not is_last else None:
+            if 2 * items < self._smallest_batch:
+                text = "%s: iteration %d: batches of %d items; all thresholds are reset"
+                self.logger.info(text, self._title, engine.state.iteration, items)
+                self.accept()
+            self._smallest_batch = min(items, self._smallest_batch or items)
 
     def start_iteration(self, engine: Engine) -> None:
         self.run_summary = self.run_summary or RunSummary(self.run_totals())

@@ -17,6 +17,7 @@ CONFIRMED = 20  # iterations, or ten times the delay, after which a restored sna
 
 # Policy
 TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the data are held to have changed
+NOISY = 5  # failed tests, and at least one in as many, that show noisier data
 RETRIES = 3  # trainings from a snapshot that fail before an older one is restored
 PROBATION = 8  # consecutive healthy iterations that end a recovery
 LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks; healthy iterations that end a lower learning rate

@@ -342,6 +342,25 @@ def test_weights_loaded_by_the_user_are_not_rolled_back_after_forget_or_a_new_ru
     assert training.model[0].weight.mean() < -6.0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "resets"),
+    [
+        ([16] * 40 + [4] * 40 + [16] * 40, 1),
+        ([16] * 40 + [9] * 40 + [16] * 40, 0),
+        ([16] * 119 + [4], 0),  # the last batch of an epoch
+        ([16] * 118 + [4] * 2, 1),
+    ],
+)
+def test_a_batch_of_less_than_half_the_size_resets_all_thresholds(sizes, resets, caplog):
+    caplog.set_level(logging.INFO)
+    training = Training(monitor={}, names=["model", "optimizer"])
+    batches = make_batches(120)
+    batches = [(x[:size], y[:size]) for (x, y), size in zip(batches, sizes, strict=True)]
+    training.run(batches)
+    assert len([text for text in messages(caplog, logging.INFO) if "all thresholds are reset" in text]) == resets
+    assert training.of("count")[120] == 0
+
+
 def test_a_rate_that_was_set_too_high_and_left_is_restored():
     training = Training(names=["model", "optimizer"], monitor={"on_spike": "skip"})
     training.at(60, lambda: training.optimizer.param_groups[0].update(lr=1e6))

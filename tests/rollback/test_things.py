@@ -173,10 +173,15 @@ def test_optimizers_with_a_state_of_their_own(kind, make):
 
 
 @pytest.fixture
-def one_rank():
+def one_rank(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
-    idist.finalize()  # Ignite, too, forgets the group
+    idist.finalize()  # Ignite, too, forgets the group, if it knows of it
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def test_zero_redundancy_optimizer(one_rank):
