@@ -179,6 +179,14 @@ def test_leaves_as_it_came(parts):
     assert not vars(trainer)[_ATTACHED]
 
 
+@pytest.mark.parametrize("loggers", ["run.h5", ["run.h5"]])
+def test_a_path_is_no_logger(parts, loggers):
+    model, optimizer, trainer = parts
+    with pytest.raises(TypeError, match=r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"):
+        attach_monitors(trainer, model, optimizer, loggers=loggers)
+    assert not trainer.state.metrics
+
+
 def test_what_fails_half_way_leaves_nothing(parts):
     model, optimizer, trainer = parts
     GradMonitor(model, prefix="monitor").attach(trainer)
