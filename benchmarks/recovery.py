@@ -201,7 +201,7 @@ def draw(table: str, path: str) -> None:
         for fault, model, *losses, _, _ in rows:
             y = FAULTS.index(fault) + 0.22 * ([*shapes].index(model) - 1)
             ends = [min(float(loss), limit) if math.isfinite(float(loss)) else limit for loss in losses]
-            axes.plot(ends, [y, y], color="#d0d7de", linewidth=1.2, zorder=1)
+            axes.plot(ends, [y] * len(ends), color="#d0d7de", linewidth=1.2, zorder=1)
             for (name, color), end in zip(colors.items(), ends, strict=True):
                 label = f"{name}, {model.upper()}" if fault == FAULTS[0] else None
                 axes.scatter(end, y, s=30, marker=shapes[model], color=color, zorder=2, label=label)
