@@ -196,7 +196,7 @@ def draw(table: str, path: str) -> None:
     with rc_context({"font.size": 11, "text.color": ink, "axes.edgecolor": "#afb8c1"}):
         figure = Figure(figsize=(10, 5.2), dpi=140, layout="constrained", facecolor="white")
         axes = figure.add_subplot()
-        title = "Held-out loss minus that of the undisturbed run, mean over seeds: 11 faults, 3 models"
+        title = "Held-out loss minus that of the undisturbed run, mean over seeds"
         figure.suptitle(title, x=0.01, ha="left", weight="bold")
         for fault, model, *losses, _, _ in rows:
             y = FAULTS.index(fault) + 0.22 * ([*shapes].index(model) - 1)
