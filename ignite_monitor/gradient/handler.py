@@ -273,7 +273,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
             self._unseen += self._source.trackers[id(self.model)].reduced
             if self._unseen == _UNSEEN:
-                self.report("no_gradient", _NO_GRADIENT)
+                self.report("no_gradient", _NO_GRADIENT, severity="note")
             return
         self._unseen = 0
         newest, taken = self._window.since_step, self._window.last_step

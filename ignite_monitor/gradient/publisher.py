@@ -130,4 +130,6 @@ class GradientPublisher(DetectionMonitor):
         text = self._locator.locate(not (known and torch.is_nonzero(nonfinite)), handles_overflow)
         self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
         if text is not None:
-            self._log(logging.WARNING, text)
+            source = self._locator.newest
+            kind, names = ("not_located", ()) if source is None else (source.kind, (source.name,))
+            self.report(f"nonfinite_{kind}", text, names=names, once=False)

@@ -167,6 +167,17 @@ def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     return [registry for pair in pairs for registry in pair if isinstance(registry, dict)]
 
 
+def registries_of_buffers(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
+    """The dictionaries of modules' own buffers, those that are not empty; scripted modules have none."""
+    own = [buffers_in(module) for module in modules]
+    return [registry for registry in own if isinstance(registry, dict) and registry]
+
+
+def buffers_of_scripted(module: nn.Module) -> list[Tensor]:
+    """The own buffers of a scripted module, which can't be replaced."""
+    return [] if isinstance(buffers_in(module), dict) else list(module.buffers(recurse=False))
+
+
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
     """Forward hooks and pre-hooks of a module, by the keys that :func:`remove_hooks` takes."""
     kinds = ("_forward_hooks", "_forward_pre_hooks")
@@ -184,6 +195,12 @@ def remove_hooks(module: nn.Module, known: Iterable[tuple[str, int]]) -> None:
         del getattr(module, kind)[key]
     for kind in ("_backward_hooks", "_backward_pre_hooks"):
         getattr(module, kind, {}).clear()
+
+
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return True if a module overrides none of the methods of a layer's forward."""
+    names = [name for name in ("forward", "_conv_forward", "_output_padding") if hasattr(kind, name)]
+    return all(name not in vars(module) and getattr(type(module), name) is getattr(kind, name) for name in names)
 
 
 def with_weights(module: nn.Module, parameters: Mapping[str, Tensor | None], buffers: dict[str, Any]) -> Any:

@@ -59,7 +59,7 @@ def norm_of_parts(
     own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
     pair = torch.stack((own, flag.to(own)))
     if reduction == "mean":
-        pair = (all_reduce(pair**2) / world_size()).sqrt()
+        pair = reduce_norm(pair, 2.0, all_reduce) / world_size() ** 0.5
     else:
         pair = reduce_norm(pair, norm_type, all_reduce)
     whole = [norm for norm, is_whole in zip(parts, sharded, strict=True) if is_whole]
