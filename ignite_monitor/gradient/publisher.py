@@ -70,7 +70,9 @@ class GradientPublisher(DetectionMonitor):
         return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest)
 
     def _publish(self, detection: GradientDetection) -> None:
-        self._publish_none()
+        self._now.possible_spike = None
+        if self.metrics:  # of an earlier gradient of this iteration
+            self.clear_metrics()
         spikes, nonfinite, _ = self._detector.counts()
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._now.scale is not None:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
+from ignite_monitor.model._torch import (
+    in_backward,
+    is_compiled_in_place,
+    is_compilers_wrapper,
+    unseen_by_dispatch,
+    unseen_by_functions,
+    version,
+)
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, in_second_pass
-from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.tensors import tensors_in
 
@@ -111,10 +119,10 @@ class ModelCalls(ModuleHook):
         generators = self._find_generators()
         if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
             return None
-        tensors = [(item, version(item)) for _, item in tensors_in((args, kwargs))]
+        tensors = [(item, version(item)) for value in (*args, *kwargs.values()) for _, item in tensors_in(value)]
         states = [(item, item.get_state()) for item in generators]
         own = {place: (item, generator_state(item)) for place, item in self._own.items()}
-        kinds = {item.device.type for item in generators}
+        kinds = map(attrgetter("device.type"), generators)
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
         self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}))
         return self.calls[-1]
@@ -145,7 +153,8 @@ def _note_gradient(
     """Note the extremes of the gradient that an output receives; none of a gradient without elements here."""
     gradient = gradients[index]
     if gradient is not None:
-        with hidden_from_user_modes():
+        with unseen_by_functions(), unseen_by_dispatch():
+            gradient = gradient.detach()
             is_known = has_local_data(gradient) and gradient.numel()
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             received[place] = torch.aminmax(real) if is_known else ()
