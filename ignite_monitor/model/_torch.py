@@ -254,6 +254,12 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def changes_gradients(output: Tensor | nn.Module) -> bool:
+    """Return True if hooks may change the gradient of a tensor, or of a module's output."""
+    kind = "_backward_hooks" if isinstance(output, Tensor) else "_backward_pre_hooks"
+    return bool(getattr(output, kind, None))
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a function, but not the functions that it calls, from tracing; importing the compiler takes seconds."""
     _find("torch._dynamo.decorators.skip")(function)
@@ -261,10 +267,13 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def eager_functions() -> Iterator[None]:
+def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
     """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
     Without the private names FlexAttention runs eagerly too.
+
+    Args:
+        ran: is called with the name of each function, other than a module's, that would have run compiled.
     """
     frames: Any = _find("torch._dynamo.eval_frame")
     decide: Any = getattr(frames, "_callback_from_stance", None)
@@ -272,7 +281,10 @@ def eager_functions() -> Iterator[None]:
 
     def decide_by_function(callback: Any) -> Any:
         function = sys._getframe(1).f_locals.get("fn")
-        if not str(getattr(function, "__module__", "")).startswith("torch.nn.attention"):
+        module = str(getattr(function, "__module__", ""))
+        if not module.startswith("torch.nn.attention"):
+            if callback and not isinstance(getattr(function, "__self__", None), nn.Module):
+                ran(f"{module}.{getattr(function, '__qualname__', '')}")
             return decide(callback)
         forced, frames._stance = frames._stance, stance  # the user's own
         try:

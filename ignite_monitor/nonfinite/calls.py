@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
+from ignite_monitor.model._torch import (
+    changes_gradients,
+    dispatch_modes,
+    function_modes,
+    in_backward,
+    is_compiled_in_place,
+    is_compilers_wrapper,
+    version,
+)
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, in_second_pass
@@ -19,6 +28,7 @@ from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.tensors import tensors_in
 
 MOST_CALLS = 64
+_NOTHING = contextlib.nullcontext()
 
 
 class ModelCall(NamedTuple):
@@ -32,6 +42,7 @@ class ModelCall(NamedTuple):
         own: place of :func:`generators_of` the model -> generator, and its state.
         autocast: device type -> dtype of autocast, and whether it was enabled.
         received: place of an output -> smallest and largest element of the gradient that it received in a backward.
+        hooked: places of outputs with hooks of the model's own, which may have changed what they received.
     """
 
     args: tuple[Any, ...]
@@ -41,13 +52,14 @@ class ModelCall(NamedTuple):
     own: dict[tuple[Any, ...], tuple[Any, Any]]
     autocast: dict[str, tuple[torch.dtype, bool]]
     received: dict[str, Sequence[Tensor]]
+    hooked: set[str]
 
 
 class ModelCalls(ModuleHook):
     """Note the calls of a model in a train step, as a context around it, and which of their outputs are used.
 
     Inputs are kept until the step returns. Calls without gradients are not noted. A hook on the operation that made an
-    output notes the extremes of the gradient that it receives.
+    output notes the extremes of the gradient that it receives; it stays on the graph.
 
     Attributes:
         device: the model's device; None to look it up at every call.
@@ -64,6 +76,7 @@ class ModelCalls(ModuleHook):
         self.device: torch.device | None = None
         self._device: torch.device | None = None  # of the generators
         self._generators: list[torch.Generator] = []
+        self._kinds: set[str] = set()  # of their devices
         self._own: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
@@ -97,10 +110,13 @@ class ModelCalls(ModuleHook):
             return
         if output:
             call, self._running = self._running, None
-            for place, tensor in tensors_in(output[0]) if call is not None else ():
-                if call is not None and tensor.grad_fn is not None:
-                    note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
-                    self._handles.append(tensor.grad_fn.register_prehook(note))
+            if call is not None:
+                for place, tensor in [("", output[0])] if type(output[0]) is Tensor else tensors_in(output[0]):
+                    if tensor.grad_fn is not None:  # the hook goes with the graph
+                        note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
+                        tensor.grad_fn.register_prehook(note)
+                        if changes_gradients(tensor):
+                            call.hooked.add(place)
         elif torch.is_grad_enabled() and not in_backward() and not in_second_pass():
             self._running = self._note_call(args, kwargs)
 
@@ -111,12 +127,13 @@ class ModelCalls(ModuleHook):
         generators = self._find_generators()
         if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
             return None
-        tensors = [(item, version(item)) for _, item in tensors_in((args, kwargs))]
+        is_flat = not kwargs and {*map(type, args)} == {Tensor}
+        inputs = args if is_flat else [item for _, item in tensors_in((args, kwargs))]
+        versions = [(item, version(item)) for item in inputs]
         states = [(item, item.get_state()) for item in generators]
         own = {place: (item, generator_state(item)) for place, item in self._own.items()}
-        kinds = {item.device.type for item in generators}
-        autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}))
+        autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self._kinds}
+        self.calls.append(ModelCall(args, kwargs, versions, states, own, autocast, {}, set()))
         return self.calls[-1]
 
     def _find_generators(self) -> list[torch.Generator]:
@@ -136,6 +153,7 @@ class ModelCalls(ModuleHook):
             is_known = {item.type for item in devices} <= {"cuda"}
             self._generators = [torch.default_generator] if is_known else []
             self._generators += [torch.cuda.default_generators[item.index] for item in devices if is_known]
+            self._kinds = {item.device.type for item in self._generators}
         return self._generators
 
 
@@ -145,7 +163,7 @@ def _note_gradient(
     """Note the extremes of the gradient that an output receives; none of a gradient without elements here."""
     gradient = gradients[index]
     if gradient is not None:
-        with hidden_from_user_modes():
-            is_known = has_local_data(gradient) and gradient.numel()
-            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            received[place] = torch.aminmax(real) if is_known else ()
+        is_known = has_local_data(gradient) and gradient.numel()
+        with hidden_from_user_modes() if function_modes() or dispatch_modes() else _NOTHING:
+            real = gradient.detach()
+            received[place] = torch.aminmax(torch.view_as_real(real) if real.is_complex() else real) if is_known else ()
