@@ -58,7 +58,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     if any_dtensor(local):
         local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in local]
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):  # half the calls of no_grad()
         # The norm of one vector of all short tensors takes a third of the time of their norms.
         if _NARROW.issuperset(map(_kind, local)):
             vectors = [tensor.flatten() for tensor in local if tensor.numel() > _LONGEST_SUM]

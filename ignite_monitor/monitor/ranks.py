@@ -41,6 +41,8 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
     """
     is_whole = not any_dtensor(gradients)  # then it counts as one tensor
     parts: Norms = [total_norm(gradients, norm_type)] if is_whole else norms(gradients, norm_type)
+    if is_whole and reduction is None:
+        return parts[0]
     gradients = gradients[:1] if is_whole else gradients
     return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
 

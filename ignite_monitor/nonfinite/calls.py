@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,22 +13,21 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
     changes_gradients,
-    dispatch_modes,
-    function_modes,
     in_backward,
     is_compiled_in_place,
     is_compilers_wrapper,
+    unseen_by_dispatch,
+    unseen_by_functions,
     version,
 )
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, in_second_pass
-from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.tensors import tensors_in
 
 MOST_CALLS = 64
-_NOTHING = contextlib.nullcontext()
 
 
 class ModelCall(NamedTuple):
@@ -76,7 +75,6 @@ class ModelCalls(ModuleHook):
         self.device: torch.device | None = None
         self._device: torch.device | None = None  # of the generators
         self._generators: list[torch.Generator] = []
-        self._kinds: set[str] = set()  # of their devices
         self._own: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
@@ -127,13 +125,12 @@ class ModelCalls(ModuleHook):
         generators = self._find_generators()
         if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
             return None
-        is_flat = not kwargs and {*map(type, args)} == {Tensor}
-        inputs = args if is_flat else [item for _, item in tensors_in((args, kwargs))]
-        versions = [(item, version(item)) for item in inputs]
+        tensors = [(item, version(item)) for value in (*args, *kwargs.values()) for _, item in tensors_in(value)]
         states = [(item, item.get_state()) for item in generators]
         own = {place: (item, generator_state(item)) for place, item in self._own.items()}
-        autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self._kinds}
-        self.calls.append(ModelCall(args, kwargs, versions, states, own, autocast, {}, set()))
+        kinds = map(attrgetter("device.type"), generators)
+        autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
+        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}, set()))
         return self.calls[-1]
 
     def _find_generators(self) -> list[torch.Generator]:
@@ -153,7 +150,6 @@ class ModelCalls(ModuleHook):
             is_known = {item.type for item in devices} <= {"cuda"}
             self._generators = [torch.default_generator] if is_known else []
             self._generators += [torch.cuda.default_generators[item.index] for item in devices if is_known]
-            self._kinds = {item.device.type for item in self._generators}
         return self._generators
 
 
@@ -163,7 +159,8 @@ def _note_gradient(
     """Note the extremes of the gradient that an output receives; none of a gradient without elements here."""
     gradient = gradients[index]
     if gradient is not None:
-        is_known = has_local_data(gradient) and gradient.numel()
-        with hidden_from_user_modes() if function_modes() or dispatch_modes() else _NOTHING:
-            real = gradient.detach()
-            received[place] = torch.aminmax(torch.view_as_real(real) if real.is_complex() else real) if is_known else ()
+        with unseen_by_functions(), unseen_by_dispatch():
+            gradient = gradient.detach()
+            is_known = has_local_data(gradient) and gradient.numel()
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            received[place] = torch.aminmax(real) if is_known else ()
