@@ -224,6 +224,12 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def changes_gradients(output: Tensor | nn.Module) -> bool:
+    """Return True if hooks may change the gradient of a tensor, or of a module's output."""
+    kind = "_backward_hooks" if isinstance(output, Tensor) else "_backward_pre_hooks"
+    return bool(getattr(output, kind, None))
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a function, but not the functions that it calls, from tracing; importing the compiler takes seconds."""
     from torch._dynamo.decorators import skip
@@ -233,14 +239,21 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def eager_functions() -> Iterator[None]:
-    """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights."""
+def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
+    """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
+
+    Args:
+        ran: is called with the name of each function, other than a module's, that would have run compiled.
+    """
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     decide, stance = frames._callback_from_stance, frames._stance
 
     def decide_by_function(callback: Any) -> Any:
         function = sys._getframe(1).f_locals.get("fn")
-        if not str(getattr(function, "__module__", "")).startswith("torch.nn.attention"):
+        module = str(getattr(function, "__module__", ""))
+        if not module.startswith("torch.nn.attention"):
+            if callback and not isinstance(getattr(function, "__self__", None), nn.Module):
+                ran(f"{module}.{getattr(function, '__qualname__', '')}")
             return decide(callback)
         forced, frames._stance = frames._stance, stance  # the user's own
         try:
