@@ -326,7 +326,7 @@ class Monitor(Serializable):
             self.logger.warning(f"%s: {text}", self._title, *values)
 
     def _check_scaler(self, engine: Engine, step: Any) -> None:
-        if not self._has_seen_step and step.tracker.shares(step.optimizer):
+        if not self._has_seen_step and step.parameters:
             self._has_seen_step = True
             self.lacks_scaler = arguments.steps_through_scaler()
             if self.lacks_scaler:
