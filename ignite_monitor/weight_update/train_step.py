@@ -14,7 +14,6 @@ from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import norms as norms_of
 from ignite_monitor.model.sampled_step import SampledStep
 
-_SMALL = 1 << 14  # elements up to which float64 sums are no slower
 _ROWS = 7  # of UpdateMeasurement.completed()
 
 
@@ -84,21 +83,20 @@ class UpdateMeasurement(SampledStep):
         rows = [torch.stack([known.get(index, unknown) for index in own])]
         rounded = {index for index in self._had_gradient if self.is_rounded(index)}
         if self.stepped:
-            changes = self.split(self.changes(own), own)
+            flat = self.changes(own)
+            moved = (flat != 0).to(flat.dtype)
             sampled = torch.tensor([float(samples.is_sampled(index)) for index in own], device="cpu").to(samples.dtype)
             weights = samples.norms(self.before(own)).unbind()
             whole = [self._whole_norms.get(index, norm) for index, norm in zip(own, weights, strict=True)]
+            rows += [torch.stack(whole), samples.norms(self.split(flat, own)) * samples.factors[at]]
             # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
-            moved = [(change != 0).to(change.dtype) for change in changes]
-            rows += [torch.stack(whole), samples.norms(changes) * samples.factors[at]]
-            rows += [samples.norms(moved), move(sampled, samples.device)]
+            rows += [samples.norms(self.split(moved, own)), move(sampled, samples.device)]
             if rounded:
-                had = [
-                    self._had_gradient[index].to(change.dtype) if index in rounded else torch.zeros_like(change)
-                    for index, change in zip(own, changes, strict=True)
-                ]
-                lost = [mask * (1 - change) for mask, change in zip(had, moved, strict=True)]
-                rows += [samples.norms(lost), samples.norms(had)]
+                none = torch.zeros_like(moved, dtype=torch.bool)
+                parts = zip(own, self.split(none, own), strict=True)
+                had = torch.cat([self._had_gradient[index] if index in rounded else part for index, part in parts])
+                lost = (had & (flat == 0)).to(flat.dtype)
+                rows += [samples.norms(self.split(part, own)) for part in (lost, had.to(flat.dtype))]
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
         measured = samples.over_ranks(torch.stack(rows), own)
@@ -126,14 +124,8 @@ class UpdateMeasurement(SampledStep):
 
     def _norms(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
         """Norms by index of a parameter, of all elements on this rank; inf where they are not finite."""
-        samples, norms = self.samples, dict[int, Tensor]()
-        small = [i for i, item in tensors.items() if item.layout == torch.strided and item.numel() <= _SMALL]
-        rest = [i for i in tensors if i not in small]
-        if small:
-            together = samples.norms([samples.take(i, tensors[i], whole=True) for i in small])
-            norms |= zip(small, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
-        if rest:
-            together = norms_of([samples.own_part(i, tensors[i]) for i in rest])
-            together = together.to(samples.device, non_blocking=samples.device.type != "cpu")
-            norms |= zip(rest, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
-        return norms
+        if not tensors:
+            return {}
+        norms = norms_of([self.samples.own_part(index, tensor) for index, tensor in tensors.items()])
+        norms = move(norms, self.samples.device).to(self.samples.dtype).nan_to_num(math.inf, math.inf)
+        return dict(zip(tensors, norms.unbind(), strict=True))
