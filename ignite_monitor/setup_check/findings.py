@@ -14,6 +14,7 @@ from ignite_monitor.model.names import held_by, listed, named_modules, parameter
 from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.setup_check.evidence import Evidence
 
+MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
 _NAMED = 5
 _UNUSED_FROM = 0.05  # of the optimizer's elements; less are mask tokens and poolers of released models
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -67,7 +68,7 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
     names = _names(evidence, idle_parameters(evidence))
     if names:
         text = f"in the optimizer, but without a gradient in {evidence.iterations} iterations: {listed(names, _NAMED)}"
-        yield Finding("unused_parameters", text, "warning", names)
+        yield Finding("unused_parameters", text, "warning" if evidence.iterations >= MOST else "note", names)
 
 
 def _without_optimizer(evidence: Evidence) -> Iterator[Finding]:

@@ -24,9 +24,7 @@ from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.reports import Report
 from ignite_monitor.setup_check.evidence import Evidence
-from ignite_monitor.setup_check.findings import Finding, find_all, idle_parameters, unused_parameters
-
-_MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
+from ignite_monitor.setup_check.findings import MOST, Finding, find_all, idle_parameters, unused_parameters
 
 
 class SetupCheck(Monitor):
@@ -128,7 +126,7 @@ class SetupCheck(Monitor):
         reshard(self.model)
         evidence.note()
         evidence.steps += evidence.has_stepped
-        is_last = evidence.iterations >= max(_MOST, self.iterations)
+        is_last = evidence.iterations >= max(MOST, self.iterations)
         if self.findings is not None:
             if is_last or not idle_parameters(evidence):
                 self._finish()

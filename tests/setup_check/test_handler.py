@@ -135,8 +135,8 @@ def of_objects(batches):
 # name -> the kinds that are found, and the training
 FAULTS = {
     "not optimized": (["not_in_optimizer"], lambda: setup(make_optimizer=lambda model: sgd(model[:4]))),
-    "forgotten layer": (["unused_parameters"], lambda: setup(Parts(unused=3))),
-    "detached head": (["unused_parameters"], lambda: setup(Parts(detached=2))),
+    "forgotten layer": (["unused_parameters"], lambda: setup(Parts(unused=3), batches=make_batches(100))),
+    "detached head": (["unused_parameters"], lambda: setup(Parts(detached=2), batches=make_batches(100))),
     "detached loss": (["no_gradients"], lambda: setup(loss_of=detached)),
     "detached loss, Adafactor": (["no_gradients"], lambda: setup(None, adafactor, loss_of=detached)),
     "not zeroed, three steps in an iteration": (["gradients_not_zeroed"], lambda: three_steps(zero_at="never")),
@@ -189,7 +189,7 @@ def test_names_and_numbers_of_findings():
         "evaluation_mode": ("1", "3"),
         "no_step": (),
     }
-    assert found["unused_parameters"].text.startswith("in the optimizer, but without a gradient in 30 iterations")
+    assert found["unused_parameters"].text.startswith("in the optimizer, but without a gradient in 100 iterations")
     assert "2 parameters of the optimizer are not the model's" in found["stale_optimizer"].text
     assert "in 3 optimizer steps" in found["zero_learning_rate"].text
     text = "SGD made no step in 100 iterations with 200 backward passes, whose gradients were discarded 99 times"
@@ -205,7 +205,7 @@ def test_a_small_part_without_a_gradient_is_no_finding(elements, kinds):
     """Mask tokens and prompt encoders of released models: 5 and 6 elements, and 99 with a gradient."""
     model = Parts(token=elements)
     assert sum(p.numel() for p in model.used.parameters()) == 99
-    assert checked(*setup(model))[0] == kinds
+    assert checked(*setup(model, batches=make_batches(100)))[0] == kinds
 
 
 @pytest.fixture
@@ -366,6 +366,7 @@ class RateFree(torch.optim.Optimizer):
 
 
 HEALTHY = {
+    "a branch that a short run does not reach": lambda: setup(Parts(unused=3)),
     "plain": setup,
     "zeroed after the step": lambda: setup(zero_at="end", set_to_none=False),
     "momentum by hand": lambda: setup(zero_at="never", after=scale_gradients),
