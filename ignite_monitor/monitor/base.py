@@ -295,10 +295,6 @@ class Monitor(Serializable):
         self.reports.append(Report(iteration, self._title, kind, severity, text, tuple(names)))
         self.logger.log(LEVELS[severity], "%s: iteration %d: %s", self._title, iteration, text)
 
-    def _awaits(self, name: str) -> bool:
-        """Return True if the value of a name without the prefix is a tensor."""
-        return isinstance(self.metrics.get(self._named(name)), Tensor)
-
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
         if not self._is_resolved:
