@@ -11,6 +11,7 @@ Rows are independent: run processes with one model and one fault in parallel, ``
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import statistics
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from trainings import Batch, digit_images, make_small, markov_text, options, print_header, print_row
 
 from ignite_monitor import GradMonitor, RollbackHandler
+from ignite_monitor.rollback import limits
 
 START, LENGTH = 300, 600
 FAULTS = (
@@ -38,6 +40,7 @@ SLOW = (
     "flipped weight decay", "slowly corrupted", "labels shuffled for 100", "every tenth batch bad",
     "rate grows by 6 % for 100 steps",
 )  # fmt: skip
+LIMIT_CASES = ("labels shifted", "forty bad batches", "rate grows by 2 %")
 MODES = {"nothing": "without", "clipping": "clipping + isfinite", "handlers": "with handlers"}
 
 
@@ -57,7 +60,7 @@ def disturb(
     elif fault in ("rate grows by 2 %", "rate grows by 6 % for 100 steps") and (age < 100 or "2 %" in fault):
         group["lr"] *= 1.02 if "2 %" in fault else 1.06
     elif fault == "flipped weight decay" and age == 0:
-        group["weight_decay"] = -20.0 * rate if "momentum" in group else -1.0 / rate / 50
+        group["weight_decay"] = -0.2 if "momentum" in group else -2.0
     is_bad = (fault == "one bad batch" and age == 0) or (fault == "forty bad batches" and age < 40)
     if is_bad or (fault == "every tenth batch bad" and age % 10 == 0):
         generator = torch.Generator().manual_seed(START + age)
@@ -111,7 +114,7 @@ def follow(training: Training, mode: str, length: int, prepare: Callable[..., No
         loss = training.loss(i)
         optimizer.zero_grad()
         loss.backward()
-        weight = next(model.parameters())
+        weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         before = weight.detach().clone()
         if mode != "clipping" or (loss.isfinite() and nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()):
             optimizer.step()
@@ -186,19 +189,19 @@ def draw(table: str, path: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ink, grey, colors = "#24292f", "#6e7781", {"without handlers": "#c0362c", "with handlers": "#0b5fa5"}
+    ink, grey, colors = "#24292f", "#6e7781", dict(zip(MODES.values(), ("#c0362c", "#bf8700", "#0b5fa5"), strict=True))
     shapes, limit = {"mlp": "o", "cnn": "s", "gpt": "^"}, 4000.0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if row[0] in FAULTS and len(row) == 6]
+    rows = [row for row in rows if row[0] in FAULTS and len(row) == 7]
     with rc_context({"font.size": 11, "text.color": ink, "axes.edgecolor": "#afb8c1"}):
         figure = Figure(figsize=(10, 5.2), dpi=140, layout="constrained", facecolor="white")
         axes = figure.add_subplot()
-        title = "Held-out loss minus that of the undisturbed run: 11 faults, 3 models, mean of 3 seeds"
+        title = "Held-out loss minus that of the undisturbed run, mean over seeds"
         figure.suptitle(title, x=0.01, ha="left", weight="bold")
         for fault, model, *losses, _, _ in rows:
             y = FAULTS.index(fault) + 0.22 * ([*shapes].index(model) - 1)
             ends = [min(float(loss), limit) if math.isfinite(float(loss)) else limit for loss in losses]
-            axes.plot(ends, [y, y], color="#d0d7de", linewidth=1.2, zorder=1)
+            axes.plot(ends, [y] * len(ends), color="#d0d7de", linewidth=1.2, zorder=1)
             for (name, color), end in zip(colors.items(), ends, strict=True):
                 label = f"{name}, {model.upper()}" if fault == FAULTS[0] else None
                 axes.scatter(end, y, s=30, marker=shapes[model], color=color, zorder=2, label=label)
@@ -224,6 +227,7 @@ def main() -> None:
     parser.add_argument("--regimes", nargs="*", help="only the regime changes, all or those named")
     parser.add_argument("--healthy", action="store_true", help="only the healthy runs: rollbacks and spikes")
     parser.add_argument("--draw", nargs=2, metavar=("TABLE", "PICTURE"), help="draw a printed table; needs matplotlib")
+    parser.add_argument("--limits", action="store_true", help="only halves and doubles of the policy's constants")
     parser.add_argument("--modes", nargs="+", choices=[*MODES], default=[*MODES])
     args = parser.parse_args()
     for mode in {*MODES} - {*args.modes}:
@@ -232,6 +236,9 @@ def main() -> None:
         draw(Path(args.draw[0]).read_text(), args.draw[1])
         return
     logging.disable(logging.ERROR)
+    if args.limits:
+        vary_limits()
+        return
     seeds = range(args.first, args.first + args.seeds)
     if args.healthy:
         print_header("schedule", "model", "rollbacks", "false alarms in 1,000 iterations")
@@ -261,7 +268,41 @@ def main() -> None:
             clean = [train(name, seed, dict.fromkeys(faults, ""), "nothing").loss for seed in seeds]
             made = {mode: [train(name, seed, faults, mode) for seed in seeds] for mode in MODES}
             above = [statistics.fmean(m.loss - c for m, c in zip(runs, clean, strict=True)) for runs in made.values()]
-            print_row(fault, name, *(f"{mean:+.3f}" for mean in above), *_counts(made.get("handlers", [])))
+            print_row(
+                fault,
+                name,
+                *(f"{mean:+.{3 if abs(mean) < 1e4 else 0}{'f' if abs(mean) < 1e4 else 'e'}}" for mean in above),
+                *_counts(made.get("handlers", [])),
+            )
+
+
+def vary_limits() -> None:
+    """Print what happens at half of each constant of the policy, and at twice its value."""
+    modules = [
+        importlib.import_module(f"ignite_monitor.rollback.{name}") for name in ("policy", "triggers", "snapshots")
+    ]
+    names = [name for name, value in vars(limits).items() if name.isupper() and isinstance(value, int | float)]
+    print_header("constant", "value", *(f"{case}, {number}" for case in LIMIT_CASES for number in ("above", "lost")))
+    clean = train("mlp", 0, {}, "nothing").loss
+    for name in ["", *names]:
+        for factor in (0.5, 2.0) if name else (1.0,):
+            former = getattr(limits, name, 0)
+            value = 1.0 - (1.0 - former) * factor if name in ("DECAY", "PROGRESS") else type(former)(former * factor)
+            for module in modules:
+                if name and hasattr(module, name):
+                    setattr(module, name, value)
+            cells: list[str] = []
+            for case in LIMIT_CASES:
+                is_fault = case in (*FAULTS, *SLOW)
+                if is_fault:
+                    made = train("mlp", 0, {START: case}, "handlers")
+                else:
+                    made = follow(make_regime(case, 0), "handlers", REGIME, decay)
+                cells += [f"{made.loss - (clean if is_fault else 0.0):+.3f}", f"{made.lost:.0f}"]
+            print_row(name or "as they are", value, *cells)
+            for module in modules:
+                if name and hasattr(module, name):
+                    setattr(module, name, former)
 
 
 def decay(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ CHANGE, LENGTH = 600, 1200
 CLASSIFIERS = (
     *("labels shifted", "inputs mirrored", "inputs inverted", "inputs x 3", "noisy inputs", "five more classes"),
     *("five other classes", "smoothed labels", "mixup", "dropout", "loss summed", "loss + 1", "head reset"),
-    *("half pruned", "body unfrozen", "rate x 5", "batches of 8", "domains in turn", "rare domain", "a phase of 100"),
+    *("half pruned", "body unfrozen", "rate x 5", "batches of 8", "domains in turn", "rare domain"),
     *("cnn: inputs mirrored", "cnn: five more classes", "cnn: rare domain", "gpt: other text", "gpt: longer text"),
 )
 REGRESSIONS = ("targets shifted", "targets in turn", "heavy tails")
@@ -51,7 +51,6 @@ def _changed(x: Tensor, y: Tensor, change: str, i: int, generator: torch.Generat
     is_on = {
         "domains in turn": (i // 60) % 2 == 1,
         "rare domain": i >= 200 and i % 40 == 8,
-        "a phase of 100": CHANGE <= i < CHANGE + 100,
         "longer text": i < CHANGE,
     }.get(change, i >= CHANGE)
     kinds: dict[str, Callable[[], Batch]] = {
@@ -63,7 +62,7 @@ def _changed(x: Tensor, y: Tensor, change: str, i: int, generator: torch.Generat
         "dropout": lambda: (x * (torch.rand(x.shape, generator=generator) > 0.5) * 2.0, y),
         "other text": lambda: (others[x], others[y]),
         "longer text": lambda: (x[:, :8], y[:, :8]),
-        **dict.fromkeys(("inputs mirrored", "domains in turn", "a phase of 100"), lambda: (x.flip(1), y)),
+        **dict.fromkeys(("inputs mirrored", "domains in turn"), lambda: (x.flip(1), y)),
     }
     return kinds[change]() if is_on and change in kinds else (x, y)
 
@@ -105,7 +104,7 @@ def _classifier(name: str, generator: torch.Generator) -> Training:
 
     def result() -> float:
         batch = noisy(test_x.repeat(8, 1), test_y.repeat(8)) if kind != "gpt" else (test_x, test_y)
-        inputs, labels = _changed(*batch, change if change != "a phase of 100" else "", LENGTH, generator)
+        inputs, labels = _changed(*batch, change, LENGTH, generator)
         if change in ("domains in turn", "rare domain"):
             other = batch[0].flip(1) * (3.0 if change == "rare domain" else 1.0)
             inputs, labels = torch.cat((batch[0], other)), batch[1].repeat(2)

@@ -39,6 +39,7 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _ATTACHED = "_ignite_monitor_attached"  # of an engine: prefix -> AttachedMonitors
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
+_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are measured as well: the first steps show a wrong learning rate
 _FEW = 6  # largest number of members of a module list that are all shown
 
 
@@ -93,7 +94,8 @@ def attach_monitors(
         optimizer: its optimizer.
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
-        every: distance of monitored iterations, at least 1; a prime if batches repeat with a period.
+        every: distance of monitored iterations, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
+            3, 5, 10, 20 and 50 are monitored as well.
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
@@ -129,7 +131,8 @@ def attach_monitors(
     if flag is None:
         flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
-    always, sampled = Events.ITERATION_STARTED, Events.ITERATION_STARTED(every=every)
+    always = Events.ITERATION_STARTED
+    sampled = Events.ITERATION_STARTED(event_filter=lambda _, i: i % every == 0 or (i < every and i in _FIRST))
 
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
@@ -196,8 +199,9 @@ class AttachedMonitors(MonitorHandle):
             for name, (monitor, event) in monitors.items():
                 monitor._connect(engine, event, replaced)
                 undo.callback(monitor._disconnect, EventSource.of(engine))
-                for logger, shown in loggers if monitor.schema.keys else ():
-                    monitor.log_to(logger, engine, include=shown.get(name))
+                for logger, shown in loggers:
+                    if monitor.schema.keys or isinstance(logger, HDF5Logger):  # which keeps its reports
+                        monitor.log_to(logger, engine, include=shown.get(name))
             undo.pop_all()
         if former is not None:
             former.remove()

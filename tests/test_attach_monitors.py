@@ -52,7 +52,8 @@ def test_who_watches_when_and_who_hears_of_it(parts, every):
         steps = {family: [step for step, named in logger.written if family in families(named)] for family in
                  ("grad", "monitor", "activation")}  # fmt: skip
         assert steps["grad"] == list(range(1, 9))
-        assert steps["monitor"] == steps["activation"] == list(range(every, 9, every))
+        monitored = [step for step in range(1, 9) if step % every == 0 or (step < every and step in (1, 2, 3, 5))]
+        assert steps["monitor"] == steps["activation"] == monitored
     metrics = trainer.state.metrics
     assert {f"activation/_root_/{name}" for name in ("std", "max_abs", "dead_fraction", "nonfinite_count")} <= {
         *metrics
@@ -177,6 +178,14 @@ def test_leaves_as_it_came(parts):
         handle.remove()
         assert footprint(trainer, model, optimizer) == before
     assert not vars(trainer)[_ATTACHED]
+
+
+@pytest.mark.parametrize("loggers", ["run.h5", ["run.h5"]])
+def test_a_path_is_no_logger(parts, loggers):
+    model, optimizer, trainer = parts
+    with pytest.raises(TypeError, match=r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"):
+        attach_monitors(trainer, model, optimizer, loggers=loggers)
+    assert not trainer.state.metrics
 
 
 def test_what_fails_half_way_leaves_nothing(parts):
@@ -374,7 +383,7 @@ def test_values_of_a_with_block_stay(parts):
     assert {"grad", "monitor", "activation", "step"} <= families(last)
     assert handle.monitors["grad"].metrics == {name: last[name] for name in last if name.startswith("grad/")}
     attach_monitors(trainer, model, optimizer, every=100)
-    trainer.run(make_batches(1))
+    trainer.run(make_batches(4))
     assert families(trainer.state.metrics) == {"grad", "loss"}
 
 

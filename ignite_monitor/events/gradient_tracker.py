@@ -64,6 +64,7 @@ class OptimizerStep(NamedTuple):
 
     tracker: GradientTracker  # of the model of the monitor that is called
     optimizer: Optimizer
+    parameters: list[nn.Parameter]  # of the model, that the optimizer holds
     requests: StepRequests
 
     def skip(self, flag: bool | Tensor) -> None:

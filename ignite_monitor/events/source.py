@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -33,7 +34,6 @@ from ignite_monitor.model._torch import (
     HANDLE_EXCEPTION,
     TRAIN_STEP,
     backward_number,
-    check_engine,
     has_pre_hooks,
     untraced,
 )
@@ -81,7 +81,7 @@ class EventSource:
         for tracker in self.trackers.values():
             tracker.iteration_started()
         self._stepping: Optimizer | None = None  # whose step is running
-        self._sharing: list[GradientTracker] = []  # of the models that it holds parameters of
+        self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
         self._requests: StepRequests | None = None  # for that step, once it is reported
         self._about: dict[int, OptimizerStep] = {}  # that step, by id of the model
         self.nonfinite_source: NonFiniteSource | None = None
@@ -90,10 +90,9 @@ class EventSource:
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
-        """The engine's source; the first monitor creates it. A RuntimeError if a private name is missing."""
+        """The engine's source; the first monitor creates it."""
         source = cls.on(engine)
         if source is None:
-            check_engine(engine)
             register_events(engine)
             source = cls(engine)
             setattr(engine, cls._ATTRIBUTE, source)
@@ -213,10 +212,10 @@ class EventSource:
         """Report the step that starts after the hooks of the optimizer's own, which may change its gradients."""
         if not self.running or (self._stepping is not None and is_nested(optimizer)):
             return None
-        self._sharing = []
+        self._sharing = {}
         for tracker in self.trackers.values():
-            if tracker.parameters_of(optimizer):
-                self._sharing.append(tracker)
+            if parameters := tracker.parameters_of(optimizer):
+                self._sharing[tracker] = parameters
         if not self._sharing:
             return None
         self._stepping, self._requests = optimizer, None
@@ -252,7 +251,7 @@ class EventSource:
             for tracker in self._sharing:
                 tracker.step_started()
             for key, tracker in self.trackers.items():
-                self._about[key] = OptimizerStep(tracker, optimizer, requests)
+                self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
             self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -264,9 +263,9 @@ class EventSource:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
         for tracker in self._sharing:
             tracker.accumulates = False
-            if any(item.param_groups is optimizer.param_groups for item in self._acting):
+            if self._acting and any(item.param_groups is optimizer.param_groups for item in self._acting):
                 tracker.statistics.keep()
-        self._stepping, self._sharing, self._requests, self._about = None, [], None, {}
+        self._stepping, self._sharing, self._requests, self._about = None, {}, None, {}
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -291,16 +290,16 @@ class EventSource:
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
             self._handles.append(register_optimizer_step_pre_hook(self._on_step))
             self._handles.append(register_optimizer_step_post_hook(self._on_step_end))
+            # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
+            self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         self._reset()
         self._awaits_step = True
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         self.listened = self._has_handlers(*self._NAMES)
-        monitored = [monitor for monitor in self.monitors if monitor._monitored]
+        monitored = [item for reference in self._monitors if (item := reference()) is not None and item._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
-        # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
-        self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()

@@ -175,8 +175,3 @@ class GradientDetector:
             detectors[name].load_state_dict(state_dict[name])
         self._detectors, self._counts = detectors, counts.clone().unbind()
         self.postponed = None
-
-
-def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients of parameters that have one."""
-    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.step_owner import hides_gradients
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.gradient.detector import GradientDetector, gradients_of
+from ignite_monitor.gradient.detector import GradientDetector
 from ignite_monitor.gradient.loss import NO_LOSS, LossSource
 from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import PATIENCE, Iteration
@@ -200,7 +199,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.tracker.parameters_of(self.optimizer)
-        gradients = gradients_of(parameters)
+        gradients = [gradient for item in parameters if (gradient := item.grad) is not None]
         if not gradients or backward.reached.isdisjoint(map(id, parameters)):  # it reached others of the model
             return
         postponed, self._now.seen = self._detector.postponed, True
@@ -225,8 +224,9 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             return
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = step.tracker.reduced and not (self.optimizer is None and in_backward())
-        parameters = step.tracker.parameters_of(self.optimizer)
-        if not is_whole or all(parameter.grad is None for parameter in parameters):
+        parameters = step.tracker.parameters if self.optimizer is None else step.parameters
+        gradients = [gradient for item in parameters if (gradient := item.grad) is not None]
+        if not (is_whole and gradients):
             self._window.close()
             self.clear(engine)
             if self._window.last_step is not None:
@@ -237,14 +237,15 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._now.seen = True
             self._detector.postponed = None  # its gradient is the same, or a part of it
             self._detector.losses.add_rest()
-            return self._detector.detect(parameters, gradients_of(parameters), step.loss_scale)
+            return self._detector.detect(parameters, gradients, step.loss_scale)
 
         taken = self._window.step_started(detect)
-        self._set_flag(engine, taken.detection, report=taken.updates)
+        if not (taken.of_backward and taken.updates):  # else the backward has
+            self._set_flag(engine, taken.detection, report=taken.updates)
         known = self._known_spike
         is_known = known[1] if known is not None and known[0] is taken.detection.spike else None
-        norm = functools.partial(self._detector.norm, gradients_of(parameters), step.loss_scale)
-        self._action.ask(step, taken, is_known, norm)
+        if self._action.kind is not None:
+            self._action.ask(step, taken, is_known, lambda: self._detector.norm(gradients, step.loss_scale))
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):
@@ -253,15 +254,16 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         self._detector.losses.clear()
         if taken is None:
             return
-        self._now.stepped = self._now.stepped | step.made
+        made = step.made
+        self._now.stepped = self._now.stepped | made
         if self.run_summary is not None:
-            self.run_summary.step(step.optimizer, step.made)
+            self.run_summary.step(step.optimizer, made)
         if taken.updates:
             self._note_reset(taken.detection, self._detector.observe(taken.detection))
 
     def _note_reset(self, detection: GradientDetection, reset: Tensor) -> None:
-        self._resets.set(reset)
         if may_be_true(reset):
+            self._resets.set(reset)
             self._now.reset = detection
 
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -271,7 +273,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
             self._unseen += self._source.trackers[id(self.model)].reduced
             if self._unseen == _UNSEEN:
-                self.report("no_gradient", _NO_GRADIENT)
+                self.report("no_gradient", _NO_GRADIENT, severity="note")
             return
         self._unseen = 0
         newest, taken = self._window.since_step, self._window.last_step
@@ -295,7 +297,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._fire_reset(engine, self._now.reset)
 
     def _warn(self, detection: GradientDetection | None) -> None:
-        if self._detector.losses.is_missing():
+        if self._detector.losses.source is not None and self._detector.losses.is_missing():
             self.report("no_loss", NO_LOSS)
         if self._detector.rule.is_refused:
             self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")

@@ -100,7 +100,7 @@ class LossCollector:
                 own = self._pair(self.source(engine))
         if shared:
             self._shared = own
-        else:
+        elif own is not None:
             self._sum_and_count = _plus(self._sum_and_count, own)
 
     def add_rest(self) -> None:
@@ -149,7 +149,7 @@ class LossCollector:
 
     def is_missing(self) -> bool:
         """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""
-        self._missing += self.source is not None and self._missing <= _PATIENCE
+        self._missing += self._missing <= _PATIENCE
         return self._missing == _PATIENCE
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -70,7 +70,9 @@ class GradientPublisher(DetectionMonitor):
         return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest)
 
     def _publish(self, detection: GradientDetection) -> None:
-        self._publish_none()
+        self._now.possible_spike = None
+        if self.metrics:  # of an earlier gradient of this iteration
+            self.clear_metrics()
         spikes, nonfinite, _ = self._detector.counts()
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._now.scale is not None:
@@ -128,4 +130,6 @@ class GradientPublisher(DetectionMonitor):
         text = self._locator.locate(not (known and torch.is_nonzero(nonfinite)), handles_overflow)
         self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
         if text is not None:
-            self._log(logging.WARNING, text)
+            source = self._locator.newest
+            kind, names = ("not_located", ()) if source is None else (source.kind, (source.name,))
+            self.report(f"nonfinite_{kind}", text, names=names, once=False)

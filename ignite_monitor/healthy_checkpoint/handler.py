@@ -69,7 +69,7 @@ class HealthyCheckpoint(Checkpoint):
             event: the event, filtered or not.
         """
         if not engine.has_event_handler(self._on_iteration_completed):
-            engine.add_event_handler(Events.STARTED, lambda _: self._earlier.clear())
+            engine.add_event_handler(Events.STARTED, self._on_started)
             engine.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
             engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
             engine.add_event_handler(Events.COMPLETED, self._on_completed)
@@ -92,6 +92,12 @@ class HealthyCheckpoint(Checkpoint):
                 self._on_completed(engine)
             else:
                 _warn("iteration %d: no checkpoint is saved, since %s", iteration, problem)
+
+    def _on_started(self, engine: Engine) -> None:
+        self._earlier.clear()
+        if engine.state.iteration < self._healthy:  # another run
+            self._healthy = 0
+            self._copy.states.clear()
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         iteration = engine.state.iteration

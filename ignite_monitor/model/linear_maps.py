@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import parameters_in, with_weights
+from ignite_monitor.model._torch import computes_as, parameters_in, with_weights
 
 LinearMap = Callable[[Tensor, Tensor], Tensor]
 
@@ -24,9 +24,9 @@ def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
     A forward of its own excludes a module, and so does a computed weight: a parametrization, weight or spectral norm.
     """
-    if "forward" in vars(module) or parameters_in(module).get("weight") is None:
+    if parameters_in(module).get("weight") is None:
         return False
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    return any(isinstance(module, kind) and computes_as(module, kind) for kind in kinds)
 
 
 def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, local, local_elements
 from ignite_monitor.model.names import named_parameters
+from ignite_monitor.model.norms import reduce_norm
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -121,10 +123,10 @@ class ParameterSamples:
         for (mesh, dims), members in self._meshes.items():
             columns = [column for column, index in enumerate(indices) if index in members]
             at = move(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
-            squares = norms.index_select(-1, at).square()
+            part = norms.index_select(-1, at)
             for dim in dims if columns else ():
-                squares = all_reduce(squares, group=mesh.get_group(dim))
-            norms = norms.index_copy(-1, at, squares.sqrt())
+                part = reduce_norm(part, 2.0, partial(all_reduce, group=mesh.get_group(dim)))
+            norms = norms.index_copy(-1, at, part)
         return norms
 
 

@@ -296,10 +296,6 @@ class Monitor(Serializable):
         place = f"iteration {iteration}: " if iteration else ""
         self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
 
-    def _awaits(self, name: str) -> bool:
-        """Return True if the value of a name without the prefix is a tensor."""
-        return isinstance(self.metrics.get(self._named(name)), Tensor)
-
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
         if not self._is_resolved:

@@ -70,7 +70,9 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
             name: value for pair in zip(waiting, numbers, strict=False) for name, value in zip(*pair, strict=True)
         }
         # A number that was published after a tensor of the same name stays.
-        monitor._put({name: value for name, value in latest.items() if monitor._awaits(name)})
+        current = monitor.metrics
+        waits = [name for name in latest if isinstance(current.get(monitor._named(name)), Tensor)]
+        monitor._put({name: latest[name] for name in waits})
         monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
 
 

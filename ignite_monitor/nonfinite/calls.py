@@ -5,16 +5,25 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
+from ignite_monitor.model._torch import (
+    changes_gradients,
+    in_backward,
+    is_compiled_in_place,
+    is_compilers_wrapper,
+    unseen_by_dispatch,
+    unseen_by_functions,
+    version,
+)
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, in_second_pass
-from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, unwrapped
 from ignite_monitor.model.tensors import tensors_in
 
@@ -32,6 +41,7 @@ class ModelCall(NamedTuple):
         own: place of :func:`generators_of` the model -> generator, and its state.
         autocast: device type -> dtype of autocast, and whether it was enabled.
         received: place of an output -> smallest and largest element of the gradient that it received in a backward.
+        hooked: places of outputs with hooks of the model's own, which may have changed what they received.
     """
 
     args: tuple[Any, ...]
@@ -41,13 +51,14 @@ class ModelCall(NamedTuple):
     own: dict[tuple[Any, ...], tuple[Any, Any]]
     autocast: dict[str, tuple[torch.dtype, bool]]
     received: dict[str, Sequence[Tensor]]
+    hooked: set[str]
 
 
 class ModelCalls(ModuleHook):
     """Note the calls of a model in a train step, as a context around it, and which of their outputs are used.
 
     Inputs are kept until the step returns. Calls without gradients are not noted. A hook on the operation that made an
-    output notes the extremes of the gradient that it receives.
+    output notes the extremes of the gradient that it receives; it stays on the graph.
 
     Attributes:
         device: the model's device; None to look it up at every call.
@@ -97,10 +108,13 @@ class ModelCalls(ModuleHook):
             return
         if output:
             call, self._running = self._running, None
-            for place, tensor in tensors_in(output[0]) if call is not None else ():
-                if call is not None and tensor.grad_fn is not None:
-                    note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
-                    self._handles.append(tensor.grad_fn.register_prehook(note))
+            if call is not None:
+                for place, tensor in [("", output[0])] if type(output[0]) is Tensor else tensors_in(output[0]):
+                    if tensor.grad_fn is not None:  # the hook goes with the graph
+                        note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
+                        tensor.grad_fn.register_prehook(note)
+                        if changes_gradients(tensor):
+                            call.hooked.add(place)
         elif torch.is_grad_enabled() and not in_backward() and not in_second_pass():
             self._running = self._note_call(args, kwargs)
 
@@ -111,12 +125,12 @@ class ModelCalls(ModuleHook):
         generators = self._find_generators()
         if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
             return None
-        tensors = [(item, version(item)) for _, item in tensors_in((args, kwargs))]
+        tensors = [(item, version(item)) for value in (*args, *kwargs.values()) for _, item in tensors_in(value)]
         states = [(item, item.get_state()) for item in generators]
         own = {place: (item, generator_state(item)) for place, item in self._own.items()}
-        kinds = {item.device.type for item in generators}
+        kinds = map(attrgetter("device.type"), generators)
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}))
+        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}, set()))
         return self.calls[-1]
 
     def _find_generators(self) -> list[torch.Generator]:
@@ -145,7 +159,8 @@ def _note_gradient(
     """Note the extremes of the gradient that an output receives; none of a gradient without elements here."""
     gradient = gradients[index]
     if gradient is not None:
-        with hidden_from_user_modes():
+        with unseen_by_functions(), unseen_by_dispatch():
+            gradient = gradient.detach()
             is_known = has_local_data(gradient) and gradient.numel()
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             received[place] = torch.aminmax(real) if is_known else ()

@@ -124,6 +124,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
+        self._snapshots.aside = None
         self._reset_thresholds()
         for snapshot in self._snapshots.all:
             snapshot["thresholds"] = self._thresholds()
@@ -139,6 +140,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def reset_run_state(self) -> None:
         self.forget()
+        self._triggers.start_run()
+        self._policy.rollbacks.clear()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""

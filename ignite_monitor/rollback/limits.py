@@ -17,15 +17,14 @@ CONFIRMED = 20  # iterations, or ten times the delay, after which a restored sna
 
 # Policy
 TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the data are held to have changed
+NOISY = 5  # failed tests, and at least one in as many, that show noisier data
 RETRIES = 3  # trainings from a snapshot that fail before an older one is restored
 PROBATION = 8  # consecutive healthy iterations that end a recovery
 LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks; healthy iterations that end a lower learning rate
-HOLD = (
-    48  # iterations since the first sign after which non-finite values end the run; failed tests after a failed trial
-)
+HOLD = 48  # iterations after which non-finite values end the run; failed tests in a row after a failed trial
 WINDOW = 1000  # iterations within which rollbacks are counted, and an accepted loss is remembered
 NOT_WORSE = 1.1  # times the snapshot's loss on the changed data
 TRIAL = 10  # iterations of training on changed data
 WORSE = 1.5  # times the loss of the failed tests, after which the trial has failed
-PROBE_EVERY = 8  # iterations between probes of the snapshot
+PROBE_EVERY = 8  # iterations between probes of the snapshot, later a third of those since the data changed
 SETTLED = 120  # iterations since the first sign after which changed data are final

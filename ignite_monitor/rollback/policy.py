@@ -10,6 +10,7 @@ from statistics import fmean
 from ignite_monitor.rollback.limits import (
     HOLD,
     LONG_PROBATION,
+    NOISY,
     NOT_WORSE,
     PROBATION,
     PROBE_EVERY,
@@ -62,7 +63,7 @@ class RecoveryPolicy:
     SAVED = (
         *("phase", "first_sign", "healthy", "nonfinite", "discarded", "rollbacks", "is_test", "failed_tests"),
         *("retries", "recent", "test_levels", "since", "probe_at", "passed", "trials", "probation", "calm"),
-        "may_continue",
+        *("may_continue", "tests", "all_failed"),
     )
 
     def __init__(self, patience: int, max_rollbacks: int) -> None:
@@ -79,7 +80,7 @@ class RecoveryPolicy:
         self.nonfinite = 0  # consecutive non-finite iterations
         self.discarded = 0  # iterations discarded in the current recovery
         self.is_test = False  # True in the first iteration after a restore
-        self.failed_tests = self.retries = self.trials = 0
+        self.failed_tests = self.all_failed = self.tests = self.retries = self.trials = 0
         self.recent: list[float] = []  # levels before the rollback, later those of the trial
         self.test_levels: list[float] = []
         self.since = self.probe_at = self.passed = 0
@@ -136,7 +137,7 @@ class RecoveryPolicy:
             return Action.END if event == Event.RUINED else Action.NONE
         self.phase, self.is_test = RECOVERING, True
         self.may_continue = event == Event.TRIGGERED and not signals.is_requested
-        self.discarded = self.failed_tests = self.retries = self.trials = self.calm = 0
+        self.discarded = self.failed_tests = self.all_failed = self.tests = self.retries = self.trials = self.calm = 0
         self.test_levels, self.probation = [], LONG_PROBATION if is_exhausted else PROBATION
         if is_exhausted:
             return Action.DISCARD
@@ -145,6 +146,7 @@ class RecoveryPolicy:
 
     def _recover(self, event: Event, iteration: int, streak: int, level: float) -> Action:
         was_test, self.is_test = self.is_test, True
+        self.tests += was_test
         if event == Event.HEALTHY:
             self.is_test = False
             if was_test:
@@ -164,8 +166,10 @@ class RecoveryPolicy:
             self.retries += 1
             return Action.DISCARD
         self.failed_tests += 1
+        self.all_failed += 1
         self.test_levels.append(level)
-        if self.failed_tests < (HOLD if self.trials else len(TESTS)):
+        is_noise = self.all_failed >= NOISY and NOISY * self.all_failed >= self.tests
+        if self.failed_tests < (HOLD if self.trials else len(TESTS)) and not is_noise:
             return Action.DISCARD
         self.phase, self.since, self.passed, self.trials = ADAPTING, iteration, 0, self.trials + 1
         self.probe_at = iteration + TRIAL

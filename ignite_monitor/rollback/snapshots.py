@@ -98,7 +98,8 @@ class TrainingState:
                 raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(thing)}")
         self.things = {name: _unwrapped(thing) for name, thing in kept.items()}
         self.modules = [thing for thing in self.things.values() if isinstance(thing, nn.Module)]
-        self.optimizers = [thing for thing in self.things.values() if hasattr(thing, "register_step_post_hook")]
+        inner = [thing.optimizer if isinstance(thing, Sharded) else thing for thing in self.things.values()]
+        self.optimizers = [thing for thing in inner if hasattr(thing, "register_step_post_hook")]
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
@@ -191,8 +192,29 @@ def _restore(thing: Any, state: Any) -> None:
         thing.load_state_dict(clone(state))
 
 
+class Sharded:
+    """A ZeroRedundancyOptimizer: this rank's part, whose own ``state_dict`` needs a collective, and its groups."""
+
+    def __init__(self, sharded: Any) -> None:
+        self.optimizer: Optimizer = sharded.optim
+        self._groups = sharded.param_groups  # which every step copies into those of this rank's part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state itself, nothing copied."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        return {"optimizer": self.optimizer.state_dict(), "groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state in place."""
+        _restore(self.optimizer, state["optimizer"])
+        for group, saved in zip(self._groups, state["groups"], strict=True):
+            group.update(saved)
+
+
 def _unwrapped(thing: Any) -> Any:
-    """The torch optimizer inside of a wrapper that has no step hooks of its own, such as accelerate's."""
+    """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
+    if isinstance(thing, Optimizer) and isinstance(getattr(thing, "optim", None), Optimizer):
+        return Sharded(thing)
     inner = getattr(thing, "optimizer", None)
     is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
     return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing

@@ -82,10 +82,17 @@ class Triggers:
         self.request: str | None = None
         self.loss = LossThreshold()
         self.counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
+        self.start_run()
+
+    def start_run(self) -> None:
+        """Forget everything but the monitors' counts."""
         self.reset()
+        self.first: list[float] = []  # first losses of the run
+        self.signs = [False, False]  # whether losses have been negative, positive
+        self.measures_progress = False  # whether the loss has fallen since the start
 
     def reset(self) -> None:
-        """Forget the run so far, but not the monitors' counts."""
+        """Forget signs, thresholds and accepted losses."""
         self.loss.reset()
         # Name -> one bit for each of the last iterations, the newest lowest.
         self.unhealthy: dict[str, int] = {}
@@ -93,9 +100,6 @@ class Triggers:
         self.limits: dict[str, float] = {}  # thresholds of the last iteration
         self.usual: dict[str, float] = {}  # thresholds from before a recovery
         self.accepted = [-math.inf, 0.0]  # losses up to the first number are healthy until the iteration that follows
-        self.first: list[float] = []  # first losses of the run
-        self.signs = [False, False]  # whether losses have been negative, positive
-        self.measures_progress = False  # whether the loss has fallen since the start
 
     @property
     def usable(self) -> bool:

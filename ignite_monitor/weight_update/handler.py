@@ -33,7 +33,7 @@ _ROUNDING = (
 )
 
 
-_ROWS = 4  # of a handler's table
+_ROWS = 5  # of a handler's table
 _FEW = 32  # moved elements of a sample, from which a ratio has an error of about 15 %
 
 
@@ -140,7 +140,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
         self._names = [name for name, _, _ in named_parameters(model)]
         # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps, and
-        # whether few sampled elements have moved.
+        # whether few sampled elements have moved; and norms.
         self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * _ROWS
         self._frozen = FrozenParameters(self._names, patience)
         self._narrow = {name for name, parameter, _ in named_parameters(model) if parameter.dtype in NARROW}
@@ -162,7 +162,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 norm > self.exploding_grad_threshold,
                 not math.isnan(ratio) and self._frozen.is_frozen(still),
             )
-            for name, norm, ratio, still, _ in zip(self._names, *self._rows(), strict=True)
+            for name, norm, ratio, still, *_ in zip(self._names, *self._rows(), strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -255,7 +255,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
             values |= _named("update_ratio", statistics[1])
-        self._table = torch.stack([norms, ratios, self._frozen.counts, is_few])
+        self._table = torch.stack([norms, ratios, self._frozen.counts, is_few, measured.weights])
         self.publish(**values)
         if transfer.is_cpu(self._table):
             self._learn(self._table.tolist())
@@ -268,13 +268,17 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             return {}
         count = len(self._names)
         self._table = [extra[0][i * count : (i + 1) * count] for i in range(_ROWS)]
-        norms, ratios, still, _ = self._table
+        norms, ratios, still, _, weights = self._table
         self._learn(self._table)
         names = tags(self._names)
         largest = heapq.nlargest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
+        smallest = heapq.nsmallest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
+        heaviest = heapq.nlargest(self.top_k, (i for i in range(count) if weights[i] >= 0), key=weights.__getitem__)
         frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
         values = {f"topk_grad/{names[i]}": norms[i] for i in largest}
+        values |= {f"smallest_grad/{names[i]}": norms[i] for i in smallest}
+        values |= {f"largest_weight/{names[i]}": weights[i] for i in heaviest}
         values |= {f"topk_frozen/{names[i]}": still[i] for i in longest}
         for group, members in enumerate(self._groups()):
             moved = [i for i in members if ratios[i] >= 0]
@@ -302,7 +306,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def _learn(self, rows: list[list[float]]) -> None:
         """Report parameters that are frozen, and choose those to measure whole, when the host knows the table."""
         new = {}
-        for name, norm, ratio, count, is_few in zip(self._names, *rows, strict=True):
+        for name, norm, ratio, count, is_few, _ in zip(self._names, *rows, strict=True):
             if self._frozen.is_frozen(count) and name not in self._reported:
                 new[name] = norm
             # Updates of low-precision weights that rounding loses are no reason to copy the weights.

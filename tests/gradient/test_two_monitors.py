@@ -166,5 +166,4 @@ def test_the_hooks_of_the_optimizer_see_its_gradients_and_what_they_zero_stays_z
     batches = mlp_batches(10, [5], 1e4)
     (state, seen), (other, _) = run(batches, True), run([*batches[:4], *batches[5:]], False)
     assert_same(state, other)
-    assert len(seen) == 10
-    assert seen[4] > LIMIT
+    assert sum(value > LIMIT for value in seen) == 1  # a step inside of a step has hooks of its own

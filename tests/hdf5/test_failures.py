@@ -249,6 +249,8 @@ WHERE = [
     "double_buffer.os.posix_fallocate",
     "writer.Writer._patch",
     "writer.islice",
+    "writer.Writer._find_continued",
+    "writer.Writer._index_of",
 ]
 
 
@@ -257,7 +259,12 @@ WHERE = [
 @pytest.mark.parametrize("where", WHERE)
 def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, after):
     """Ctrl-C in a notebook, where training then goes on with the same logger: nothing is lost, twice or misnamed."""
-    calls, engine = [], engine_of(lambda iteration: {f"{iteration % 7}": iteration % 7, "step": iteration})
+
+    def output(iteration):
+        late = {f"late/{iteration % 7}": iteration % 7} if iteration > 46 else {}
+        return {f"{iteration % 7}": iteration % 7, "step": iteration} | late
+
+    calls, engine = [], engine_of(output)
     *owner, name = f"ignite_monitor.hdf5.{where}".split(".")
     target = functools.reduce(getattr, owner[3:], importlib.import_module(".".join(owner[:3])))
     original = getattr(target, name)

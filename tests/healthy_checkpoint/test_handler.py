@@ -99,6 +99,14 @@ def test_a_run_that_ends_unhealthy_saves_the_newest_healthy_state_and_says_which
     assert (run.trainer.state.iteration, run.trainer.last_event_name) == (last, Events.COMPLETED)
 
 
+def test_a_second_run_keeps_copies_of_its_own():
+    run = Run({48: 1e4})
+    assert run.run(50, Events.COMPLETED) == [45]
+    run.scales = {19: 1e4}
+    run.trainer.run(torch.randn(20, 8, 4), max_epochs=1)
+    assert run.saved == ["checkpoint_45.pt", "checkpoint_15.pt"]
+
+
 def test_the_end_of_a_run_names_the_file_that_holds_the_newest_healthy_state(caplog):
     assert Run({39: 1e4}).run() == [10, 20, 30]
     assert caplog.messages[-1].endswith("in the last 5 iterations; the newest healthy state is that of iteration 30")

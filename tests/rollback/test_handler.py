@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -466,6 +467,80 @@ def test_killed_and_resumed(cut, uninterrupted):
     for name in ("count", "discarded_count", "restored_iteration"):
         assert resumed.of(name) == {i: value for i, value in whole.of(name).items() if i > cut}
     assert_same(resumed.state(), whole.state())
+
+
+@pytest.mark.parametrize("every", [1, 12])
+def test_the_run_ends_with_finite_weights(every):
+    """Each ruin shows an iteration after it: a snapshot may have been taken in between."""
+    training = Training(names=["model", "optimizer"], every=every, max_rollbacks=1)
+    ruins = (61, 85)
+
+    def ruin(engine):
+        if engine.state.iteration in ruins:
+            training.model[4].weight.data[0, 0] = math.nan
+
+    training.after_step(ruin)
+    training.run(make_batches(120))
+    assert training.trainer.state.iteration == ruins[1] + 1
+    assert all(torch.isfinite(parameter).all() for parameter in training.model.parameters())
+
+
+def test_a_new_run_does_not_know_what_was_accepted_before():
+    model = nn.Linear(2, 2)
+    rollback = RollbackHandler({"model": model})
+
+    def count(level):
+        trainer = Engine(lambda e, _: (2.0 if e.state.iteration > 10 else 4.0) + level * (e.state.iteration > 100))
+        before = rollback._count
+        with rollback.attach(trainer):
+            trainer.run(range(300), max_epochs=1)
+            return rollback._count - before
+
+    assert [count(6.0), count(6.0), count(4.0)] == [1, 1, 1]
+
+
+def test_a_spike_right_after_resuming_a_recovery_is_seen():
+    def start():
+        training = Training(names=["model", "optimizer"], monitor={"threshold": 1e4}, loss=no_loss)
+        own = {"trainer": training.trainer, "rollback": training.rollback, "grad": training.monitor}
+        return training, training.things | own
+
+    batches, saved = make_batches(60, [43], factor=3e4), {}
+    whole, to_save = start()
+    whole.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=42),
+        lambda _: saved.update(copy.deepcopy({name: thing.state_dict() for name, thing in to_save.items()})),
+    )
+    whole.run(batches, request=[40])
+    resumed, to_load = start()
+    for name, thing in to_load.items():
+        thing.load_state_dict(saved[name])
+    resumed.run(batches[42:] + batches[:42])
+    assert [whole.of("discarded_count")[i] for i in (42, 43)] == [0, 1]
+    assert resumed.of("restored_iteration") == {43: whole.of("restored_iteration")[43]}
+
+
+def test_attached_while_an_iteration_starts():
+    training, calls = Training(names=["model", "optimizer"], handler=False), []
+
+    def attach():
+        calls.append(training.trainer.state.iteration)
+        training.rollback.attach(training.trainer)
+
+    training.at(3, attach)
+    training.run(make_batches(40), request=[30])
+    assert calls == [3]
+    assert training.of("count")[40] == 1
+
+
+def test_lower_rates_return_after_100_healthy_iterations():
+    training, rates = Training(names=["model", "optimizer"], loss=no_loss), {}
+    training.optimizer.register_step_post_hook(
+        lambda optimizer, *_: rates.update({training.trainer.state.iteration: optimizer.param_groups[0]["lr"]})
+    )
+    training.run(make_batches(220), request=[40, 80])
+    assert [rates[i] for i in (80, 81, 180, 181)] == [1e-3, 5e-4, 5e-4, 1e-3]
+    assert training.optimizer.param_groups[0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def follow(policy, events, start=1, level=8.0):
         ("th" + "u" + "h" * 8 + "u", "B.D" + "." * 9),  # a healthy iteration does not end the recovery, eight do
         ("th" + "uh" * 60 + "u", "B." + "D." * 60 + "D"),  # the restored weights do well: nothing is ever accepted
         ("tuuhu" + H, "BDD.D" + "." * 8),  # three failed tests do not count if the next one is passed
+        ("t" + "huuh" * 4 + "huu", "B" + ".DD." * 4 + ".DT"),  # five failed tests of ten: noisier data
         ("tnrt", "BDDD"),
         ("t" + "n" * 48, "B" + "D" * 47 + "E"),  # non-finite values are never accepted
         (f"t{H}t{H}t{H}t", "B........B........D........D"),  # max_rollbacks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -16,6 +18,8 @@ from ignite.handlers.param_scheduler import (
     PiecewiseLinear,
     create_lr_scheduler_with_warmup,
 )
+from torch import distributed
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_monitor import MonitorEvents, RollbackHandler
@@ -166,3 +170,33 @@ def test_optimizers_with_a_state_of_their_own(kind, make):
     training.run(make_batches(40), request=[34])
     assert training.of("restored_iteration") == {34: 30}
     assert_same(back, [states[30]])
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    idist.finalize()  # Ignite, too, forgets the group, if it knows of it
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def test_zero_redundancy_optimizer(one_rank):
+    """Its own state_dict() needs a collective beforehand; moments and rates of this rank's part are restored."""
+    training, states, back = Training(lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-3)), {}, []
+
+    def state():
+        moments = training.optimizer.optim.state_dict()["state"]
+        return copy.deepcopy([training.model.state_dict(), moments, training.optimizer.param_groups[0]["lr"]])
+
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda e: states.update({e.state.iteration - 1: state()})
+    )
+    training.at(33, lambda: training.optimizer.param_groups[0].update(lr=1.0))
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(state()))
+    training.run(make_batches(40), request=[34])
+    assert training.of("restored_iteration")[34] == 30
+    assert_same(back[0], states[30])

@@ -343,3 +343,25 @@ def test_a_planted_wait_for_data_is_what_is_published():
         assert values["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
     _, _, seen = planted([50], restarts=True)  # starting a loader anew is waiting too
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
+
+
+def test_the_gradient_of_the_step_and_the_scale_of_the_batch():
+    """Clipping comes between the backward and the step; only floating-point tensors of the batch have a scale."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        (100 * model(batch["x"]).square().sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    StepStatsHandler(model, optimizer).attach(trainer)
+    x = torch.randn(7, 3, dtype=torch.float64).float()
+    trainer.run([{"x": 40 * x, "y": torch.ones(7, dtype=torch.long)}])
+    metrics = trainer.state.metrics
+    assert metrics["step/gradient_norm"] == pytest.approx(0.25, rel=1e-4)
+    assert metrics["step/batch_rms/x"] == pytest.approx(40 * float(x.double().square().mean().sqrt()), rel=1e-6)
+    assert "step/batch_rms/y" not in metrics

@@ -585,7 +585,12 @@ def test_named_keys(top_k):
                 name.removeprefix(f"monitor/largest_update_ratio/group_{group}/") for group, name in enumerate(ratios)
             ]
             assert [run.ratios[i][owner] for owner in owners] == pytest.approx(list(ratios.values()), rel=1e-4)
-        assert len(named) == 11 + len(gradients) + len(frozen) + 2 * bool(top_k)
+        smallest = {name: value for name, value in named.items() if "smallest_grad" in name}
+        expected = sorted(run.norms[i].items(), key=lambda pair: pair[1])[:top_k]
+        assert smallest == pytest.approx({f"monitor/smallest_grad/{name}": norm for name, norm in expected}, rel=1e-5)
+        weights = {name: value for name, value in named.items() if "largest_weight" in name}
+        assert len(weights) == min(top_k, 5)
+        assert len(named) == 11 + len({**gradients, **smallest, **weights, **frozen}) + 2 * bool(top_k)
     assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
 
 
