@@ -205,8 +205,8 @@ def statistics(rows: Tensor) -> Tensor:
 
     the fraction of units that are 0 throughout, and the number of non-finite elements. Where there are any, and where
     a statistic is not defined (the standard deviation of one element), or squares leave the range of the dtype, it is
-    NaN. So is the standard deviation of parts
-    with different means if it is below about 1e-4 of the mean (in float32 2e-2): rounding errors would prevail.
+    NaN. So is the standard deviation of parts with different means if it is below about 1e-4 of the mean (in float32
+    2e-2): rounding errors would prevail.
 
     Args:
         rows: of :func:`with_units`, added up over ranks.
@@ -214,22 +214,21 @@ def statistics(rows: Tensor) -> Tensor:
     elements, vectors, norms, nonfinite, squares, total, of_means, units, dead, largest, high, low = Totals._make(
         rows.unbind(1)
     )
-    mean = total / elements
+    mean, info = total / elements, torch.finfo(rows.dtype)
+    has_one_mean = high + low == 0  # lowest means have their sign changed
     # Within the parts and between them.
-    between = torch.where(high == -low, 0.0, of_means - total * mean)
-    centred = squares + between.clamp(min=0.0)
-    is_exact = (high == -low) | (centred > torch.finfo(rows.dtype).eps ** 0.5 * of_means)
+    centred = squares + (of_means - total * mean).clamp_(min=0.0).masked_fill_(has_one_mean, 0.0)
+    is_exact = has_one_mean | (centred > info.eps**0.5 * of_means)
     # The squares of larger elements, and of the differences of smaller ones, leave the dtype's range.
-    info = torch.finfo(rows.dtype)
     smallest = info.tiny**0.5 / info.eps
-    in_range = (largest == 0) | (largest.clamp(smallest, 1 / smallest) == largest)
-    over_rms = largest / (centred / elements + mean.square()).sqrt()
+    in_range = torch.nn.functional.hardshrink(largest, smallest).clamp_(max=1 / smallest) == largest
+    norms, centred = torch.where(in_range, torch.stack([norms, centred]), math.nan)
     values = [
         mean,
-        torch.where(is_exact & in_range, centred / (elements - 1), math.nan).sqrt(),
-        torch.where(in_range, norms / vectors, math.nan),
+        torch.where(is_exact, centred / (elements - 1), math.nan).sqrt(),
+        norms / vectors,
         largest,
-        torch.where(in_range, over_rms, math.nan),
+        largest / (centred / elements + mean.square()).sqrt(),
     ]
     values += [dead / (units * (nonfinite == 0)), nonfinite / (elements > 0)]
     return torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan)

@@ -34,7 +34,6 @@ from ignite_monitor.model._torch import (
     HANDLE_EXCEPTION,
     TRAIN_STEP,
     backward_number,
-    check_engine,
     has_pre_hooks,
     untraced,
 )
@@ -91,10 +90,9 @@ class EventSource:
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
-        """The engine's source; the first monitor creates it. A RuntimeError if a private name is missing."""
+        """The engine's source; the first monitor creates it."""
         source = cls.on(engine)
         if source is None:
-            check_engine(engine)
             register_events(engine)
             source = cls(engine)
             setattr(engine, cls._ATTRIBUTE, source)

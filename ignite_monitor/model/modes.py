@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -71,7 +73,14 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def eager() -> AbstractContextManager[None]:
     """Run compiled functions eagerly, except FlexAttention; nothing is compiled again.
 
-    Hooks registered after the first compiled call would not run otherwise.
+    Hooks registered after the first compiled call would not run otherwise. One line is logged for each function.
     """
     # Nothing is compiled before this import, which takes seconds.
-    return eager_functions() if "torch._dynamo" in sys.modules else nullcontext()
+    return eager_functions(_log_function) if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@functools.cache
+def _log_function(name: str) -> None:
+    logging.getLogger(__name__).info(
+        f"{name} is compiled, and runs eagerly in monitored iterations: results may differ in their last bits"
+    )

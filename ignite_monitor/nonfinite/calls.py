@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
+    changes_gradients,
     in_backward,
     is_compiled_in_place,
     is_compilers_wrapper,
@@ -40,6 +41,7 @@ class ModelCall(NamedTuple):
         own: place of :func:`generators_of` the model -> generator, and its state.
         autocast: device type -> dtype of autocast, and whether it was enabled.
         received: place of an output -> smallest and largest element of the gradient that it received in a backward.
+        hooked: places of outputs with hooks of the model's own, which may have changed what they received.
     """
 
     args: tuple[Any, ...]
@@ -49,13 +51,14 @@ class ModelCall(NamedTuple):
     own: dict[tuple[Any, ...], tuple[Any, Any]]
     autocast: dict[str, tuple[torch.dtype, bool]]
     received: dict[str, Sequence[Tensor]]
+    hooked: set[str]
 
 
 class ModelCalls(ModuleHook):
     """Note the calls of a model in a train step, as a context around it, and which of their outputs are used.
 
     Inputs are kept until the step returns. Calls without gradients are not noted. A hook on the operation that made an
-    output notes the extremes of the gradient that it receives.
+    output notes the extremes of the gradient that it receives; it stays on the graph.
 
     Attributes:
         device: the model's device; None to look it up at every call.
@@ -105,10 +108,13 @@ class ModelCalls(ModuleHook):
             return
         if output:
             call, self._running = self._running, None
-            for place, tensor in tensors_in(output[0]) if call is not None else ():
-                if call is not None and tensor.grad_fn is not None:
-                    note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
-                    self._handles.append(tensor.grad_fn.register_prehook(note))
+            if call is not None:
+                for place, tensor in [("", output[0])] if type(output[0]) is Tensor else tensors_in(output[0]):
+                    if tensor.grad_fn is not None:  # the hook goes with the graph
+                        note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
+                        tensor.grad_fn.register_prehook(note)
+                        if changes_gradients(tensor):
+                            call.hooked.add(place)
         elif torch.is_grad_enabled() and not in_backward() and not in_second_pass():
             self._running = self._note_call(args, kwargs)
 
@@ -124,7 +130,7 @@ class ModelCalls(ModuleHook):
         own = {place: (item, generator_state(item)) for place, item in self._own.items()}
         kinds = map(attrgetter("device.type"), generators)
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}))
+        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}, set()))
         return self.calls[-1]
 
     def _find_generators(self) -> list[torch.Generator]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import NonFiniteSource
-from ignite_monitor.model._torch import DispatchMode, version
+from ignite_monitor.model._torch import DispatchMode, changes_gradients, version
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass, set_generator_state
@@ -38,9 +38,9 @@ class NonFiniteLocator:
     """Locate the source of a non-finite gradient.
 
     When a backward pass ended in a non-finite gradient, a copy of the model is run with the inputs and the RNG state of
-    the train step. If the outputs that received a gradient are finite, and so is that gradient, a random gradient is
-    back-propagated through them. Only the first of consecutive non-finite gradients is located. Otherwise only the
-    model's inputs and RNG state are noted, and the extremes of its outputs' gradients.
+    the train step. If the outputs that received a gradient are finite, the loss is the source if that gradient is not;
+    otherwise a random gradient is back-propagated through them. Only the first of consecutive non-finite gradients is
+    located. Without one, only the model's inputs and RNG state are noted, and the extremes of its outputs' gradients.
 
     Attributes:
         calls: calls of the model since its last backward pass, a context around the train step.
@@ -105,15 +105,19 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, single_r
             return None
         if not all(map(_is_finite, used)):
             raise NotLocatedError("outputs of the model hold -inf, as a mask does")
+        of_loss = not all(_is_finite(extreme) for call in calls for both in call.received.values() for extreme in both)
+        has_hooks = any(map(changes_gradients, root.modules())) or any(call.hooked & {*call.received} for call in calls)
+        if of_loss and not has_hooks:
+            text = "It comes from the loss: the model's outputs are finite, and the gradient that they receive is not"
+            return NonFiniteSource("", "loss", text)
         operation = trace.backward(used)
     reached = {name: item.grad for name, item, _ in named_parameters(model) if item.grad is not None}
     if operation is not None and _non_finite(reached) & gradients:
         name = operation[0] or "_root_"
         text = f"It comes from the backward of {name}: {operation[1]} makes a non-finite gradient of a finite one"
         return NonFiniteSource(name, "backward", text)
-    if not all(_is_finite(extreme) for call in calls for extremes in call.received.values() for extreme in extremes):
-        text = "It comes from the loss: the model's outputs are finite, and the gradient that they receive is not"
-        return NonFiniteSource("", "loss", text)
+    if of_loss:
+        raise NotLocatedError("hooks may have changed the gradient of the model's outputs")
     text = "forward and backward of a copy of the model are finite"
     raise NotLocatedError(text if single_rank else f"{text} on this rank")
 

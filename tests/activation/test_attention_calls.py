@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import threading
 
@@ -19,7 +20,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
+from ignite_monitor.activation import attention_calls
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
+from ignite_monitor.model.modes import eager
 from tests._helpers import assert_same, unset_default_device
 from tests._models import Attention, Checkpointed, Lambda
 
@@ -286,6 +289,20 @@ def test_causal_biases(bias, heads):
     torch.testing.assert_close(result[0].largest, scores.amax((0, 2, 3)), rtol=1e-5, atol=1e-6)
 
 
+def test_an_error_in_the_measurement_is_reported(monkeypatch):
+    def fail(call):
+        raise torch.OutOfMemoryError(f"no memory for {call.query.shape[-2]} rows")
+
+    monkeypatch.setattr(attention_calls, "attention_entropy", fail)
+    query, result = inputs(2, 3, 4, 8), []
+    with running(AttentionCalls(lambda: "here", lambda name, *call: result.append((name, *call)))):
+        output = F.scaled_dot_product_attention(query, query, query)
+    assert torch.equal(output, F.scaled_dot_product_attention(query, query, query))
+    ((name, (kind, text)),) = result
+    assert (name, kind) == ("here", "failed_attention")
+    assert text.endswith("OutOfMemoryError: no memory for 4 rows")
+
+
 def test_tensors_whose_class_decides_are_not_measured():
     result = []
     with running(AttentionCalls(lambda: "here", lambda name, *call: result.append(call))):
@@ -483,6 +500,15 @@ def test_tensors_without_values_are_reported_as_such():
         F.scaled_dot_product_attention(nested, nested, nested)
         F.scaled_dot_product_attention(*x[:3].to("meta"))
     assert result == [NOT_PLAIN] * 3
+
+
+def test_functions_that_are_compiled_are_named_once(caplog):
+    compiled = torch.compile(lambda x: x.sin(), backend="eager")
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "ignite_monitor"), eager():
+            compiled(torch.ones(3))
+    (line,) = caplog.messages
+    assert "test_functions_that_are_compiled_are_named_once.<locals>.<lambda> is compiled, and runs eagerly" in line
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

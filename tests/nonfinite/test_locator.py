@@ -243,15 +243,26 @@ def test_nan_in_the_data_is_no_modules():
     assert [(item.kind, item.name) for item in trained(make(Careless, ""), batches)[0]] == [("input", "")]
 
 
+@pytest.mark.parametrize("planting", [None, planted_in("norm", IN_BACKWARD["sqrt_at_zero"])])
 @pytest.mark.parametrize("of_loss", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt() + loss])
-def test_what_starts_in_the_loss(of_loss):
+def test_what_starts_in_the_loss(of_loss, planting):
+    """Also where the model's backward would make another one."""
     counter = iter(range(9))
     result, _ = trained(
-        make(nn.Linear, 4, 3),
+        make(Careless, ""),
         vectors(4),
         lambda model, batch: of_loss(loss_of(model, batch)) if next(counter) == 1 else loss_of(model, batch),
+        planting=planting,
     )
     assert [(item.kind, item.name) for item in result] == [("loss", "")]
+
+
+def test_what_a_hook_of_the_user_makes_is_not_the_loss(caplog):
+    model = make(nn.Sequential, nn.Linear(4, 4), nn.Linear(4, 3))
+    model.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * math.nan,))
+    result, _ = trained(model, vectors(1), lambda model, batch: loss_of(model, (batch[0].requires_grad_(), batch[1])))
+    assert result == [None]
+    assert "could not be located: hooks may have changed the gradient of the model's outputs" in caplog.text
 
 
 class Parts(nn.Module):
