@@ -204,7 +204,7 @@ def trained(threshold=None):
         lambda state: state | {"skipped_count": "many"},
         lambda state: state | {"skipped_count": torch.ones(2)},
         lambda state: state | {"counts": torch.ones(2)},
-        lambda state: state | {"detector": state["detector"] | {"recent": "many"}},
+        lambda state: state | {"detector": state["detector"] | {"spike_score": "many"}},
         lambda state: state | {"detector": state["detector"] | {"rule": {}}},
         lambda state: state | {"detector": state["detector"] | {"rule": 3}},
         lambda state: state | {"detector": state["detector"] | {"more": torch.ones(())}},
