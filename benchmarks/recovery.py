@@ -11,21 +11,24 @@ Rows are independent: run processes with one model and one fault in parallel, ``
 
 from __future__ import annotations
 
-import functools
+import importlib
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
+from regimes import LENGTH as REGIME
+from regimes import REGIMES, Training, make_regime
 from torch import Tensor, nn
-from trainings import digits, options, print_header, print_row
+from trainings import Batch, digit_images, make_small, markov_text, options, print_header, print_row
 
 from ignite_monitor import GradMonitor, RollbackHandler
+from ignite_monitor.rollback import limits
 
 START, LENGTH = 300, 600
 FAULTS = (
@@ -33,55 +36,47 @@ FAULTS = (
     "exponent bit of a weight", "weight = 1000", "NaN batch", "NaN in the weights", "BatchNorm statistics ruined",
     "alternating data",
 )  # fmt: skip
-Batch = tuple[Tensor, Tensor]
+SLOW = (
+    "flipped weight decay", "slowly corrupted", "labels shuffled for 100", "every tenth batch bad",
+    "rate grows by 6 % for 100 steps",
+)  # fmt: skip
+LIMIT_CASES = ("labels shifted", "forty bad batches", "rate grows by 2 %")
+MODES = {"nothing": "without", "clipping": "clipping + isfinite", "handlers": "with handlers"}
 
 
-class GPT(nn.Module):
-    """Two pre-norm blocks over 28 characters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(28, 32), nn.Parameter(0.02 * torch.randn(32, 32))
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 28))
-        self.register_buffer("mask", torch.full((32, 32), -math.inf).triu(1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        hidden = self.tokens(x) + self.places[:length]
-        return self.head(self.blocks(hidden, mask=self.mask[:length, :length])).transpose(1, 2)
-
-
-@functools.cache
-def images() -> tuple[Batch, Batch]:
-    x, y = digits()
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    return (x[order[:1397]], y[order[:1397]]), (x[order[1397:]], y[order[1397:]])
-
-
-@functools.cache
-def text() -> tuple[Batch, Batch]:
-    """Characters of a second-order Markov chain."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.softmax(3.0 * torch.randn(28, 28, 28, generator=generator), -1).cumsum(-1)
-    noise, sequence = torch.rand(40_000, generator=generator), [0, 1]
-    for number in noise.tolist():
-        sequence.append(min(int(torch.searchsorted(table[sequence[-2], sequence[-1]], number)), 27))
-    rows = torch.tensor(sequence[:39_600]).view(-1, 33)
-    return (rows[:1000, :-1], rows[:1000, 1:]), (rows[1000:, :-1], rows[1000:, 1:])
-
-
-def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if name == "mlp":
-        model: nn.Module = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
-        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if name == "cnn":
-        layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3)]
-        model = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
-        return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model = GPT()
-    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+def disturb(
+    fault: str, age: int, model: nn.Module, optimizer: Any, rate: float, batch: Batch, extra: Tensor
+) -> tuple[Batch, Tensor]:
+    """Disturb an iteration, ``age`` iterations after the fault began; return batch and an addition to the loss."""
+    (x, y), group = batch, optimizer.param_groups[0]
+    if fault == "alternating data" and (age // 50) % 2 == (age < 0):
+        extra = extra + 1.0
+    if age < 0:
+        return batch, extra
+    if fault == "rate x 100 for 3 steps" and age in (0, 3):
+        group["lr"] = rate * (100.0 if age == 0 else 1.0)
+    elif fault == "rate 1e6 and left" and age == 0:
+        group["lr"] = 1e6
+    elif fault in ("rate grows by 2 %", "rate grows by 6 % for 100 steps") and (age < 100 or "2 %" in fault):
+        group["lr"] *= 1.02 if "2 %" in fault else 1.06
+    elif fault == "flipped weight decay" and age == 0:
+        group["weight_decay"] = -0.2 if "momentum" in group else -2.0
+    is_bad = (fault == "one bad batch" and age == 0) or (fault == "forty bad batches" and age < 40)
+    if is_bad or (fault == "every tenth batch bad" and age % 10 == 0):
+        generator = torch.Generator().manual_seed(START + age)
+        y = y[torch.randperm(len(y), generator=generator)]
+        x, y = (x * 30.0, y) if x.is_floating_point() else (x.flip(1), y.flip(0))
+    elif (fault == "labels shuffled for 100" and age < 100) or (fault == "slowly corrupted" and age >= 0):
+        generator = torch.Generator().manual_seed(START + age)
+        other = y[torch.randperm(len(y), generator=generator)]
+        share = 1.0 if "100" in fault else min(1.0, age / 150)
+        y = torch.where(torch.rand(len(y), generator=generator).view(-1, *[1] * (y.ndim - 1)) < share, other, y)
+    elif fault == "NaN batch" and age == 0:
+        x = torch.full_like(x, math.nan) if x.is_floating_point() else x
+        extra = extra + math.nan * next(model.parameters()).sum()
+    if age == 0:
+        damage(model, fault)
+    return (x, y), extra
 
 
 @torch.no_grad()
@@ -101,79 +96,74 @@ def damage(model: nn.Module, fault: str) -> None:
                 module.running_var.mul_(1000.0)
 
 
-def bad(batch: Batch, iteration: int, fault: str) -> Batch:
-    """Damage the batch."""
-    x, y = batch
-    if fault in ("one bad batch", "forty bad batches"):
-        lasts = 1 if fault.startswith("one") else 40
-        if START <= iteration < START + lasts:
-            generator = torch.Generator().manual_seed(iteration)
-            y = y[torch.randperm(len(y), generator=generator)]
-            return (x * 30.0, y) if x.is_floating_point() else (x.flip(1), y.flip(0))
-    if fault == "NaN batch" and iteration == START and x.is_floating_point():
-        return torch.full_like(x, math.nan), y
-    return batch
+class Outcome(NamedTuple):
+    """Result of a run, steps that are not in its final weights, rollbacks, and spikes."""
+
+    loss: float
+    lost: float
+    rollbacks: float
+    spikes: float
 
 
-def train(
-    name: str, seed: int, fault: str, handlers: bool, schedule: Callable[..., Any] | None = None, sizes: Any = (64,)
-) -> dict[str, float]:
-    """Train once, each part of the run with the next batch size: held-out loss, steps lost, rollbacks, spikes."""
-    (x, y), (test_x, test_y) = text() if name == "gpt" else images()
-    torch.manual_seed(seed)
-    model, optimizer = make(name)
+def follow(training: Training, mode: str, length: int, prepare: Callable[..., None] | None = None) -> Outcome:
+    """Train with a mode of :data:`MODES`."""
+    model, optimizer = training.model, training.optimizer
     model.register_buffer("steps_made", torch.zeros(()))
-    rate = optimizer.param_groups[0]["lr"]
-    generator = torch.Generator().manual_seed(100 + seed)
 
-    def train_step(engine: Engine, place: Tensor) -> float:
-        iteration = engine.state.iteration
-        group = optimizer.param_groups[0]
-        if fault == "rate x 100 for 3 steps" and iteration in (START, START + 3):
-            group["lr"] = rate * (100.0 if iteration == START else 1.0)
-        if fault == "rate 1e6 and left" and iteration == START:
-            group["lr"] = 1e6
-        if fault == "rate grows by 2 %" and iteration >= START:
-            group["lr"] *= 1.02
-        if iteration == START:
-            damage(model, fault)
-        batch = bad((x[place], y[place]), iteration, fault)
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        if fault == "NaN batch" and iteration == START and name == "gpt":
-            loss = loss * math.nan
-        if fault == "alternating data" and (iteration // 50) % 2:
-            loss = loss + 1.0
+    def train_step(engine: Engine, i: int) -> float:
+        loss = training.loss(i)
         optimizer.zero_grad()
         loss.backward()
-        weight = next(model.parameters())
+        weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         before = weight.detach().clone()
-        optimizer.step()
+        if mode != "clipping" or (loss.isfinite() and nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()):
+            optimizer.step()
         model.steps_made += not torch.equal(weight, before)
         return loss.item()
 
     trainer = Engine(train_step)
-    rollback = None
-    if schedule is not None:
-        trainer.add_event_handler(Events.ITERATION_STARTED, schedule(optimizer, rate))
-    if handlers:
+    if prepare is not None:
+        prepare(trainer, optimizer)
+    if mode == "handlers":
         GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
-        rollback = RollbackHandler({"model": model, "optimizer": optimizer})
-        rollback.attach(trainer)
-    trainer.run(batches(generator, len(x), sizes), max_epochs=1, epoch_length=LENGTH)
+        RollbackHandler({"model": model, "optimizer": optimizer}).attach(trainer)
+    trainer.run(range(1, length + 1), max_epochs=1)
     model.eval()
     with torch.no_grad():
-        loss = float(F.cross_entropy(model(test_x), test_y))
-    return {
-        "loss": loss,
-        "lost": LENGTH - float(model.steps_made),
-        "rollbacks": 0.0 if rollback is None else trainer.state.metrics["rollback/count"],
-        "spikes": trainer.state.metrics.get("grad/spike_count", 0.0),
-    }
+        loss = training.result()
+    metrics = trainer.state.metrics
+    return Outcome(
+        loss, length - float(model.steps_made), metrics.get("rollback/count", 0.0), metrics.get("grad/spike_count", 0.0)
+    )
 
 
-def batches(generator: torch.Generator, count: int, sizes: Sequence[int]) -> Iterator[Tensor]:
-    for iteration in range(LENGTH):
-        yield torch.randint(count, (sizes[iteration * len(sizes) // LENGTH],), generator=generator)
+def train(
+    name: str, seed: int, faults: Mapping[int, str], mode: str, schedule: Any = None, sizes: Sequence[int] = (64,)
+) -> Outcome:
+    """Train a model with faults, each from its iteration on, and with each batch size in turn."""
+    (x, y), (test_x, test_y) = markov_text() if name == "gpt" else digit_images()
+    torch.manual_seed(seed)
+    model, optimizer = make_small(name)
+    rate = optimizer.param_groups[0]["lr"]
+    length = max(LENGTH, *faults, 0) + (LENGTH - START if len(faults) > 1 else 0)
+    generator = torch.Generator().manual_seed(100 + seed)
+
+    def loss_of(i: int) -> Tensor:
+        batch, extra = _draw(i), torch.zeros(())
+        for start, fault in faults.items():
+            batch, extra = disturb(fault, i - start, model, optimizer, rate, batch, extra)
+        return F.cross_entropy(model(batch[0]), batch[1]) + extra
+
+    def _draw(i: int) -> Batch:
+        place = torch.randint(len(x), (sizes[(i - 1) * len(sizes) // length],), generator=generator)
+        return x[place], y[place]
+
+    def prepare(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:
+        if schedule is not None:
+            trainer.add_event_handler(Events.ITERATION_STARTED, schedule(optimizer, rate))
+
+    training = Training(model, optimizer, loss_of, lambda: float(F.cross_entropy(model(test_x), test_y)))
+    return follow(training, mode, length, prepare)
 
 
 SCHEDULES: dict[str, Callable[[Any, float], Callable[[Engine], None]]] = {
@@ -199,19 +189,19 @@ def draw(table: str, path: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    ink, grey, colors = "#24292f", "#6e7781", {"without handlers": "#c0362c", "with handlers": "#0b5fa5"}
+    ink, grey, colors = "#24292f", "#6e7781", dict(zip(MODES.values(), ("#c0362c", "#bf8700", "#0b5fa5"), strict=True))
     shapes, limit = {"mlp": "o", "cnn": "s", "gpt": "^"}, 4000.0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if row[0] in FAULTS and len(row) == 6]
+    rows = [row for row in rows if row[0] in FAULTS and len(row) == 7]
     with rc_context({"font.size": 11, "text.color": ink, "axes.edgecolor": "#afb8c1"}):
         figure = Figure(figsize=(10, 5.2), dpi=140, layout="constrained", facecolor="white")
         axes = figure.add_subplot()
-        title = "Held-out loss minus that of the undisturbed run: 11 faults, 3 models, mean of 3 seeds"
+        title = "Held-out loss minus that of the undisturbed run, mean over seeds"
         figure.suptitle(title, x=0.01, ha="left", weight="bold")
         for fault, model, *losses, _, _ in rows:
             y = FAULTS.index(fault) + 0.22 * ([*shapes].index(model) - 1)
             ends = [min(float(loss), limit) if math.isfinite(float(loss)) else limit for loss in losses]
-            axes.plot(ends, [y, y], color="#d0d7de", linewidth=1.2, zorder=1)
+            axes.plot(ends, [y] * len(ends), color="#d0d7de", linewidth=1.2, zorder=1)
             for (name, color), end in zip(colors.items(), ends, strict=True):
                 label = f"{name}, {model.upper()}" if fault == FAULTS[0] else None
                 axes.scatter(end, y, s=30, marker=shapes[model], color=color, zorder=2, label=label)
@@ -230,40 +220,107 @@ def draw(table: str, path: str) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, seeds=3)
+    parser = options(__doc__, seeds=3, first=0)
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "gpt"])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS))
+    parser.add_argument("--pairs", action="store_true", help="two faults in one run, every pair")
+    parser.add_argument("--regimes", nargs="*", help="only the regime changes, all or those named")
     parser.add_argument("--healthy", action="store_true", help="only the healthy runs: rollbacks and spikes")
     parser.add_argument("--draw", nargs=2, metavar=("TABLE", "PICTURE"), help="draw a printed table; needs matplotlib")
+    parser.add_argument("--limits", action="store_true", help="only halves and doubles of the policy's constants")
+    parser.add_argument("--modes", nargs="+", choices=[*MODES], default=[*MODES])
     args = parser.parse_args()
+    for mode in {*MODES} - {*args.modes}:
+        del MODES[mode]
     if args.draw:
         draw(Path(args.draw[0]).read_text(), args.draw[1])
         return
     logging.disable(logging.ERROR)
+    if args.limits:
+        vary_limits()
+        return
+    seeds = range(args.first, args.first + args.seeds)
     if args.healthy:
         print_header("schedule", "model", "rollbacks", "false alarms in 1,000 iterations")
         for name in args.models:
             for schedule in (None, *SCHEDULES, "batches of 128, 4, 128"):
                 change, sizes = SCHEDULES.get(schedule or ""), (128, 4, 128) if "128" in (schedule or "") else (64,)
-                made = [train(name, seed, "", True, change, sizes) for seed in range(args.seeds)]
-                alarms = 1000 * sum(m["spikes"] for m in made) / (LENGTH * len(made))
-                back = sum(m["rollbacks"] for m in made)
-                print_row(schedule or "constant", name, f"{back:.0f}", f"{alarms:.2f}")
+                made = [train(name, seed, {}, "handlers", change, sizes) for seed in seeds]
+                alarms = 1000 * sum(m.spikes for m in made) / (LENGTH * len(made))
+                print_row(schedule or "constant", name, f"{sum(m.rollbacks for m in made):.0f}", f"{alarms:.2f}")
         return
-    print_header("fault", "model", "without", "with handlers", "steps lost", "rollbacks")
+    if args.regimes is not None:
+        print_header("regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
+        for name in args.regimes or REGIMES:
+            made = {mode: [follow(make_regime(name, seed), mode, REGIME, decay) for seed in seeds] for mode in MODES}
+            means = {mode: statistics.fmean(m.loss for m in runs) for mode, runs in made.items()}
+            ratio = means.get("handlers", math.nan) / means.get("nothing", math.nan)
+            print_row(
+                name, *(f"{mean:.4f}" for mean in means.values()), f"{ratio:.3f}", *_counts(made.get("handlers", []))
+            )
+        return
+    print_header("fault", "model", *MODES.values(), "steps lost", "rollbacks")
     for name in args.models:
-        clean = [train(name, seed, "", False)["loss"] for seed in range(args.seeds)]
-        for fault in args.faults:
+        for fault in [f"{a} + {b}" for a in FAULTS for b in FAULTS if a != b] if args.pairs else args.faults:
             if "BatchNorm" in fault and name == "gpt":
                 continue
-            bare, kept = ([train(name, seed, fault, flag) for seed in range(args.seeds)] for flag in (False, True))
-            above = [
-                f"{statistics.fmean(m['loss'] - c for m, c in zip(made, clean, strict=True)):+.3f}"
-                for made in (bare, kept)
-            ]
-            back = " ".join(f"{m['rollbacks']:.0f}" for m in kept)
-            lost = " ".join(f"{m['lost']:.0f}" for m in kept)
-            print_row(fault, name, *above, lost, back)
+            faults = {START + 200 * k: part for k, part in enumerate(fault.split(" + "))}
+            clean = [train(name, seed, dict.fromkeys(faults, ""), "nothing").loss for seed in seeds]
+            made = {mode: [train(name, seed, faults, mode) for seed in seeds] for mode in MODES}
+            above = [statistics.fmean(m.loss - c for m, c in zip(runs, clean, strict=True)) for runs in made.values()]
+            print_row(
+                fault,
+                name,
+                *(f"{mean:+.{3 if abs(mean) < 1e4 else 0}{'f' if abs(mean) < 1e4 else 'e'}}" for mean in above),
+                *_counts(made.get("handlers", [])),
+            )
+
+
+def vary_limits() -> None:
+    """Print what happens at half of each constant of the policy, and at twice its value."""
+    modules = [
+        importlib.import_module(f"ignite_monitor.rollback.{name}") for name in ("policy", "triggers", "snapshots")
+    ]
+    names = [name for name, value in vars(limits).items() if name.isupper() and isinstance(value, int | float)]
+    print_header("constant", "value", *(f"{case}, {number}" for case in LIMIT_CASES for number in ("above", "lost")))
+    clean = train("mlp", 0, {}, "nothing").loss
+    for name in ["", *names]:
+        for factor in (0.5, 2.0) if name else (1.0,):
+            former = getattr(limits, name, 0)
+            value = 1.0 - (1.0 - former) * factor if name in ("DECAY", "PROGRESS") else type(former)(former * factor)
+            for module in modules:
+                if name and hasattr(module, name):
+                    setattr(module, name, value)
+            cells: list[str] = []
+            for case in LIMIT_CASES:
+                is_fault = case in (*FAULTS, *SLOW)
+                if is_fault:
+                    made = train("mlp", 0, {START: case}, "handlers")
+                else:
+                    made = follow(make_regime(case, 0), "handlers", REGIME, decay)
+                cells += [f"{made.loss - (clean if is_fault else 0.0):+.3f}", f"{made.lost:.0f}"]
+            print_row(name or "as they are", value, *cells)
+            for module in modules:
+                if name and hasattr(module, name):
+                    setattr(module, name, former)
+
+
+def decay(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Lower the learning rate to 0 in the last quarter of a run, so that results differ little by chance."""
+    rates: list[float] = []
+
+    def lower(engine: Engine) -> None:
+        left = (REGIME - engine.state.iteration) / (REGIME // 4)
+        if left <= 1.0:
+            rates[:] = rates or [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * left
+
+    trainer.add_event_handler(Events.ITERATION_STARTED, lower)
+
+
+def _counts(made: Sequence[Outcome]) -> list[str]:
+    return [" ".join(f"{m.lost:.0f}" for m in made), " ".join(f"{m.rollbacks:.0f}" for m in made)]
 
 
 if __name__ == "__main__":

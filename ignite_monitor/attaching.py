@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from ignite_monitor.activation.handler import ActivationHandler
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.detection.thresholds import ThresholdRule
+from ignite_monitor.events.source import EventSource
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
@@ -24,6 +26,7 @@ from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor, MonitorHandle
+from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -36,6 +39,7 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _ATTACHED = "_ignite_monitor_attached"  # of an engine: prefix -> AttachedMonitors
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
+_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are measured as well: the first steps show a wrong learning rate
 _FEW = 6  # largest number of members of a module list that are all shown
 
 
@@ -47,7 +51,7 @@ def attach_monitors(
     scaler: GradScaler | None = None,
     loggers: BaseLogger | Iterable[BaseLogger] = (),
     every: int = 100,
-    extra: Iterable[str] = (),
+    extra: str | Iterable[str] = (),
     threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | float | None = None,
     on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
     loss: LossSource | None = None,
@@ -63,6 +67,8 @@ def attach_monitors(
     name              monitor                                              iterations
     ================  ===================================================  ====================
     ``grad``          ``GradMonitor(model, optimizer)``                    all
+    ``loss``          the train step's output, if it is a number, a        all
+                      0-dim tensor or a mapping of those
     ``update``        ``WeightUpdateHandler(model, optimizer)``            one in ``every``
     ``activation``    ``ActivationHandler(model)``: std, max_abs,          one in ``every``
                       dead_fraction, nonfinite_count, attention
@@ -88,8 +94,9 @@ def attach_monitors(
         optimizer: its optimizer.
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
-        every: distance of monitored iterations, at least 1; a prime if batches repeat with a period.
-        extra: names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
+        every: distance of monitored iterations, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
+            3, 5, 10, 20 and 50 are monitored as well.
+        extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
         loss: second spike signal of ``GradMonitor``: the criterion, or a function of the engine.
@@ -100,7 +107,8 @@ def attach_monitors(
         flag: ``flag`` of ``GradMonitor``; None for ``"unhealthy_spike"`` or ``"{prefix}_unhealthy_spike"``.
 
     Returns:
-        A handle with ``monitors`` by name and ``remove()``, which detaches them; so does the end of a ``with`` block.
+        A handle: ``remove()`` or the end of a ``with`` block detaches the monitors, ``monitors`` has them by name. For
+        resuming, save it: ``to_save = {"model": model, "optimizer": optimizer, "monitors": handle}``.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -116,16 +124,23 @@ def attach_monitors(
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
     check_optimizer(optimizer)
     every = check_count("every", every, least=1)
-    loggers = [loggers] if isinstance(loggers, BaseLogger) else loggers
+    loggers = [loggers] if isinstance(loggers, (BaseLogger, str, os.PathLike)) else [*loggers]
+    for logger in loggers:
+        check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger, HDF5Logger('run.h5') say,")
     check_type("prefix", prefix, str, "str")
     if flag is None:
-        flag = re.sub(r"\W", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
+        flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
-    always, sampled = Events.ITERATION_STARTED, Events.ITERATION_STARTED(every=every)
+    always = Events.ITERATION_STARTED
+    sampled = Events.ITERATION_STARTED(event_filter=lambda _, i: i % every == 0 or (i < every and i in _FIRST))
 
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
+    former = former_handle(trainer, prefix)
+    others = [] if (source := EventSource.on(trainer)) is None else source.monitors
+    if all(other.prefix != "loss" or (former and other in former.monitors.values()) for other in others):
+        monitors["loss"] = LossRecorder(), always  # one for all models of an engine
     if setup_check:
         monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
     if rollback is not None:
@@ -146,7 +161,7 @@ def attach_monitors(
         "spectral": SpectralNormHandler,
         "rcc": RCCHandler,
     }
-    for name in extra:
+    for name in [extra] if isinstance(extra, str) else extra:
         check_choice("extra", name, *extras)
         monitors[name] = extras[name](model, prefix=f"{start}{name}"), sampled
     shown = {"activation": _shown_activations(model, start), "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$"}
@@ -156,27 +171,43 @@ def attach_monitors(
 
 
 class AttachedMonitors(MonitorHandle):
-    """Handle that :func:`attach_monitors` returns."""
+    """Handle that :func:`attach_monitors` returns.
 
-    # name -> monitor and event; loggers, with name of a monitor -> pattern of the names that they are given
+    The constructor attaches the monitors, or raises an error that leaves everything as it was.
+
+    Args:
+        engine: the engine that trains the model.
+        prefix: the prefix of their names; the handle that had it on this engine is removed.
+        monitors: name -> monitor and event.
+        loggers: loggers, each with a dict: name of a monitor -> pattern of the names that the logger is given.
+
+    Raises:
+        ValueError: if a name is taken, or the prefix is another model's.
+    """
+
     def __init__(self, engine: Engine, prefix: str, monitors: Mapping[str, Any], loggers: Sequence[Any]) -> None:
         super().__init__(engine, {name: monitor for name, (monitor, _) in monitors.items()})
-        self._prefix, self._attachments, self._loggers = prefix, monitors, loggers
-        former: AttachedMonitors | None = vars(engine).get(_ATTACHED, {}).get(prefix)
+        self._prefix = prefix
+        former = former_handle(engine, prefix)
+        if former is not None and former._parameters().isdisjoint(self._parameters()):
+            raise ValueError(
+                f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every "
+                "model a prefix of its own, or remove() the handle of the former ones"
+            )
+        replaced = [] if former is None else former._attached()
+        with ExitStack() as undo:
+            for name, (monitor, event) in monitors.items():
+                monitor._connect(engine, event, replaced)
+                undo.callback(monitor._disconnect, EventSource.of(engine))
+                for logger, shown in loggers:
+                    if monitor.schema.keys or isinstance(logger, HDF5Logger):  # which keeps its reports
+                        monitor.log_to(logger, engine, include=shown.get(name))
+            undo.pop_all()
         if former is not None:
-            if former._parameters().isdisjoint(self._parameters()):
-                raise ValueError(
-                    f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every "
-                    "model a prefix of its own, or remove() the handle of the former ones"
-                )
             former.remove()
-        try:
-            self._attach(engine)
-        except BaseException:  # also an interrupt: the former monitors are attached again, and it is raised
-            self.remove()
-            if former is not None:
-                former._attach(engine)
-            raise
+        for monitor in self.monitors.values():
+            monitor._claim_names(engine)
+        vars(engine).setdefault(_ATTACHED, {})[prefix] = self
 
     def remove(self) -> None:
         super().remove()
@@ -184,16 +215,14 @@ class AttachedMonitors(MonitorHandle):
         if attached.get(self._prefix) is self:
             del attached[self._prefix]
 
-    def _attach(self, engine: Engine) -> None:
-        for name, (monitor, event) in self._attachments.items():
-            monitor.attach(engine, event)
-            for logger, shown in self._loggers:
-                if monitor.schema.keys or isinstance(logger, HDF5Logger):  # which keeps its reports
-                    monitor.log_to(logger, engine, include=shown.get(name))
-        vars(engine).setdefault(_ATTACHED, {})[self._prefix] = self
-
     def _parameters(self) -> set[int]:
         return {id(parameter) for parameter in self.monitors["grad"].model.parameters()}
+
+
+def former_handle(engine: Engine, prefix: str) -> AttachedMonitors | None:
+    """The handle that a former call on an engine with a prefix has returned, if it has not been removed."""
+    attached: dict[str, AttachedMonitors] = vars(engine).get(_ATTACHED, {})
+    return attached.get(prefix)
 
 
 def _shown_activations(model: nn.Module, start: str) -> str:

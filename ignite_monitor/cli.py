@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ignite_monitor.report.run import Run
 
 PROGRAM = "ignite-monitor"
+FAILED = 3  # exit code if a rule failed
 
 EXAMPLES = """\
 examples:
@@ -61,16 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: its words; None for those the process was given.
 
     Returns:
-        The exit code: 0, or 2 if the input is bad, with one line on the standard error.
+        The exit code: 0; 2 if the input is bad, with one line on the standard error; 3 if a rule of the summary failed.
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    code = 0
     try:
-        with _one_line("the output"):
+        with _one_line("the output", (OSError,)):
             if chosen.command is None:
                 parser.print_help()
             else:
-                chosen.command(chosen)
+                code = chosen.command(chosen) or 0
             sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()  # the reader has closed the pipe
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return code
 
 
 def _discard_output() -> None:
@@ -104,7 +106,7 @@ def _parser() -> Parser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
-    def add(command: Callable[[argparse.Namespace], None], does: str, example: str, *runs: str) -> Any:
+    def add(command: Callable[[argparse.Namespace], int | None], does: str, example: str, *runs: str) -> Any:
         texts: Any = {"description": f"{does[0].upper()}{does[1:]}.", "epilog": f"examples:\n  {PROGRAM} {example}"}
         added = commands.add_parser(command.__name__[1:], help=does, **texts, **options)
         added.set_defaults(command=command)
@@ -141,7 +143,7 @@ def _demo(chosen: argparse.Namespace) -> None:
         run_demo(Path(chosen.output), chosen.iterations)
 
 
-def _summary(chosen: argparse.Namespace) -> None:
+def _summary(chosen: argparse.Namespace) -> int:
     from ignite_monitor.report.summary import summarise
 
     summary = summarise(chosen.run, _read(chosen.run))
@@ -151,6 +153,7 @@ def _summary(chosen: argparse.Namespace) -> None:
         from ignite_monitor.report.text import show, summary_text
 
         show(summary_text(summary, chosen.all))
+    return FAILED if summary.failed else 0
 
 
 def _plot(chosen: argparse.Namespace) -> None:
@@ -198,14 +201,18 @@ def _read(path: str) -> Run:
         from ignite_monitor.report.run import Run
 
         run = Run(read_hdf5(path))
-        if not run.series:
+        if not run.series and not run.reports:
             raise BadInput(f"{path} holds no metrics: nothing was written to it yet")
         return run
 
 
 @contextlib.contextmanager
-def _one_line(path: str) -> Iterator[None]:
+def _one_line(path: str, kinds: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
     """Turn errors of bad input into one line that names the file.
+
+    Args:
+        path: the file, or what stands for it.
+        kinds: those errors.
 
     Raises:
         BadInput: for an error of the input.
@@ -218,7 +225,7 @@ def _one_line(path: str) -> Iterator[None]:
     except ImportError as error:
         fix = "" if "pip install" in str(error) else ": pip install 'ignite-monitor[cli]'"
         raise BadInput(f"{error}{fix}") from None
-    except (OSError, ValueError) as error:
+    except kinds as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise BadInput(text if path in text or printable(path) in text else f"{path}: {text}") from None
 

@@ -28,6 +28,10 @@ GRADIENT = Schema("grad", "grad", (
     Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
 ))
 
+LOSS = Schema("loss", "loss", (
+    Key("{name}", "number in the train step's output; ``value`` if it is the output", nonfinite="any", chart="loss"),
+))
+
 _RATIOS = "update ratio over the parameters"
 _NORMS = "gradient norm over the parameters"
 _PARAMETERS = "frozen, vanishing, exploding"
@@ -49,6 +53,9 @@ WEIGHT_UPDATE = Schema("weights", "monitor", (
     Key("lost_update_fraction", "fraction of elements whose update was lost to rounding",
         when="with bfloat16 or float16 weights and no float32 copy of them", chart="updates lost to rounding"),
     Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf", chart="largest gradient norms"),
+    Key("smallest_grad/{name}", "the ``top_k`` smallest gradient norms", chart="smallest gradient norms"),
+    Key("largest_weight/{name}", "the ``top_k`` largest parameters, by their l2 norm before the step",
+        chart="largest parameters"),
     Key("topk_frozen/{name}", "number of monitored steps without an update, of the ``top_k`` longest frozen parameters",
         when="if parameters are frozen", chart="monitored steps without a move"),
     Key("largest_update_ratio/group_{i}/{name}", "largest update ratio in a parameter group",
@@ -105,10 +112,10 @@ SPECTRAL = Schema("spectral", "spectral", (
     Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
     Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
     Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),
-    Key("update_condition_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("update_condition_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
-    Key("weight_condition_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("update_spectral_scale_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
+    Key("weight_spectral_scale_max", r"largest :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
+    Key("weight_spectral_scale_median", r"median of :math:`\lVert W\rVert_2 / \sqrt{out/in}`"),
 ))
 
 STEP_STATS = Schema("step", "step", (
@@ -121,6 +128,10 @@ STEP_STATS = Schema("step", "step", (
     Key("items_per_s", "items of the batch per second of ``time_ms``, on this rank", unit="1/s"),
     Key("mfu", "model FLOPs utilization: FLOPs per second over ``peak_flops``", when="with ``peak_flops``"),
     Key("parameter_norm", "l2 norm of all parameters after the train step", nonfinite="any"),
+    Key("gradient_norm", "l2 norm of the gradient that the optimizer's step used, after clipping; not of DTensors",
+        nonfinite="any"),
+    Key("batch_rms/{place}", "root mean square of a floating-point tensor of the batch, of its first 2**20 elements",
+        nonfinite="any"),
     Key("lr/group_{i}", "learning rate of a parameter group in the optimizer's first step, or after the train step",
         nonfinite="any"),
     Key("peak_memory_mb", "peak memory so far: of tensors on CUDA, of the process on the CPU", unit="MiB"),
@@ -207,7 +218,7 @@ OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
     Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
         chart=_EPSILON),
     Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
-    Key("update_norm", "l2 norm of the step's update of all tensors, weight decay included",
+    Key("update_norm", "l2 norm of the change of all tensors in the train step, weight decay included",
         chart="norm of the update"),
     Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum",
         chart="gradient against momentum"),
@@ -223,17 +234,17 @@ CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient_preconditioned", "curvature along the preconditioned gradient, of the preconditioned Hessian",
         when=_PRECONDITIONED, chart=_CURVATURE),
     Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum", chart=_CURVATURE),
-    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian; not reported if its error exceeds 10 %",
+    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian found; not reported if its residual is above 10 %",
         chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_error", "bound of its relative error"),
-    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian",
+    Key("hessian_max_eigenvalue_residual", "largest relative distance from an eigenvalue, not always the largest one"),
+    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian found",
         when=_PRECONDITIONED, chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_preconditioned_error", "bound of its relative error", when=_PRECONDITIONED),
+    Key("hessian_max_eigenvalue_preconditioned_residual", "its largest relative distance from an eigenvalue",
+        when=_PRECONDITIONED),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (
     Key("in_sync", "1 if everything compared is the same on all ranks, else 0", chart="replicas in sync"),
-    Key("differing_count", "number of tensors and other items that differ; not reported if ranks hold other items"),
     Key("hash/{name}", "hash of a tensor or another item, an integer below 2**53", when="with ``hashes=True``"),
 ))
 
@@ -258,6 +269,6 @@ ROUTING = Schema("routing", "routing", (
 ))
 
 SCHEMAS = (
-    *(GRADIENT, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
+    *(GRADIENT, LOSS, SPIKE, DRIFT, SPIKE_RECORD, ROLLBACK, NOISE_SCALE, WEIGHT_UPDATE, OPTIMIZER_STATE, REPLICAS),
     *(HISTOGRAMS, RCC, ROUTING, ACTIVATION, SPECTRAL, STEP_STATS, CURVATURE, ALIGNMENT, MAXP, REPLAY),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,22 @@ from ignite_monitor import (
     StepStatsHandler,
     WeightUpdateHandler,
 )
+from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.scaling import AlignmentHandler
 from tests._models import make_model
 
 OTHER = make_model(7)
+GUIDE = (Path(__file__).parent.parent / "docs" / "writing_a_monitor.md").read_text(encoding="utf-8")
+
+
+def monitor_of_the_guide():
+    """The class that the guide for monitors of one's own prints, without the run below it."""
+    namespace = {"__name__": "guide"}
+    exec(GUIDE.partition("```python\n")[2].partition("torch.manual_seed(0)")[0], namespace)
+    return namespace["ClippingMonitor"]
+
+
+ClippingMonitor = monitor_of_the_guide()
 
 
 class EveryCurvature(CurvatureHandler):
@@ -103,6 +116,8 @@ HANDLERS = {
     "GradientNoiseScaleHandler": lambda model, optimizer: GradientNoiseScaleHandler(model, optimizer, micro_batches=2),
     "CurvatureHandler": lambda model, optimizer: EveryCurvature(model, optimizer, loss=mse_of, lanczos_steps=3),
     "RollbackHandler": lambda model, optimizer: RollbackHandler({"model": model, "optimizer": optimizer}, every=2),
+    "ClippingMonitor of the guide": lambda model, optimizer: ClippingMonitor(model, optimizer),
+    "LossRecorder": lambda model, optimizer: LossRecorder(),
     "SetupCheck": lambda model, optimizer: SetupCheck(model, optimizer),
     "RoutingHandler": routing,
     "StepStatsHandler": lambda model, optimizer: StepStatsHandler(

@@ -169,13 +169,10 @@ class Oracle:
 
 @dataclasses.dataclass(eq=False)
 class Window:
-    """The newest detection since the last own step."""
+    """The latest detection since the last own step."""
 
     detection: Detection
     iteration: int
-    shared: bool  # the backward reached other monitored models too
-    used_by_other: bool = False
-    unshared: Window | None = None  # of a shared backward: that of the iteration's last one that was not
 
 
 @dataclasses.dataclass(eq=False)
@@ -189,10 +186,7 @@ class Taken:
 
 
 class WindowTruth:
-    """Expected results of GradMonitor by the window rule: numbers in comments are its clauses in the architecture.
-
-    One thing is other than its words say: where another optimizer makes its step with a backward that reached several
-    monitored models, the window is marked as used by it, and a step of its own in the same iteration still takes it.
+    """Expected results of GradMonitor by the window rule; numbers in comments are those below its table.
 
     Args:
         rule: its threshold rule.
@@ -223,6 +217,7 @@ class WindowTruth:
         self.published: list[Values] = []
         self.announced: list[int] = []
         self.window: Window | None = None
+        self.is_mixed = False  # whether a backward that reached other models too has changed the gradient since
         self.was_announced = False  # the gradient of the window
         self.without_update: Oracle | None = None  # what was known before a provisional update
         self.iteration = 0
@@ -238,7 +233,8 @@ class WindowTruth:
                 self.taken: Taken | None = None
                 self.made: Taken | None = None
                 self.has_detected = False
-                if not self.is_monitored:  # 6
+                self.is_mixed = False
+                if not self.is_monitored:
                     self._close()
                     self.published.append({})
             elif event.kind == "moment":
@@ -257,6 +253,7 @@ class WindowTruth:
 
     def _close(self) -> None:
         self.window = None
+        self.is_mixed = False
         self.was_announced = False
 
     def _announce(self, detection: Detection) -> None:
@@ -267,39 +264,36 @@ class WindowTruth:
     def _backward(self, event: Event) -> None:
         if not self.own.intersection(event.reached):
             return
-        if self.without_update is not None:  # 7
+        self.has_detected = True
+        if self.without_update is not None:  # 6
             if self.own.intersection(event.before):
                 self.oracle = self.without_update
             else:
                 self.was_announced = False
             self.without_update = None
-        detection = self.reported_now = self._detected(event)  # 1
+        if self.others.intersection(event.reached):  # 3
+            self.is_mixed = True
+            return
+        detection = self.reported_now = self._detected(event)
         if self.taken is not None and event.optimizer is not None:  # 2: inside of the own step
             return
-        shared = bool(self.others.intersection(event.reached))
-        now = self.window if self.window is not None and self.window.iteration == self.iteration else None
-        unshared = now.unshared if now is not None and now.shared else now
-        self.window = Window(detection, self.iteration, shared, unshared=unshared if shared else None)
-        if not shared:  # 3
-            self._announce(detection)
+        self.window, self.is_mixed = Window(detection, self.iteration), False
+        self._announce(detection)
 
     def _step(self, event: Event) -> None:
         now = self.window if self.window is not None and self.window.iteration == self.iteration else None
         if not self.makes_step(event.optimizer):
-            if now is not None and now.shared:  # 3
-                now.used_by_other = True
-                self.reported_now = None if self.made is None else self.made.detection
             return
-        if not any(name in event.norms for name in self.own):  # 2
+        if not any(name in event.norms for name in self.own):
             self._close()
             self.reported_now = None if self.made is None else self.made.detection
             return
-        if now is not None:
+        if now is not None and not self.is_mixed:
             self.taken = Taken(now.detection, of_backward=True)
-        elif self.made is not None and self.made.of_backward:  # 4
+        elif self.made is not None and self.made.of_backward and not self.is_mixed:  # 4
             self.taken = Taken(self.made.detection, of_backward=True, again=True)
         else:
-            if self.without_update is not None:  # 2: in place of the provisional update
+            if self.without_update is not None:  # in place of the provisional update
                 self.oracle, self.without_update = self.without_update, None
             self.taken = Taken(self._detected(event), of_backward=False)
         self.reported_now = self.taken.detection
@@ -324,18 +318,13 @@ class WindowTruth:
     def _returned(self, event: Event) -> None:
         now = self.window if self.window is not None and self.window.iteration == self.iteration else None
         final = None if self.made is None else self.made.detection
-        is_used = now is not None and now.used_by_other
-        if is_used:  # 3
-            now = now.unshared if final is None else None
-        if now is not None and (final is None or not now.shared):  # 5
+        if now is not None:  # 6
             detection = now.detection
             if detection.spike or not math.isfinite(detection.norm):
                 self.without_update = self.oracle.copy()
                 self.oracle.observe(detection)
                 self._announce(detection)
                 final = final or detection
-        if is_used:
-            self._close()
         if final is None:
             # That an iteration with a gradient had no step is published.
             self.published.append({"stepped": 0.0} if self.has_detected else {})

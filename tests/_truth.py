@@ -210,12 +210,12 @@ def spectral(
         values |= {key: summary[key] for key in ("stable_rank_min", "stable_rank_median")}
     shapes = {name: now[name].flatten(1).shape for name in names if name not in tables}
     scales = {name: math.sqrt(rows / columns) for name, (rows, columns) in shapes.items()}
-    conditions = {"weight_condition": [norms[name] / item for name, item in scales.items()]}
+    conditions = {"weight_spectral_scale": [norms[name] / item for name, item in scales.items()]}
     own = [name for name in names if set(held) & set(_made_of(name, after))]
     if has_step and own:
         sizes = {name: spectral_norm(wide(now[name]) - wide(then[name])) for name in own}
         values["update_norm_max"] = max(sizes.values())
-        conditions["update_condition"] = [item / scales[name] for name, item in sizes.items() if name in scales]
+        conditions["update_spectral_scale"] = [item / scales[name] for name, item in sizes.items() if name in scales]
     for key, item in conditions.items():
         if item:
             summary = order_statistics(key, item)
@@ -251,7 +251,9 @@ def optimizer_state(
     series: dict[str, list[float]] = {"rms": [], "epsilon_dominated": [], "momentum_cosine": []}
     for group in optimizer.param_groups:
         for p in gradients.keys() & set(group["params"]):
-            g, state = gradients[p].double(), optimizer.state[p]
+            g, state = gradients[p].double() * (-1 if group.get("maximize") else 1), optimizer.state[p]
+            if not isinstance(optimizer, torch.optim.AdamW) and group.get("weight_decay"):  # torch adds it to gradients
+                g = g + float(group["weight_decay"]) * before[p].double()
             v = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             if v is not None:
                 eps, steps = float(group["eps"]), float(state.get("step", group.get("step")))
@@ -351,8 +353,8 @@ def run_reference(initial: nn.Module, iteration: Iteration) -> dict[str, list[Ca
     return recorder.calls
 
 
-def statistics(parts: list[Tensor], units: bool) -> Values:
-    """The built-in statistics of what came in parts of one kind; without those that are not defined."""
+def statistics(parts: list[Tensor], unit: int | None) -> Values:
+    """The built-in statistics of what came in parts of one kind, with units along a dimension, where defined."""
     parts = [wide(part) for part in parts if part.numel()]
     if not parts:
         return {}
@@ -366,11 +368,10 @@ def statistics(parts: list[Tensor], units: bool) -> Values:
         result["max_over_rms"] = result["max_abs"] / float(flat.square().mean().sqrt())
     if len(flat) > 1:
         result["std"] = float(flat.std())
-    if units and parts[0].ndim > 1:
-        place = 1 if parts[0].ndim >= 4 else -1
+    if unit is not None:
         alive: dict[int, list[Tensor]] = {}  # calls with other numbers of units are of other units
         for part in parts:
-            alive.setdefault(part.shape[place], []).append(part.movedim(place, 0).flatten(1).abs().amax(1) > 0)
+            alive.setdefault(part.shape[unit], []).append(part.movedim(unit, 0).flatten(1).abs().amax(1) > 0)
         result["dead_fraction"] = 1 - float(
             torch.cat([torch.stack(item).any(0) for item in alive.values()]).double().mean()
         )
@@ -384,29 +385,35 @@ def activations(initial: nn.Module, iteration: Iteration) -> Values:
     values: Values = {}
     for name, calls in iteration.calls.items():
         tag, others = module_tags[name], expected.get(name, [])
-        values |= _of_outputs(f"activation/{tag}", calls)
+        values |= _of_outputs(f"activation/{tag}", calls, _unit_dimension(names[name]))
         pairs = [_difference(*pair) for pair in zip(calls, others, strict=False)]
         if len(calls) == len(others) and all(pair is not None for pair in pairs):
-            result = _of_outputs(f"activation_difference/{tag}", [pair for pair in pairs if pair is not None])
-            values |= {key: value for key, value in result.items() if not key.endswith("/dead_fraction")}
+            values |= _of_outputs(f"activation_difference/{tag}", [pair for pair in pairs if pair is not None])
     start = copies(initial)
     for name, tag in zip(start, tags(start), strict=True):
         weight, gradient = iteration.weights[name], iteration.gradients.get(name)
         families = {"gradient": gradient, "parameter": weight, "parameter_difference": wide(weight) - wide(start[name])}
         for family, tensor in families.items():
             if tensor is not None and not tensor.is_complex():
-                result = statistics([dense(tensor)], False)
+                result = statistics([dense(tensor)], None)
                 values |= {f"{family}/{tag}/{key}": value for key, value in result.items()}
     return values
 
 
-def _of_outputs(start: str, calls: list[Call]) -> Values:
+def _unit_dimension(module: nn.Module) -> int | None:
+    """The dimension of the units in a layer's output; None for other modules."""
+    is_layer = isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase))
+    is_layer |= isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1
+    return _feature_dimension(module) if is_layer else None
+
+
+def _of_outputs(start: str, calls: list[Call], unit: int | None = None) -> Values:
     parts: dict[str, list[Tensor]] = {}
     for outputs in calls:
         places = [place for place, _ in outputs] if [place for place, _ in outputs] == [""] else None
         for place, (_, tensor) in zip(places or tags(place for place, _ in outputs), outputs, strict=True):
             parts.setdefault(f"{start}/{place}".rstrip("/"), []).append(tensor)
-    return {f"{key}/{kind}": x for key, tensors in parts.items() for kind, x in statistics(tensors, True).items()}
+    return {f"{key}/{kind}": x for key, tensors in parts.items() for kind, x in statistics(tensors, unit).items()}
 
 
 def _difference(actual: Call, expected: Call) -> Call | None:
@@ -485,4 +492,6 @@ def _output(module: nn.Module, arguments: Any) -> Tensor:
 def _feature_dimension(module: nn.Module) -> int:
     if isinstance(module, nn.modules.conv._ConvNd):
         return -1 - len(module.kernel_size)
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        return -1 - int(type(module).__name__[-2])
     return 1 if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.PReLU)) else -1

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import io
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import Checkpoint
 from torch import nn
 
-from ignite_monitor import GradMonitor, HDF5Logger, StaticThreshold, attach_monitors, read_hdf5
+from ignite_monitor import (
+    GradMonitor,
+    HDF5Logger,
+    MonitorEvents,
+    SpikeMonitor,
+    StaticThreshold,
+    attach_monitors,
+    read_hdf5,
+)
 from ignite_monitor.attaching import _ATTACHED
-from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer
+from ignite_monitor.events.monitor_events import register_events
+from ignite_monitor.model.isolation import capture_rng_state, restore_rng_state
+from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer, same
 from tests._models import GPT
 
 
@@ -36,7 +52,8 @@ def test_who_watches_when_and_who_hears_of_it(parts, every):
         steps = {family: [step for step, named in logger.written if family in families(named)] for family in
                  ("grad", "monitor", "activation")}  # fmt: skip
         assert steps["grad"] == list(range(1, 9))
-        assert steps["monitor"] == steps["activation"] == list(range(every, 9, every))
+        monitored = [step for step in range(1, 9) if step % every == 0 or (step < every and step in (1, 2, 3, 5))]
+        assert steps["monitor"] == steps["activation"] == monitored
     metrics = trainer.state.metrics
     assert {f"activation/_root_/{name}" for name in ("std", "max_abs", "dead_fraction", "nonfinite_count")} <= {
         *metrics
@@ -163,6 +180,14 @@ def test_leaves_as_it_came(parts):
     assert not vars(trainer)[_ATTACHED]
 
 
+@pytest.mark.parametrize("loggers", ["run.h5", ["run.h5"]])
+def test_a_path_is_no_logger(parts, loggers):
+    model, optimizer, trainer = parts
+    with pytest.raises(TypeError, match=r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"):
+        attach_monitors(trainer, model, optimizer, loggers=loggers)
+    assert not trainer.state.metrics
+
+
 def test_what_fails_half_way_leaves_nothing(parts):
     model, optimizer, trainer = parts
     GradMonitor(model, prefix="monitor").attach(trainer)
@@ -176,7 +201,7 @@ def test_what_fails_half_way_leaves_nothing(parts):
 def test_what_is_cheap_is_there_and_the_rest_by_name():
     model, optimizer, trainer = make_trainer()
     handle = attach_monitors(trainer, model, optimizer, every=1)
-    assert set(handle.monitors) == {"grad", "setup", "update", "activation", "step", "optimizer"}
+    assert set(handle.monitors) == {"grad", "loss", "setup", "update", "activation", "step", "optimizer"}
     assert "setup" not in attach_monitors(trainer, model, optimizer, setup_check=False).monitors
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "optimizer" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
@@ -207,6 +232,122 @@ def test_former_monitors_stay_if_new_ones_can_not_be_attached(parts, fault):
     assert len(logger.written) == 2 * rows
     after = footprint(trainer, model, optimizer)["hooks"], len(trainer._event_handlers[Events.ITERATION_COMPLETED])
     assert after == before
+
+
+def handlers_of(engine):
+    return {event: list(items) for event, items in engine._event_handlers.items() if items}
+
+
+def test_a_failed_call_loses_no_logger_and_brings_nothing_back(parts):
+    class Offline(ListLogger):
+        def _create_output_handler(self, *args, **kwargs):
+            raise ConnectionError("no login")
+
+    model, optimizer, trainer = parts
+    handle, own = attach_monitors(trainer, model, optimizer, every=1), ListLogger()
+    handle.monitors["grad"].log_to(own, trainer)
+    handle.monitors["update"].detach()
+    trainer.run(make_batches(2))
+    before = handlers_of(trainer), footprint(trainer, model, optimizer)
+    with pytest.raises(ConnectionError):
+        attach_monitors(trainer, model, optimizer, loggers=Offline())
+    assert (handlers_of(trainer), footprint(trainer, model, optimizer)) == before
+    trainer.run(make_batches(2))
+    assert len(own.written) == 4
+
+
+WITHIN = [
+    Events.EPOCH_STARTED(once=1),
+    Events.GET_BATCH_STARTED(once=3),
+    Events.ITERATION_STARTED(once=3),
+    MonitorEvents.GRADIENTS_READY(once=3),
+    MonitorEvents.OPTIMIZER_STEP_STARTED(once=3),
+    Events.ITERATION_COMPLETED(once=3),
+]
+
+
+@pytest.mark.parametrize("event", WITHIN)
+def test_attached_in_a_handler(parts, event):
+    model, optimizer, trainer = parts
+    GradMonitor(model, optimizer, prefix="first", flag="first").attach(trainer)
+    calls, norms = [], []
+
+    @trainer.on(event)
+    def attach(engine):
+        calls.append(engine.state.iteration)
+        attach_monitors(engine, model, optimizer, every=1, rollback={"model": model, "optimizer": optimizer})
+
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda engine: norms.append(engine.state.metrics["first/norm"])
+    )
+    trainer.run(make_batches(5))
+    assert len(calls) == 1
+    assert len(norms) == 5
+    assert trainer.state.metrics["grad/norm"] == trainer.state.metrics["first/norm"]
+
+
+@pytest.mark.parametrize("event", WITHIN)
+def test_detached_in_a_handler_that_is_older(event):
+    model, optimizer, trainer = make_trainer()
+    register_events(trainer)
+    handles = []
+    trainer.add_event_handler(event, lambda _: [handle.remove() for handle in handles])
+    trainer.run(make_batches(1))
+    before = footprint(trainer, model, optimizer)
+    for _ in range(2):
+        handles.append(attach_monitors(trainer, model, optimizer, every=1, rollback={"model": model}))
+        trainer.state.max_epochs = None
+        trainer.state.iteration = trainer.state.epoch = 0
+        trainer.run(make_batches(5))
+        assert footprint(trainer, model, optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (0.25, {"loss/value": 0.25}),
+        (3, {"loss/value": 3.0}),
+        (torch.tensor(0.5, requires_grad=True), {"loss/value": 0.5}),
+        (float("inf"), {"loss/value": float("inf")}),
+        ({"kl": -1.5, "a b": torch.tensor(2.0), "y": torch.ones(3), "is": True}, {"loss/kl": -1.5, "loss/a_b": 2.0}),
+        (None, {}),
+        ((1.0, 2.0), {}),
+        (torch.ones(2), {}),
+        ("text", {}),
+    ],
+)  # fmt: skip
+def test_the_loss_is_recorded_from_the_first_iteration_on_if_there_is_one(output, expected):
+    model, optimizer, _ = make_trainer()
+    trainer = Engine(lambda engine, batch: output)
+    attach_monitors(trainer, model, optimizer, setup_check=False)
+    trainer.run([None])
+    assert {name: value for name, value in trainer.state.metrics.items() if name.startswith("loss/")} == expected
+
+
+def test_a_loss_that_another_monitor_publishes_is_left_to_it(parts):
+    model, optimizer, trainer = parts
+    SpikeMonitor(lambda engine: engine.state.output, prefix="loss").attach(trainer)
+    assert "loss" not in attach_monitors(trainer, model, optimizer).monitors
+    assert "loss" not in attach_monitors(trainer, model, optimizer, prefix="2nd").monitors
+    assert trainer.state._2nd_unhealthy_spike is False
+
+
+def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
+    model, optimizer, trainer = parts
+    handle = attach_monitors(trainer, model, optimizer, every=2, extra="spectral")
+    trainer.run(make_batches(7, spikes=[5]))
+    saved = copy.deepcopy(handle.state_dict())
+    other = make_trainer()
+    fresh = attach_monitors(other[2], *other[:2], every=2)
+    with pytest.raises(ValueError, match="states of"):
+        fresh.load_state_dict({"other": {}})
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        fresh.load_state_dict({**saved, "update": {"wrong": 1}})
+    assert same(fresh.state_dict(), before)
+    fresh.load_state_dict(saved)
+    assert [message for message in caplog.messages if "differ" in message][-1].endswith("not loaded: spectral")
+    assert same(fresh.state_dict(), {name: saved[name] for name in fresh.monitors})
 
 
 def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():
@@ -242,8 +383,8 @@ def test_values_of_a_with_block_stay(parts):
     assert {"grad", "monitor", "activation", "step"} <= families(last)
     assert handle.monitors["grad"].metrics == {name: last[name] for name in last if name.startswith("grad/")}
     attach_monitors(trainer, model, optimizer, every=100)
-    trainer.run(make_batches(1))
-    assert families(trainer.state.metrics) == {"grad"}
+    trainer.run(make_batches(4))
+    assert families(trainer.state.metrics) == {"grad", "loss"}
 
 
 def test_rollback_and_records_of_spikes(tmp_path):
@@ -277,3 +418,47 @@ def test_a_forgotten_scaler_is_noticed(caplog, kind):
     assert [message.split(":")[0] for message in warned] == (
         ["GradMonitor (grad)", "WeightUpdateHandler (monitor)"] if kind == "forgotten" else []
     )
+
+
+SETUPS = (Path(__file__).parent.parent / "docs" / "setups.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("source", re.findall(r"^```python\n(.*?)^```$", SETUPS, re.DOTALL | re.MULTILINE))
+def test_every_documented_setup_is_resumed_bitwise(source, tmp_path, monkeypatch):
+    """Models, optimizers, schedulers and monitors, and what these publish, are those of the uninterrupted run."""
+    random, unsteady = {}, re.compile(r"_ms$|_per_s$|_mb$|share$")
+
+    def run(folder, resumed_from=0):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        published = {}
+
+        def train(trainer, to_save, batches):
+            if resumed_from:
+                file = tmp_path / "whole" / "checkpoints" / f"checkpoint_{resumed_from}.pt"
+                Checkpoint.load_objects(to_save, torch.load(file, weights_only=True))
+                restore_rng_state(random[resumed_from])
+
+            @trainer.on(Events.ITERATION_COMPLETED)
+            def keep(engine):
+                random[engine.state.iteration] = capture_rng_state()
+                steady = [name for name in engine.state.metrics if not unsteady.search(name)]
+                values = {name: float(engine.state.metrics[name]) for name in steady}
+                published[engine.state.iteration] = values
+
+            trainer.run(batches[resumed_from:])
+
+        namespace = {"train": train}
+        with contextlib.redirect_stdout(io.StringIO()):
+            text = source.replace("    trainer.run(batches)", "    train(trainer, to_save, batches)")
+            exec(compile(text, "docs/setups.md", "exec"), namespace)
+        return published, {name: item.state_dict() for name, item in namespace["to_save"].items()}
+
+    expected, end = run("whole")
+    first = min(int(path.stem.partition("_")[2]) for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    published, resumed = run("resumed", first)
+    assert [*published] == list(range(first + 1, max(expected) + 1))
+    for iteration, values in published.items():
+        assert same(values, expected[iteration]), iteration
+    for name, state in resumed.items():
+        assert same(state, end[name]), name

@@ -56,6 +56,7 @@ def goes_through_root(name: str) -> bool:
     return root == "ignite_monitor" and not (rest and (path.is_dir() or path.with_suffix(".py").is_file()))
 
 
+ABOVE_MONITORS = {"scaling", "spike_recorder", "healthy_checkpoint", "setup_check"}
 # A layer imports those before it; the members of a layer do not import each other.
 LAYERS = (
     {"checks", "schema"},
@@ -66,12 +67,8 @@ LAYERS = (
     {"detection"},
     {"reference"},
     {"nonfinite"},
-    {
-        *("gradient", "weight_update", "optimizer_state", "noise_scale", "curvature"),
-        *("activation", "spectral", "step_stats", "rcc", "spike", "replicas", "rollback", "histograms", "routing"),
-        *("drift", "replay"),
-    },
-    {"scaling", "spike_recorder", "healthy_checkpoint", "setup_check"},
+    {path.parent.name for path in (ROOT / "ignite_monitor").glob("*/handler.py")} - ABOVE_MONITORS,
+    ABOVE_MONITORS,
 )
 HEIGHTS = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 

@@ -39,6 +39,7 @@ from ignite_monitor import (
     scaling,
 )
 from ignite_monitor.keys import SCHEMAS
+from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.report.limits import PERSISTENT
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
@@ -47,11 +48,14 @@ from tests._handlers import HANDLERS
 from tests._helpers import make_batches, make_step, make_trainer
 
 KINDS = [
-    value
-    for package in (ignite_monitor, scaling)
-    for name in package.__all__
-    if inspect.isclass(value := getattr(package, name)) and issubclass(value, Monitor)
-    if value not in (Monitor, SetupCheck)  # these publish nothing
+    LossRecorder,
+    *(
+        value
+        for package in (ignite_monitor, scaling)
+        for name in package.__all__
+        if inspect.isclass(value := getattr(package, name)) and issubclass(value, Monitor)
+        if value not in (Monitor, SetupCheck)
+    ),  # these publish nothing
 ]
 
 

@@ -10,6 +10,8 @@ from ignite_monitor.report import finding, limits
 PAPER = "[arXiv:{0}](https://arxiv.org/abs/{0})".format
 MEASURED = "measured on [recorded runs](detection.md)"
 
+NO_REPORT = "no such report"
+
 CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, source
     "not_monitored": (
         "The gradients were not compared with a threshold",
@@ -49,11 +51,69 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
         "",
     ),
     "large_updates": (
-        "A step changes the weights too much",
-        "weight_update",
-        "median update ratio about 1e-3, at most {persistent[large_updates]:g}",
+        "A step changes the weights too much: the learning rate",
+        "step_stats",
+        "norm of a step at most {LARGE_UPDATE:g} × that of the parameters; 1e-3 is usual",
         "[CS231n](https://cs231n.github.io/neural-networks-3/#ratio)",
     ),
+    "not_in_optimizer": ("Parameters are in no optimizer", "setup_check", NO_REPORT, ""),
+    "stale_optimizer": ("The optimizer was made before parameters were replaced", "setup_check", NO_REPORT, ""),
+    "no_gradients": ("No gradient reaches the model", "setup_check", NO_REPORT, ""),
+    "unused_parameters": ("No gradient reaches some parameters", "setup_check", NO_REPORT, ""),
+    "gradients_not_zeroed": ("Gradients are not zeroed", "setup_check", NO_REPORT, ""),
+    "zero_learning_rate": ("The learning rate is 0", "setup_check", NO_REPORT, ""),
+    "evaluation_mode": ("The model trains in evaluation mode", "setup_check", NO_REPORT, ""),
+    "batch_repeats": ("The same batch comes again and again", "setup_check", NO_REPORT, ""),
+    "wrapper_bypassed": ("The module inside of DistributedDataParallel is called", "setup_check", NO_REPORT, ""),
+    "low_precision_updates": ("Rounding of 16-bit weights removes the updates", "setup_check", NO_REPORT, ""),
+    "requires_grad_false": ("Parameters are frozen", "setup_check", NO_REPORT, ""),
+    "scaler_not_given": ("A GradScaler scales the gradients that are measured", "grad_monitor", NO_REPORT, ""),
+    "nonfinite_loss": ("The loss makes inf or NaN", "grad_monitor", NO_REPORT, ""),
+    "nonfinite_input": ("The batch holds inf or NaN", "grad_monitor", NO_REPORT, ""),
+    "nonfinite_forward": ("A module makes inf or NaN of finite inputs", "grad_monitor", NO_REPORT, ""),
+    "nonfinite_backward": ("The backward of a module makes inf or NaN", "grad_monitor", NO_REPORT, ""),
+    "nonfinite_not_located": ("The source of inf or NaN could not be located", "grad_monitor", NO_REPORT, ""),
+    "input_scale": ("Inputs are not normalized", "step_stats", "root mean square at most {LARGE_INPUT:g}", ""),
+    "loss_scale": (
+        "Targets or rewards are large, or the loss is a sum",
+        "step_stats",
+        "loss at the first step at most {LARGE_LOSS:g} × the square of the outputs",
+        "",
+    ),
+    "weight_changed": (
+        "A weight changed by other means than a step",
+        "step_stats",
+        "change of the norm of the parameters at most {OTHER_MEANS:g} × that of the steps",
+        "",
+    ),
+    "clipped_away": ("The gradient is clipped to nearly nothing", "step_stats", "at least {CLIPPED_SHARE:g} of it", ""),
+    "rate_vanished": (
+        "The learning rate fell to nearly nothing too early",
+        "step_stats",
+        "above {VANISHED_RATE:g} × the largest for {VANISHED_SHARE:.0%} of the run before the end",
+        "",
+    ),
+    "bad_batches": (
+        "Single batches produce far larger gradients than usual",
+        "grad_monitor",
+        "at most {SPIKE_RATE:.0%} of the norms, all below {SPIKE_FACTOR:g} × the threshold",
+        MEASURED,
+    ),
+    "periodic_spikes": ("A batch or event that recurs", "grad_monitor", "no period", MEASURED),
+    "bounded_outputs": (
+        "The outputs are probabilities, and the loss expects logits",
+        "activation",
+        "outputs above 1, or a loss that falls to {UNFITTED:g} × its start",
+        "",
+    ),
+    "wrong_sign": ("The loss is maximized", "attach_monitors", "falls", ""),
+    "not_learning": (
+        "Targets do not depend on the inputs, or the model can't fit them",
+        "attach_monitors",
+        "falls by more than {FLAT:.0%} in {LEARNING_POINTS} values",
+        "",
+    ),
+    "overfitting": ("The model overfits", "attach_monitors", "held-out loss at most {OVERFIT:g} × its best", ""),
     "large_curvature": (
         "Sharpness exceeds the stability threshold of the learning rate",
         "curvature",
@@ -131,7 +191,7 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
     "vanishing_gradients": (
         "Gradients of some parameters vanish",
         "weight_update",
-        "`monitor/vanishing_count` is 0",
+        "weights' gradients at least {VANISHING:g} × the largest",
         PAPER("1211.5063"),
     ),
     "frozen_parameters": ("Parameters are no longer updated", "weight_update", "`monitor/frozen_count` is 0", ""),
@@ -189,12 +249,18 @@ CAUSES = {  # kind of finding -> cause, page of the monitor, healthy range, sour
 
 DEFAULT_FIXES = {
     "not_monitored": "Attach a GradMonitor, `log_to` the logger, and train for longer than its warm-up.",
+    **dict.fromkeys(finding.SETUP | {"requires_grad_false", "nonfinite_not_located"}, "The report says it."),
     "batch_size": "Use larger batches if devices allow it, or smaller ones if device time matters.",
 }
 """Fixes of the findings whose advice depends on the run."""
 
 SYMPTOMS = {
     "The loss or a gradient is NaN or infinite": (
+        "nonfinite_input",
+        "nonfinite_loss",
+        "nonfinite_forward",
+        "nonfinite_backward",
+        "nonfinite_not_located",
         "nonfinite_activations",
         "nonfinite_gradients",
         "nonfinite_metric",
@@ -202,6 +268,9 @@ SYMPTOMS = {
         "large_logits",
     ),
     "The loss or the gradient norm has spikes": (
+        "bad_batches",
+        "periodic_spikes",
+        "weight_changed",
         "spikes",
         "loss_spikes",
         "loss_peak",
@@ -211,6 +280,10 @@ SYMPTOMS = {
         "early_norms",
     ),
     "The loss rises and does not recover": (
+        "wrong_sign",
+        "gradients_not_zeroed",
+        "loss_scale",
+        "overfitting",
         "loss_rose",
         "loss_rose_again",
         "rolled_back",
@@ -221,6 +294,19 @@ SYMPTOMS = {
         "spectral_growth",
     ),
     "The loss does not fall": (
+        "not_in_optimizer",
+        "stale_optimizer",
+        "no_gradients",
+        "zero_learning_rate",
+        "evaluation_mode",
+        "batch_repeats",
+        "scaler_not_given",
+        "low_precision_updates",
+        "clipped_away",
+        "rate_vanished",
+        "input_scale",
+        "bounded_outputs",
+        "not_learning",
         "no_step",
         "weights_shrank",
         "frozen_parameters",
@@ -230,11 +316,13 @@ SYMPTOMS = {
         "epsilon_dominated",
     ),
     "Some layers learn differently from the others": (
+        "unused_parameters",
+        "requires_grad_false",
         "dead_units",
         "activation_outlier",
         "attention_collapse",
     ),
-    "Ranks disagree": ("ranks_differ",),
+    "Ranks disagree": ("ranks_differ", "wrapper_bypassed"),
     "Training is slow, or the batch size may be wrong": ("data_wait", "batch_size"),
     "The summary is not healthy although nothing was found": ("not_monitored",),
 }
@@ -256,9 +344,10 @@ def page():
         for kind in kinds:
             cause, monitor, _, source = CAUSES[kind]
             advice = finding.KINDS[kind].advice or DEFAULT_FIXES[kind]
-            if causes := [other for other in CAUSES if other in finding.KINDS[kind].follows]:
+            if causes := [other for other in CAUSES if other in finding.KINDS[kind].explained_by]:
                 advice += " Often a consequence of: " + ", ".join(f"`{other}`" for other in causes) + "."
             healthy = healthy_range(kind) + (f" ({source})" if source else "")
-            lines.append(f"| {cause} (`{kind}`) | [{titles[monitor]}](monitors/{monitor}.md) | {healthy} | {advice} |")
+            page = f"[{titles[monitor]}](monitors/{monitor}.md)" if monitor in titles else f"`{monitor}`"
+            lines.append(f"| {cause} (`{kind}`) | {page} | {healthy} | {advice} |")
         lines.append("")
     return lines

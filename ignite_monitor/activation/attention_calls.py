@@ -6,21 +6,37 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.activation.attention import AttentionArguments
-from ignite_monitor.model._torch import device_mode, function_modes, need, pop_mode, push_mode
+from ignite_monitor.activation.attention import AttentionArguments, attention_entropy
+from ignite_monitor.model._torch import device_mode, function_modes, pop_mode, push_mode
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
-NOT_PLAIN = "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
+
+class Reason(NamedTuple):
+    """Why something is not measured: the kind of the report, and its text."""
+
+    kind: str
+    text: str
+
+
+NOT_PLAIN = Reason(
+    "no_local_data", "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
+)
+
+_PLAIN: Any = (Tensor, nn.Parameter)
+_FUNCTIONS = [getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in _PLAIN]
+
+_FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
@@ -35,40 +51,29 @@ class AttentionCalls(TorchFunctionMode):
 
     Args:
         current: returns what is reported with a call made now, None if the call is not reported.
-        report: is called with it and the arguments, or the reason why these are not available.
+        report: is called with it, the arguments and their entropy; or with it and the reason why it is not known.
     """
 
-    def __init__(self, current: Callable[[], Any], report: Callable[[Any, AttentionArguments | str], None]) -> None:
+    def __init__(self, current: Callable[[], Any], report: Callable[..., None]) -> None:
         super().__init__()
         self._current = current
         self._report = report
-        self._thread = threading.local()
+        self._thread: Any = threading.local()
 
     @contextlib.contextmanager
-    def during(self, hookable: Iterable[nn.Module]) -> Iterator[None]:
-        """Detect calls in forward passes, except where a mode would take torch's modules off their fast path.
+    def during(self, model: nn.Module) -> Iterator[None]:
+        """Detect calls in the forward passes of a model, except around and in modules with a fast path.
 
-        These are the modules that are not hookable, and those around them.
+        These are torch's transformer modules in evaluation mode. A mode would take them, and those of another model in
+        the same train step, off the fast path, which rounds differently.
         """
-        modules = list(hookable)
-        known = set(map(id, modules))
-        apart = {id(module) for module in modules if any(id(inner) not in known for inner in module.modules())}
-
-        def before(module: nn.Module, *_: Any) -> None:
-            if not in_backward():  # where checkpointing leaves modules half-way
-                has_fast_path = isinstance(module, (nn.TransformerEncoder, nn.MultiheadAttention))
-                self.enter(id(module) not in apart and not (has_fast_path and not module.training))
-
-        def after(*_: Any) -> None:
-            if not in_backward():
-                self.leave()
-
+        modules = list(_without_fast_path(model))
         try:
-            with before_forward(modules, before), after_forward(modules, after):
+            with before_forward(modules, self.enter), after_forward(modules, self.leave):
                 yield
-        finally:  # after an interrupt hooks may not have run
-            while len(self._states) > 1:
-                self.leave()
+        finally:  # after an exception hooks may not have run
+            self._thread.depth = 0
+            self._switch(False)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,67 +84,94 @@ class AttentionCalls(TorchFunctionMode):
         if func in _READERS and not in_backward() and not torch.compiler.is_compiling():
             current = self._current()
             if current is not None:
-                self._report_call(current, func, args, kwargs)
+                self._report_call(current, _READERS[func], args, kwargs)
         return result
 
-    def _report_call(
-        self, current: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not all(has_local_data(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)):
-            self._report(current, NOT_PLAIN)
-            return
+    def _report_call(self, current: Any, read: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         with hidden_from_user_modes():
+            if not all(has_local_data(value) and _has_elements(value) for value in tensors):
+                self._report(current, NOT_PLAIN)
+                return
             # The projections run in the user's autocast. It caches copies of weights that require gradients, and those
             # made here would have none, so arguments are detached.
-            call = _READERS[func](*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
-            device = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).device
-            with torch.autocast(device.type, enabled=False):
-                self._report(current, call)
+            try:
+                call = read(*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
+                with torch.autocast(tensors[0].device.type, enabled=False):
+                    result = (call,) if isinstance(call, Reason) else (call, attention_entropy(call))
+            except Exception as error:  # noqa: BLE001 - training continues
+                result = (
+                    Reason("failed_attention", f"its attention can't be measured: {type(error).__name__}: {error}"),
+                )
+            with torch.autocast(tensors[0].device.type, enabled=False):
+                self._report(current, *result)
 
-    def enter(self, enabled: bool) -> None:
-        """Turn detection on or off until :meth:`leave`, for this thread; pairs may be nested."""
-        self._states.append(enabled)
-        self._switch(*self._states[-2:])
+    def enter(self, *_: Any) -> None:
+        """Detect calls of this thread until :meth:`leave`; pairs may be nested."""
+        if not in_backward():  # where checkpointing leaves modules half-way
+            self._thread.depth = self._depth + 1
+            self._switch(True)
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """Return to what was before the latest :meth:`enter`."""
-        if len(self._states) > 1:
-            self._switch(self._states.pop(), self._states[-1])
+        if not in_backward() and self._depth:
+            self._thread.depth = self._depth - 1
+            self._switch(self._depth > 0)
 
     @property
-    def _states(self) -> list[bool]:
-        """States of detection, at first and after every open :meth:`enter`: True if enabled."""
-        states: list[bool] = vars(self._thread).setdefault("states", [False])
-        return states
+    def _depth(self) -> int:
+        return int(vars(self._thread).get("depth", 0))  # of this thread
 
-    def _switch(self, before: bool, enabled: bool) -> None:
-        if before == enabled:
-            return
-        modes = [mode for mode in [pop_mode() for _ in range(function_modes())][::-1] if mode is not self]
-        if enabled:
+    def _switch(self, enabled: bool) -> None:
+        modes = [pop_mode() for _ in range(function_modes())][::-1]
+        if enabled and self not in modes:
             # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
             modes.insert(bool(modes) and isinstance(modes[0], device_mode), self)
         for mode in modes:
-            push_mode(mode)
+            if enabled or mode is not self:
+                push_mode(mode)
 
 
-def check_attention() -> None:
-    """Raise a RuntimeError if a private function of torch for its stack of modes is gone."""
-    need("attention=True", push_mode, pop_mode, function_modes, device_mode)
+def _without_fast_path(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of a model without torch's transformer modules in evaluation mode."""
+    if not any(isinstance(module, _FAST) and not module.training for module in model.modules()):
+        yield model
+    elif not isinstance(model, _FAST) or model.training:
+        for child in model.children():
+            yield from _without_fast_path(child)
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    """Return False if a class decides what functions take as the tensor's elements; a CausalBias is known."""
+    function = type(tensor).__torch_function__
+    return isinstance(tensor, CausalBias) or getattr(function, "__func__", function) in _FUNCTIONS
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return value.detach() if isinstance(value, Tensor) and not isinstance(value, CausalBias) else value
 
 
-def _read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments | str:
+def _read_attention(*args: Any, **kwargs: Any) -> AttentionArguments:
+    """Return the arguments, with a CausalBias, whose elements are not initialized, as a mask."""
+    call = AttentionArguments(*args, **kwargs)
+    mask = call.attn_mask
+    if not isinstance(mask, CausalBias):
+        return call
+    rows, columns = mask.seq_len_q, mask.seq_len_kv
+    included = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device)
+    diagonal = columns - rows if mask.variant == CausalVariant.LOWER_RIGHT else 0
+    return call._replace(attn_mask=included.tril_(diagonal))
+
+
+def _read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments | Reason:
     """Project the inputs of ``multi_head_attention_forward`` once more; return the reason if that is not supported."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
     added = (call.bias_k, call.bias_v, call.static_k, call.static_v)
     if call.add_zero_attn or any(item is not None for item in added) or call.query.ndim == 2:
-        return "attention with bias_k, bias_v, static_k, static_v or add_zero_attn, or without a batch, is not measured"
+        text = "attention with bias_k, bias_v, static_k, static_v or add_zero_attn, or without a batch, is not measured"
+        return Reason("attention_arguments", text)
     weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
     if not call.use_separate_proj_weight:
         weights = call.in_proj_weight.chunk(3)
@@ -177,7 +209,7 @@ def _merged_mask(call: SimpleNamespace) -> Tensor | None:
     )
 
 
-_READERS: dict[Callable[..., Any], Callable[..., AttentionArguments | str]] = {
-    F.scaled_dot_product_attention: AttentionArguments,
+_READERS: dict[Callable[..., Any], Callable[..., AttentionArguments | Reason]] = {
+    F.scaled_dot_product_attention: _read_attention,
     F.multi_head_attention_forward: _read_multi_head,
 }

@@ -6,17 +6,18 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.attention import AttentionArguments, attention_entropy, with_heads
-from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
+from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, with_heads
+from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls, Reason
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
 from ignite_monitor.activation.statistics import grouped, merged_by_name
+from ignite_monitor.activation.units import UnitDimensions, defines_units
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
@@ -26,10 +27,9 @@ from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
 
-NOT_A_NUMBER = "recorded values should be real numbers, or tensors or arrays of them"
-NOT_A_NAME = "recorded names should consist of letters, digits, '-', '_', '.' and '/'"
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NOT_A_NUMBER = Reason("recorded_value", "recorded values should be real numbers, or tensors or arrays of them")
+_NOT_A_NAME = Reason("recorded_name", "recorded names should consist of letters, digits, '-', '_', '.' and '/'")
+_NO_MODULE = Reason("recorded_module", "values are recorded in the forward of a module of the model, or with module=")
 
 Layer = tuple[str, str]  # name in the model without wrappers, ``_root_`` for the whole model; name for loggers
 
@@ -51,7 +51,7 @@ class ForwardMetrics(ModuleHook):
         activation: measures outputs and attention heads.
         recorded: measures recorded values.
         saw_attention: False if attention is measured and there was no call so far.
-        skipped: reason why something is not measured -> tags of the layers.
+        skipped: reason why something is not measured -> names of layers and recorded values.
     """
 
     def __init__(
@@ -70,24 +70,23 @@ class ForwardMetrics(ModuleHook):
         self.activation = Measurement("activation", metrics)
         self.recorded = Measurement("recorded", MetricSet("recorded", {}, metrics.aggregate))
         self.saw_attention = not attention
-        self.skipped: dict[str, set[str]] = {}
+        self.skipped: dict[Reason, set[str]] = {}
         self._entropies: list[NamedValues] = []  # of calls
-        # The unit dimension of what convolutions, and activation functions after them, return, by number of dimensions
-        # and first two sizes.
-        self._channels: dict[tuple[int, torch.Size], int] = {}
+        self._units = UnitDimensions()
 
     def contexts(self, hookable: Iterable[nn.Module]) -> list[AbstractContextManager[Any]]:
         """Contexts around a train step, with hooks on modules where they do not change what the model computes."""
         contexts: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
-            contexts.append(outputs_to([module for module in hookable if id(module) in self._layers], self))
+            hooked = [module for module in hookable if id(module) in self._layers or defines_units(module)]
+            contexts.append(outputs_to(hooked, self))
             contexts.append(after_forward([self._root], self._pass_ended))
         if self._attention:
-            contexts.append(AttentionCalls(self._running_layer, self._measure_attention).during(hookable))
+            contexts.append(AttentionCalls(self._running_layer, self._add_attention).during(self._root))
         return contexts
 
     def attention_rows(self) -> tuple[Rows, Rows]:
-        """Entropies and logit maxima, as :meth:`Measurement.put_rows` gives values."""
+        """Entropies and logit maxima, as :meth:`Measurement.add_partial_sums` gives values."""
         if not self._entropies:
             return {}, {}
         keys, rows = merged_by_name(self._entropies, functools.partial(grouped, summed=2))
@@ -98,31 +97,25 @@ class ForwardMetrics(ModuleHook):
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
         return not (self._pauses or backward_number() != -1 or in_second_pass()) and self._root.training
 
-    def _skip(self, layer: Layer, reason: str) -> None:
-        self.skipped.setdefault(reason, set()).add(layer[1])
+    def _skip(self, name: str, reason: Reason) -> None:
+        self.skipped.setdefault(reason, set()).add(name)
 
     # Outputs of modules
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        layer = self._layers.get(id(module))  # a shallow copy has the hooks of the module itself
-        if layer is None or not self._is_wanted():
+        if not self._is_wanted():
             return
-        name, tag = layer
+        layer = self._layers.get(id(module))  # None for a layer that only defines the units of others
+        name, tag = layer or ("", "")
         with hidden_from_user_modes() if function_modes() or dispatch_modes() else torch.no_grad():
-            for key, tensor in ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag):
-                if not has_local_data(tensor):
-                    self._skip(layer, NOT_PLAIN)
-                elif tensor.is_floating_point():
-                    self.activation.add(key, name, tensor, self._unit(module, tensor), copy=True)
-
-    def _unit(self, module: nn.Module, tensor: Tensor) -> int | None:
-        """Return the dimension of channels or features; None for a batch of single numbers."""
-        dims = tensor.ndim
-        if dims < 2:
-            return None
-        if isinstance(module, _CONVOLUTIONS):
-            self._channels[dims, tensor.shape[:2]] = dims - 1 - len(module.kernel_size)
-        return self._channels.get((dims, tensor.shape[:2]), 1 if dims > 3 else dims - 1)
+            tensors = ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag)
+            for i, (key, tensor) in enumerate(tensors):
+                if has_local_data(tensor) and tensor.is_floating_point():
+                    unit = self._units.of(module, args, tensor, i == 0)
+                    if layer is not None:
+                        self.activation.add(key, name, tensor, unit, copy=True)
+                elif layer is not None and not has_local_data(tensor):
+                    self._skip(tag, NOT_PLAIN)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():
@@ -133,35 +126,41 @@ class ForwardMetrics(ModuleHook):
 
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
         layer = self._layers.get(id(module))
-        if layer is None or not self._is_wanted():
+        if not self._is_wanted():
+            return
+        if layer is None:
+            if module is None or all(module is not item for item in self._root.modules()):
+                self._skip(str(name), _NO_MODULE)
             return
         if not isinstance(name, str) or not is_tag(name):
-            self._skip(layer, NOT_A_NAME)
+            self._skip(layer[1], _NOT_A_NAME)
             return
         try:
             with hidden_from_user_modes():
                 number = value if isinstance(value, (Tensor, Real)) else torch.as_tensor(value, device="cpu")
                 weight = number.numel() if isinstance(number, Tensor) else 1
                 if isinstance(number, Tensor) and not has_local_data(number):
-                    self._skip(layer, NOT_PLAIN)
+                    self._skip(layer[1], NOT_PLAIN)
                 elif weight:
                     number = as_number(number, device_of(self._root))
                     self.recorded.aggregate(f"{layer[1]}/{name}", self._metrics.aggregate, number, weight)
         except Exception:  # noqa: BLE001 - conversion calls methods of the user's value, which may raise any error
-            self._skip(layer, NOT_A_NUMBER)
+            self._skip(layer[1], _NOT_A_NUMBER)
 
     # Attention
 
     def _running_layer(self) -> Layer | None:
         return self._layers.get(id(running_module())) if self._is_wanted() else None
 
-    def _measure_attention(self, layer: Layer, call: AttentionArguments | str) -> None:
+    def _add_attention(
+        self, layer: Layer, call: AttentionArguments | Reason, entropy: HeadEntropy | None = None
+    ) -> None:
         self.saw_attention = True
-        if isinstance(call, str):
-            self._skip(layer, call)
-            return
         name, tag = layer
-        rows = torch.stack(attention_entropy(call), 1)
+        if isinstance(call, Reason) or entropy is None:
+            self._skip(tag, cast("Reason", call))
+            return
+        rows = torch.stack(entropy, 1)
         self._entropies.append(NamedValues([f"{tag}/head_{i}" for i in range(len(rows))], rows))
         for kind, tensor in (("query", call.query), ("key", call.key), ("value", call.value)) if self._metrics else ():
             by_head = with_heads(tensor, tensor.ndim, call.enable_gqa).movedim(-3, 0).flatten(1, -3)

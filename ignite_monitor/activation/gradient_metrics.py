@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.activation.measurement import Measurement, values_of
 from ignite_monitor.activation.metric import MetricSet
-from ignite_monitor.model.devices import move
+from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.dtensor import is_dtensor, whole_tensor
 from ignite_monitor.monitor.transfer import NamedValues, joined
 
@@ -18,18 +19,31 @@ from ignite_monitor.monitor.transfer import NamedValues, joined
 class GradientMetrics:
     """Measures the gradients of parameters in one iteration.
 
-    A gradient is measured after each backward that reached its parameter, in place of an earlier measurement, and again
+    A gradient is measured after a backward that reached its parameter, in place of an earlier measurement, and again
     when an optimizer starts its first step with it, where it may have been clipped. A gradient that no backward of this
-    iteration has produced is measured then for the first time.
+    iteration has produced is measured then for the first time. Backwards before the smallest number of backwards of an
+    earlier iteration are not followed by a measurement.
 
     Args:
         parameters: parameter -> its name, and its name as loggers take it.
         metrics: what to measure.
+        fewest: parameter -> smallest number of backwards in an iteration; is kept over iterations, and updated.
+
+    Attributes:
+        unknown: number of parameters whose gradients are not known, since there were fewer backwards than ever.
     """
 
-    def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, str]], metrics: MetricSet) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[nn.Parameter, tuple[str, str]],
+        metrics: MetricSet,
+        fewest: dict[nn.Parameter, int],
+    ) -> None:
+        self.unknown = 0
         self._parameters = parameters
         self._metrics = metrics
+        self._fewest = fewest
+        self._backwards: Counter[nn.Parameter] = Counter()
         self._before: list[NamedValues] = []
         self._after: list[NamedValues] = []
         self._measured: set[nn.Parameter] = set()
@@ -38,13 +52,16 @@ class GradientMetrics:
 
     def gradients_ready(self, scale: Tensor | None, reached: Set[int]) -> None:
         """Measure the scaled gradients that a backward may have changed, of parameters given by id."""
-        self._measure_before([parameter for parameter in self._parameters if id(parameter) in reached], scale)
+        changed = [item for item in self._parameters if id(item) in reached and item not in self._stepped]
+        self._backwards.update(changed)
+        last = [item for item in changed if self._backwards[item] >= self._fewest.get(item, 1)]
+        self._measure_before(last, scale)
 
     def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """Measure the scaled gradients of an optimizer's first step."""
         own = [item for item in parameters if item in self._parameters and item not in self._stepped]
         clipped = {item: item.grad for item in own if item in self._measured and item.grad is not None}
-        self._measure_before([parameter for parameter in own if parameter not in self._measured], scale)
+        self._measure_before([item for item in own if item not in self._backwards], scale)
         # All ranks gather sharded gradients, those without a step too: at the end of the iteration.
         sharded = {parameter: grad for parameter, grad in clipped.items() if is_dtensor(grad)}
         self._sharded |= {parameter: (grad.detach().clone(), scale) for parameter, grad in sharded.items()}
@@ -57,6 +74,9 @@ class GradientMetrics:
 
         Where gradients are sharded, all ranks have to call it.
         """
+        for parameter, count in self._backwards.items():
+            self._fewest[parameter] = min(count, self._fewest.get(parameter, count))
+            self.unknown += parameter not in self._measured
         if not self._before:
             return []
         for parameter in self._parameters:
@@ -68,7 +88,7 @@ class GradientMetrics:
         return [before, *([_differing(before, joined(self._after))] if self._after else [])]
 
     def _measure_before(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        unclipped = {item: item.grad for item in parameters if item.grad is not None and item not in self._stepped}
+        unclipped = {item: item.grad for item in parameters if item.grad is not None}
         self._before += self._measure("gradient", unclipped, scale)
         self._measured.update(unclipped)
 
@@ -76,13 +96,15 @@ class GradientMetrics:
         self, family: str, gradients: Mapping[nn.Parameter, Tensor], scale: Tensor | None
     ) -> list[NamedValues]:
         measurement = Measurement(family, self._metrics)
+        # As GradScaler.unscale_ does it, so that only clipping makes a difference.
+        inverse = None if scale is None else scale.to(wide_dtype(scale.device)).reciprocal().float()
         for parameter, gradient in gradients.items():
             name, tag = self._parameters[parameter]
             if measurement.wants(name):
                 whole = whole_tensor(gradient)
-                if scale is not None:
+                if inverse is not None:
                     wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-                    whole = wide / scale.to(whole.device, non_blocking=True)
+                    whole = (wide * inverse.to(whole.device, non_blocking=True)).to(whole.dtype)
                 measurement.add(tag, name, whole)
         return values_of([measurement])
 

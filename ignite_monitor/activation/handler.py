@@ -10,7 +10,7 @@ from ignite.engine import Engine
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from ignite_monitor.activation.attention_calls import check_attention
+from ignite_monitor.activation.attention_calls import Reason
 from ignite_monitor.activation.forward_metrics import ForwardMetrics, Layer
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement, OutputComparison, rows_of, values_of
@@ -37,7 +37,11 @@ from ignite_monitor.monitor.ranks import RankReduction, world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
-_FAST_PATH = "a hook would disable the fast path of nn.TransformerEncoderLayer in eval mode, which rounds differently"
+_FAST_PATH = Reason(
+    "fast_path",
+    "a hook would disable the fast path of nn.TransformerEncoderLayer in eval mode, which rounds differently",
+)
+_COMPLEX = Reason("complex", "complex numbers have no built-in metrics")
 
 Metrics = Mapping[str, Any] | bool | None
 
@@ -94,7 +98,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             handler.log_to(tensorboard_logger, trainer)
     """
 
-    _lacking = "no activation_difference is published"
+    _consequence = "no activation_difference is published"
 
     def __init__(
         self,
@@ -130,8 +134,6 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
         }
         check_type("attention", attention, bool, "bool")
-        if attention:
-            check_attention()
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
@@ -150,7 +152,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._saw_attention: bool | None = None  # in any measured iteration; None without one
         if reference is not None:
             self._set_reference(reference)
-        self._reported: set[tuple[str, str]] = set()
+        self._skipped: set[tuple[str, str]] = set()
         self.reset_run_state()
 
     # Events
@@ -169,6 +171,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
         self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
+        self._fewest: dict[nn.Parameter, int] = {}
         self._of_parameters: list[NamedValues] = []
         self._differences: OutputComparison | None = None
         self._passes = None
@@ -180,7 +183,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._update_names()
         self._of_parameters = self._measure_parameters()
         if self._metrics["gradient"]:
-            self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"])
+            self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"], self._fewest)
         self._forward = ForwardMetrics(
             self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pauses
         )
@@ -191,8 +194,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     def on_run_end(self) -> None:
         super().on_run_end()
         if self._saw_attention is False and self.warns_without_attention:
-            self._warn_once(
-                "attention=True saw no attention call (scaled_dot_product_attention, nn.MultiheadAttention)"
+            self.report(
+                "no_attention",
+                "attention=True saw no attention call (scaled_dot_product_attention, nn.MultiheadAttention)",
             )
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
@@ -211,6 +215,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         results = self._forward_values(forward) + self._of_parameters
         if gradients is not None:
             results += gradients.values()
+            if gradients.unknown:
+                text = f"the gradients of {gradients.unknown} parameters are not known in this iteration, which had "
+                self.report("fewer_backwards", f"{text}fewer backward passes than earlier ones", severity="note")
         self._of_parameters = []
         for reason, names in sorted(forward.skipped.items()):
             self._report_skipped(reason, sorted(names))
@@ -218,17 +225,18 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if any(values.names for values in results):
             self.publish_table(*joined(results))
         elif self.families == [self._named("recorded")] and not forward.skipped:
-            self._warn_once(
+            self.report(
+                "no_metrics",
                 "nothing is measured, because no metrics are chosen and the model calls no record(): give "
-                "activations=True, attention=True or another argument"
+                "activations=True, attention=True or another argument",
             )
 
-    def _report_skipped(self, reason: str, names: Iterable[str]) -> None:
-        """Warn once for each name and reason."""
-        new = [name for name in names if name and (name, reason) not in self._reported]
-        self._reported.update((name, reason) for name in new)
+    def _report_skipped(self, reason: Reason, names: Iterable[str]) -> None:
+        """Report once for each name and kind of reason."""
+        new = [name for name in names if name and (name, reason.kind) not in self._skipped]
+        self._skipped.update((name, reason.kind) for name in new)
         if new:
-            self.logger.warning("%s: skipped %s: %s", type(self).__name__, ", ".join(new), reason)
+            self.report(reason.kind, f"skipped {', '.join(new)}: {reason.text}", names=new, once=False)
 
     # Values
 
@@ -239,13 +247,15 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if self._differences is not None:
             measurements.append(self._differences.measured)
         rows = rows_of(measurements, *forward.attention_rows())
+        if self._differences is not None and self._passes is not None:
+            self._differences.put_incomplete(rows[0], self._passes.incomplete)
         if world_size() > 1:
-            if not self._may_add():
+            if not self._all_ranks_present():
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))
         results = values_of(measurements, rows)
-        if self._differences is not None and self._passes is not None and self._passes.incomplete:
-            results = [self._differences.without(values, self._passes.incomplete) for values in results]
+        if self._differences is not None:
+            results = [self._differences.complete(values, rows[0]) for values in results]
         self._forget()
         return results
 
@@ -272,7 +282,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         """Take the names of modules and parameters, if parameters may have changed since the last iteration."""
         if self._source is None or self._known is self._source.trackers[id(self.model)].parameters:
             return
-        self._known = self._source.trackers[id(self.model)].parameters
+        self._known, self._fewest = self._source.trackers[id(self.model)].parameters, {}
         self._modules = modules = modules_by_name(self.model)
         self._layers = {
             modules[name]: (name or "_root_", tag)
@@ -288,7 +298,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         families = ("parameter", "gradient", "parameter_difference")
         if any(any(self._metrics[family].builtin) for family in families):
             without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]
-            self._report_skipped("complex numbers have no built-in metrics", without)
+            self._report_skipped(_COMPLEX, without)
         if self._reference is not None and self._metrics["activation_difference"]:
             compared = {name: self._layers[module][1] for name, module in modules.items() if module in self._layers}
             compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}

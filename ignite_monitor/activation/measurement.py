@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.metric import KURTOSIS, MetricSet, call_metric
+from ignite_monitor.activation.metric import AGGREGATIONS, MetricSet, call_metric
 from ignite_monitor.activation.statistics import (
+    ADDED,
     STATISTICS,
     WITHOUT_STATISTICS,
+    columns,
     grouped,
-    kurtosis,
     merged,
     merged_by_name,
     moments,
@@ -91,10 +92,11 @@ class Measurement:
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
         """Aggregate a value of the widest dtype, 0-dim or power sums, with those of its key."""
         values = self._aggregates.setdefault(how, {})
-        value = value * {"mean": weight, "min": -1.0}.get(how, 1.0)
+        aggregation = AGGREGATIONS[how]
+        value = aggregation.partial(value, weight)
         if key in values:
             known, known_weight = values[key]
-            combine = torch.maximum if how in ("max", "min") else torch.add
+            combine = torch.maximum if aggregation.is_maximum else torch.add
             value, weight = combine(known, move_like(value, known)), known_weight + weight
         values[key] = value, weight
 
@@ -105,7 +107,7 @@ class Measurement:
             self._measure(keys, torch.stack(tensors), unit)
         self._moments = {units: [merged_by_name(parts, merged)] for units, parts in self._moments.items()}
 
-    def put_rows(self, sums: Rows, maxima: Rows) -> None:
+    def add_partial_sums(self, sums: Rows, maxima: Rows) -> None:
         """Add everything measured to rows that add up over ranks, and to rows whose maximum over ranks is taken."""
         self.flush()
         for units, [(keys, rows)] in self._moments.items():
@@ -114,14 +116,10 @@ class Measurement:
             maxima[self.family, "units", units] = NamedValues(keys, of_maxima)
         for how, pairs in self._aggregates.items():
             first = next(iter(pairs.values()))[0]
-            values = torch.stack([move_like(value, first) for value, _ in pairs.values()])
-            if how in ("max", "min"):
-                maxima[self.family, how] = NamedValues([*pairs], values.unsqueeze(1))
-            elif how == KURTOSIS:
-                sums[self.family, how] = NamedValues([*pairs], values)
-            else:
-                weights = torch.tensor([weight for _, weight in pairs.values()], dtype=values.dtype, device="cpu")
-                sums[self.family, how] = NamedValues([*pairs], torch.stack([values, move(weights, first.device)], 1))
+            values = torch.stack([move_like(value, first) for value, _ in pairs.values()]).view(len(pairs), -1)
+            weights = torch.tensor([[weight] for _, weight in pairs.values()], dtype=values.dtype, device="cpu")
+            rows = torch.cat([values, move(weights, first.device)], 1)
+            (maxima if AGGREGATIONS[how].is_maximum else sums)[self.family, how] = NamedValues([*pairs], rows)
 
     def statistics(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
         """Names and values of the built-in metrics, NaN where there are none, from rows of this rank or of all."""
@@ -133,40 +131,33 @@ class Measurement:
         if not parts:
             return []
         # One key may have had several numbers of units.
-        together = merged_by_name(parts, functools.partial(grouped, summed=9))
+        together = merged_by_name(parts, functools.partial(grouped, summed=ADDED))
         # Reports name the first non-finite output by the order of the names.
         place_of = [self._order.get(key, i) for i, key in enumerate(together.names)]
         keys, rows = together.rows(sorted(range(len(place_of)), key=place_of.__getitem__))
         names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
-        columns = statistics(rows).unbind(1)
-        return [NamedValues(names, torch.stack([columns[index] for index in self._columns], 1).flatten())]
+        values = statistics(rows).unbind(1)
+        return [NamedValues(names, torch.stack([values[index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
         rows = moments(tensors, None if unit is None else unit + 1)
-        units = 0 if unit is None else rows.shape[1] - 6
+        units = 0 if unit is None else columns(rows).largest.shape[1]
         self._moments.setdefault(units, []).append(NamedValues(keys, rows))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         for metric_name, metric in self.metrics.of(name) if tensors[0].numel() else ():
-            if metric.aggregate != KURTOSIS or tensors[0].dtype not in WITHOUT_STATISTICS:
-                value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
-                how = metric.aggregate or self.metrics.aggregate
-                self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
+            value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
+            how = metric.aggregate or self.metrics.aggregate
+            self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
 
-_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda rows: rows[:, 0] / rows[:, 1],
-    "sum": lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan),
-    "max": lambda rows: rows[:, 0],
-    "min": lambda rows: -rows[:, 0],
-    KURTOSIS: kurtosis,
-}
+_INCOMPLETE = ("incomplete", "")  # kind of rows
 
 
 def rows_of(measurements: Iterable[Measurement], sums: Rows, maxima: Rows) -> tuple[Rows, Rows]:
-    """Return sums and maxima with the :meth:`Measurement.put_rows` of all measurements."""
+    """Return sums and maxima with the :meth:`Measurement.add_partial_sums` of all measurements."""
     for measurement in measurements:
-        measurement.put_rows(sums, maxima)
+        measurement.add_partial_sums(sums, maxima)
     return sums, maxima
 
 
@@ -174,9 +165,9 @@ def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | Non
     """Names and values, not finite where there are none, from rows of this rank (None) or of all."""
     sums, maxima = rows_of(measurements, {}, {}) if rows is None else rows
     results = [
-        NamedValues([f"{kind[0]}/{key}" for key in keys], _VALUES[kind[1]](values))
+        NamedValues([f"{kind[0]}/{key}" for key in keys], AGGREGATIONS[kind[1]].finish(values))
         for kind, (keys, values) in (sums | maxima).items()
-        if kind[1] in _VALUES
+        if kind[1] in AGGREGATIONS
     ]
     return results + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]
 
@@ -211,7 +202,23 @@ class OutputComparison(Comparison):
     def passed(self, results: dict[str, list[Any]]) -> None:
         self.measured.flush()
 
-    def without(self, values: NamedValues, incomplete: Collection[str]) -> NamedValues:
-        """Exclude the differences of modules of which a call could not be compared."""
-        starts = tuple(f"activation_difference/{self._tags[name]}/" for name in incomplete)
-        return values.rows([i for i, name in enumerate(values.names) if not name.startswith(starts)])
+    def put_incomplete(self, sums: Rows, incomplete: Collection[str]) -> None:
+        """Add to rows whether a call of a module could not be compared on this rank."""
+        flags = torch.tensor([[float(name in incomplete)] for name in self._tags], device="cpu")
+        sums[_INCOMPLETE] = NamedValues([*self._tags.values()], flags)
+
+    def complete(self, values: NamedValues, sums: Rows) -> NamedValues:
+        """Values, NaN for modules that are incomplete on any rank, from the rows of all."""
+        tags, flags = sums[_INCOMPLETE]
+        start, index = f"{self.measured.family}/", {tag: i for i, tag in enumerate(tags)}
+        if not values.names or not values.names[0].startswith(start):
+            return values
+        rows = []
+        for name in values.names:
+            owner = name[len(start) :]
+            while owner not in index:  # the place of a tensor, and the metric, follow the module
+                owner = owner.rpartition("/")[0]
+            rows.append(index[owner])
+        device = values.values.device
+        is_incomplete = move(flags, device)[move(torch.tensor(rows, device="cpu"), device), 0] > 0
+        return NamedValues(values.names, values.values.masked_fill(is_incomplete, math.nan))

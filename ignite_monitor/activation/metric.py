@@ -7,12 +7,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.statistics import STATISTICS, power_sums
+from ignite_monitor.activation.statistics import STATISTICS, kurtosis, power_sums
 from ignite_monitor.checks import check_choice
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.names import Pattern, Selection
@@ -20,6 +20,31 @@ from ignite_monitor.reference.call import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
 KURTOSIS = "kurtosis"  # built-in metric, and the aggregation of its power sums
+
+
+class Aggregation(NamedTuple):
+    """Aggregation of a metric's values over passes and ranks.
+
+    Attributes:
+        partial: function of a value and its weight; the partial values are added up.
+        is_maximum: whether the maximum of the partial values is taken instead.
+        finish: function of rows of partial values, with the weight in the last column.
+    """
+
+    partial: Callable[[Tensor, float], Tensor]
+    is_maximum: bool
+    finish: Callable[[Tensor], Tensor]
+
+
+AGGREGATIONS = {
+    "mean": Aggregation(lambda value, weight: value * weight, False, lambda rows: rows[:, 0] / rows[:, -1]),
+    "sum": Aggregation(
+        lambda value, weight: value, False, lambda rows: torch.where(rows[:, -1] > 0, rows[:, 0], math.nan)
+    ),
+    "max": Aggregation(lambda value, weight: value, True, lambda rows: rows[:, 0]),
+    "min": Aggregation(lambda value, weight: -value, True, lambda rows: -rows[:, 0]),
+    KURTOSIS: Aggregation(lambda value, weight: value, False, lambda rows: kurtosis(rows[:, :-1])),
+}
 
 
 class Metric:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,26 @@ _LONGEST_VECTOR = 4096
 _SHARED = 0.1
 _SMALLEST_SQUARES = 1e-30  # smaller ones may be 0 in float32
 
-# Of the mean fourth power, central moments above so many rounding errors have six digits: in float64 the mean is then
-# less than about 100 standard deviations.
-_ROUNDING_ERRORS = 1e8
+
+class Moments(NamedTuple):
+    """Columns of a table of :func:`moments`, with a row for each tensor."""
+
+    elements: Tensor
+    vectors: Tensor  # number of vectors along the last dimension
+    norms: Tensor  # sum of the vectors' l2 norms
+    nonfinite: Tensor  # number of non-finite elements
+    squares: Tensor  # sum of squared differences from the mean
+    mean: Tensor
+    largest: Tensor  # largest absolute value of each unit: of shape (tensors, units)
+
+
+_SUMMED = Moments._fields.index("mean")  # columns that add up
+_UNITS = Moments._fields.index("largest")
+
+
+def columns(rows: Tensor) -> Moments:
+    """Views of the columns of a table."""
+    return Moments._make([*rows[:, :_UNITS].unbind(1), rows[:, _UNITS:]])
 
 
 def moments(tensors: Tensor, unit: int | None) -> Tensor:
@@ -41,9 +59,7 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
         unit: the dimension whose indices are units; None for a single unit.
 
     Returns:
-        Number of elements, number of vectors along the last dimension, sum of the vectors' l2 norms, number of
-        non-finite elements, sum of squared differences from the mean, mean, and the largest absolute value of each
-        unit: of shape (tensors, 6 + units).
+        A table with the :func:`columns` of :class:`Moments`.
     """
     tensors = tensors if tensors.ndim > 1 else tensors.unsqueeze(1)  # single numbers
     if tensors.itemsize == 1 or (tensors.is_cpu and tensors.itemsize == 2 and tensors.is_floating_point()):
@@ -111,12 +127,12 @@ def _largest(tensors: Tensor, unit: int | None) -> Tensor:
 
 def merged(rows: Tensor, owners: Tensor, count: int) -> Tensor:
     """Merge rows of :func:`moments` with the same owner, an index below the count, by Chan's formula."""
-    result = grouped(rows, owners, count, 5)
-    elements, means = rows[:, 0], rows[:, 5]
+    result = grouped(rows, owners, count, _SUMMED)
+    parts, whole = columns(rows), columns(result)
     # Differences from the largest mean, so that equal means stay as they are.
-    shifts = torch.zeros_like(result[:, 5]).index_add_(0, owners, elements * (means - result[owners, 5]))
-    result[:, 5] += shifts / result[:, 0]
-    result[:, 4].index_add_(0, owners, elements * (means - result[owners, 5]).square())
+    shifts = torch.zeros_like(whole.mean).index_add_(0, owners, parts.elements * (parts.mean - whole.mean[owners]))
+    whole.mean.add_(shifts / whole.elements)
+    whole.squares.index_add_(0, owners, parts.elements * (parts.mean - whole.mean[owners]).square())
     return result
 
 
@@ -140,15 +156,35 @@ def merged_by_name(parts: Sequence[NamedValues], merge: Callable[[Tensor, Tensor
     return NamedValues([*index], rows)
 
 
+class Totals(NamedTuple):
+    """Columns of a table of tensors over all parts and ranks."""
+
+    elements: Tensor
+    vectors: Tensor
+    norms: Tensor
+    nonfinite: Tensor
+    squares: Tensor
+    total: Tensor  # sum of all elements
+    of_means: Tensor  # sum of the squared means, times the elements, of the parts
+    units: Tensor
+    dead: Tensor
+    largest: Tensor
+    highest_mean: Tensor
+    lowest_mean: Tensor  # with its sign changed
+
+
+ADDED = Totals._fields.index("largest")  # columns that add up
+
+
 def over_ranks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Split moments into columns to add up over ranks, of shape (tensors, 7), and to take the maximum of."""
-    mean = rows[:, 5:6]
-    total = rows[:, :1] * mean
-    return torch.cat([rows[:, :5], total, total * mean], 1), torch.cat([mean, -mean, rows[:, 6:]], 1)
+    """Split moments into columns to add up over ranks, as :class:`Totals` begins, and to take the maximum of."""
+    mean, largest = columns(rows).mean.unsqueeze(1), columns(rows).largest
+    total = columns(rows).elements.unsqueeze(1) * mean
+    return torch.cat([rows[:, :_SUMMED], total, total * mean], 1), torch.cat([mean, -mean, largest], 1)
 
 
 def with_units(sums: Tensor, maxima: Tensor, units: int) -> Tensor:
-    """Columns of :func:`over_ranks` with, in place of the units, their number and that of dead ones: (tensors, 12)."""
+    """Table with the columns of :class:`Totals`, from those of :func:`over_ranks`."""
     extremes, largest = maxima.split([2, maxima.shape[1] - 2], 1)
     top = largest.amax(1)
     dead = (largest == 0).sum(1).to(top.dtype) if units else torch.zeros_like(top)
@@ -168,25 +204,31 @@ def statistics(rows: Tensor) -> Tensor:
         \frac{\max_i |x_i|}{\sqrt{\frac{1}{n} \sum_i x_i^2}},
 
     the fraction of units that are 0 throughout, and the number of non-finite elements. Where there are any, and where
-    a statistic is not defined (the standard deviation of one element), it is NaN. So is the standard deviation of parts
-    with different means if it is below about 1e-4 of the mean (in float32 2e-2): rounding errors would prevail.
+    a statistic is not defined (the standard deviation of one element), or squares leave the range of the dtype, it is
+    NaN. So is the standard deviation of parts with different means if it is below about 1e-4 of the mean (in float32
+    2e-2): rounding errors would prevail.
 
     Args:
         rows: of :func:`with_units`, added up over ranks.
     """
-    elements, vectors, norms, nonfinite, squares, total, of_means, units, dead, largest, high, low = rows.unbind(1)
-    mean = total / elements
+    elements, vectors, norms, nonfinite, squares, total, of_means, units, dead, largest, high, low = Totals._make(
+        rows.unbind(1)
+    )
+    mean, info = total / elements, torch.finfo(rows.dtype)
+    has_one_mean = high + low == 0  # lowest means have their sign changed
     # Within the parts and between them.
-    between = torch.where(high == -low, 0.0, of_means - total * mean)
-    centred = squares + between.clamp(min=0.0)
-    is_exact = (high == -low) | (centred > torch.finfo(rows.dtype).eps ** 0.5 * of_means)
-    over_rms = largest / (centred / elements + mean.square()).sqrt()
+    centred = squares + (of_means - total * mean).clamp_(min=0.0).masked_fill_(has_one_mean, 0.0)
+    is_exact = has_one_mean | (centred > info.eps**0.5 * of_means)
+    # The squares of larger elements, and of the differences of smaller ones, leave the dtype's range.
+    smallest = info.tiny**0.5 / info.eps
+    in_range = torch.nn.functional.hardshrink(largest, smallest).clamp_(max=1 / smallest) == largest
+    norms, centred = torch.where(in_range, torch.stack([norms, centred]), math.nan)
     values = [
         mean,
         torch.where(is_exact, centred / (elements - 1), math.nan).sqrt(),
         norms / vectors,
         largest,
-        over_rms,
+        largest / (centred / elements + mean.square()).sqrt(),
     ]
     values += [dead / (units * (nonfinite == 0)), nonfinite / (elements > 0)]
     return torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan)
@@ -194,6 +236,8 @@ def statistics(rows: Tensor) -> Tensor:
 
 def power_sums(tensor: Tensor) -> Tensor:
     """Number of elements, and sums of their first four powers, in float64 (float32 on devices without it)."""
+    if tensor.dtype in WITHOUT_STATISTICS:
+        return torch.full((5,), math.nan, dtype=wide_dtype(tensor.device), device=tensor.device)
     sums = []
     for piece in tensor.flatten().split(PIECE if tensor.is_cpu else _PIECE_ON_ACCELERATOR):
         wide = piece.to(wide_dtype(piece.device))
@@ -207,11 +251,15 @@ def power_sums(tensor: Tensor) -> Tensor:
 def kurtosis(rows: Tensor) -> Tensor:
     r"""Kurtosis :math:`\frac{1}{n} \sum_i (x_i - \bar x)^4 / (\frac{1}{n} \sum_i (x_i - \bar x)^2)^2`; NaN if inexact.
 
+    Of a central moment that is at least the root of a rounding error of the mean fourth power half of the digits are
+    known: eight in float64, four in float32. The mean is then less than about 100 or 8 standard deviations.
+
     Args:
         rows: :func:`power_sums`, added up over passes and ranks.
     """
     mean, second, third, fourth = (rows[:, 1:] / rows[:, :1]).unbind(1)
     variance = second - mean.square()
     central = fourth - 4 * mean * third + 6 * mean.square() * second - 3 * mean.square().square()
-    exact = central > _ROUNDING_ERRORS * torch.finfo(rows.dtype).eps * fourth
+    info = torch.finfo(rows.dtype)
+    exact = (central > info.eps**0.5 * fourth) & (fourth > info.tiny / info.eps)
     return torch.where(exact, central / variance.square(), math.nan)

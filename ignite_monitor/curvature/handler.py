@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ignite_monitor.checks import check_count, check_function
 from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, largest_eigenvalue
-from ignite_monitor.curvature.preconditioner import adam_preconditioner, is_kind, stability_limit
+from ignite_monitor.curvature.preconditioner import adam_preconditioner, makes_step_of, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model.dtensor import any_dtensor
@@ -29,9 +28,9 @@ from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
-from ignite_monitor.reference.reference import guarded, separate_copy, user_forward_hooks
+from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy, user_forward_hooks
 
-_MAX_ERROR = 0.1  # largest relative error bound of an eigenvalue that is reported
+_MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
 
 
 class CurvatureHandler(Monitor, schema=CURVATURE):
@@ -45,7 +44,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     Before a monitored train step, ``loss`` is evaluated on a copy of the model, with the RNG state of the train step.
     The Hessian is only multiplied by vectors: ``1 + lanczos_steps`` products, with Adam twice as many, of about two
-    backward passes. If the loss can't be differentiated twice, nothing is reported, with one warning.
+    backward passes. If the loss can't be differentiated twice, or the model has forward hooks of yours, nothing is
+    reported, with one warning.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -123,17 +123,15 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.reset_run_state()
         self._measurements += 1
 
-    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        engine = self._attached_to()
-        if self._is_running and engine is not None and (not self._over_ranks or all_take_part(self.model)):
+    def before_train_step(self, engine: Engine) -> None:
+        if not self._over_ranks or all_take_part(self.model):
             self._measure(engine.state.batch)
-        return []
 
     def reset_run_state(self) -> None:
         self._values, self._tridiagonals = {}, {}
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running or not self._values:
+        if not self._values:
             return
         self.publish(**self._values)
         if transfer.is_cpu(self._tridiagonals["hessian_max_eigenvalue"]):
@@ -141,29 +139,29 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def _measure(self, batch: Any) -> None:
         parameters: list[Tensor] = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
-        is_adam = is_kind(self.optimizer, "Adam", "AdamW")
+        is_adam = makes_step_of(self.optimizer, Adam, AdamW)
         mean = RankMean(parameters, self._over_ranks)
         try:
             self._measure_on_copy(batch, parameters, is_adam, mean)
         except Exception as error:  # noqa: BLE001 - training goes on
             self.reset_run_state()
             reason = str(error).partition("\n")[0] or type(error).__name__
-            self._warn_once("nothing is reported, since the loss can't be measured: %s", reason)
+            self.report("not_measured", f"nothing is reported, since the loss can't be measured: {reason}")
         finally:
             mean.complete(1 + (1 + self.lanczos_steps) * (1 + is_adam))
 
     def _measure_on_copy(self, batch: Any, parameters: list[Tensor], is_adam: bool, mean: RankMean) -> None:
         root = unwrapped(self.model)
+        for module in user_forward_hooks(root.modules()):
+            raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
         model = separate_copy(root)
-        if user_forward_hooks(root.modules()):
-            self._warn_once("the loss is that of a copy of the model without its forward hooks")
         copies = {id(own): copied for own, copied in zip(root.parameters(), model.parameters(), strict=True)}
         own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
         if len(own) < len(parameters):
             raise RuntimeError("the optimizer holds parameters of another model")
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
         with isolated_pass(model), guarded(root, model), eager(), second_derivatives, torch.enable_grad():
-            hessian = Hessian(self.loss(model, batch), own)
+            hessian = Hessian(self.loss(model, detached_copy(batch)), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}
             if is_adam:
@@ -179,7 +177,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
                 self._values[f"along_gradient{kind}"] = direction @ product(direction) / (direction @ direction)
                 start = start_vector(direction, self._measurements)
                 self._tridiagonals[f"hessian_max_eigenvalue{kind}"] = lanczos(product, start, self.lanczos_steps)
-        if is_adam or is_kind(self.optimizer, "SGD"):
+        if is_adam or makes_step_of(self.optimizer, SGD):
             self._values["stability_threshold"] = stability_limit(self.optimizer, parameters)
 
     def deferred_tensors(self) -> list[Tensor]:
@@ -189,9 +187,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         values: dict[str, float] = {}
         for name, elements in zip(self._tridiagonals, extra, strict=False):
             if all(map(math.isfinite, elements)):
-                value, error = largest_eigenvalue(elements[: self.lanczos_steps], elements[self.lanczos_steps :])
-                if error <= _MAX_ERROR * abs(value):
-                    values |= {name: value, f"{name}_error": error / abs(value) if value else 0.0}
+                value, residual = largest_eigenvalue(elements[: self.lanczos_steps], elements[self.lanczos_steps :])
+                if residual <= _MAX_RESIDUAL * abs(value):
+                    values |= {name: value, f"{name}_residual": residual / abs(value) if value else 0.0}
         return values
 
 

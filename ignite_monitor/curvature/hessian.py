@@ -101,7 +101,10 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> T
 
 
 def largest_eigenvalue(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[float, float]:
-    """Largest eigenvalue of what :func:`lanczos` returned, and a bound of its distance from one of the matrix."""
+    """Largest eigenvalue of what :func:`lanczos` returned, and its residual.
+
+    The matrix has an eigenvalue within the residual of this value, and may have a larger one.
+    """
     size = len(diagonal)
     for step, norm in enumerate(off_diagonal):
         if norm <= 1e-12 * max(map(abs, (*diagonal[: step + 1], 1e-300))):  # the Krylov space is complete

@@ -1,20 +1,23 @@
-"""Preconditioner of Adam-family optimizers, and stability thresholds of optimizers."""
+"""Preconditioner of Adam and AdamW, and stability thresholds of optimizers."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from ignite_monitor.curvature.hessian import flat_dtype
 from ignite_monitor.model.devices import move
 
 
-def is_kind(optimizer: Optimizer, *names: str) -> bool:
-    """Return whether the optimizer's class or a base class has one of these names, in any library."""
-    return any(kind.__name__ in names for kind in type(optimizer).__mro__)
+def makes_step_of(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
+    """Return True if an optimizer is of one of these classes, and a subclass does not override ``step``."""
+    steps = [inspect.unwrap(kind.step) for kind in kinds]
+    return isinstance(optimizer, kinds) and inspect.unwrap(type(optimizer).step) in steps
 
 
 def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor | None:
@@ -27,7 +30,7 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
     Returns:
         None for another optimizer, or one whose second moments are not of the parameters' shapes.
     """
-    if not is_kind(optimizer, "Adam", "AdamW"):
+    if not makes_step_of(optimizer, Adam, AdamW):
         return None
     groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
     parts = []
@@ -37,6 +40,10 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
         known = state.get("exp_avg_sq", None if state else torch.zeros_like(parameter))
         if not isinstance(known, Tensor) or known.shape != parameter.shape:
             return None
+        if group.get("maximize"):
+            part = -part
+        if not group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)):
+            part = part + group["weight_decay"] * parameter.detach().flatten()
         beta = group["betas"][1]
         step = torch.as_tensor(state.get("step", 0)).to(part.device, part.dtype, non_blocking=True) + 1
         second = beta * known.detach().flatten() + (1 - beta) * part**2
@@ -52,7 +59,7 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Tenso
     :math:`2 / \eta` for gradient descent, :math:`(2 + 2\beta) / \eta` with momentum, :math:`(2 + 2\beta) / ((1 +
     2\beta)\,\eta)` with Nesterov's (arXiv:2103.00065, section 2), and :math:`(2 + 2\beta_1) / ((1 - \beta_1)\,\eta)`
     for Adam, where it is the preconditioned curvature that counts (arXiv:2207.14484, section 3); infinite if all
-    learning rates are 0.
+    learning rates are 0, NaN if a group maximizes.
     """
     ids, limits = set(map(id, parameters)), []
     for group in optimizer.param_groups:
@@ -64,6 +71,7 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Tenso
         else:
             momentum = group.get("momentum", 0.0)
             damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
-        rate = torch.as_tensor(group["lr"], dtype=flat_dtype(parameters)).detach()
+        is_known = not group.get("maximize") and group.get("lr") is not None
+        rate = torch.as_tensor(group["lr"] if is_known else math.nan, dtype=flat_dtype(parameters)).detach()
         limits.append(move((2 + 2 * momentum) / damped / rate, parameters[0].device))
     return torch.stack(limits).min()

@@ -68,10 +68,10 @@ class DetectionMonitor(Monitor):
         if self._resets:
             awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
             if self._report_reset(synchronize=awaited) and awaited and self._source is not None:
-                with exposed_spike(engine, self._spike(detection)):
+                with exposed_spike(engine, self._describe_spike(detection)):
                     self._source.fire(MonitorEvents.THRESHOLD_RESET)
 
-    def _spike(self, detection: Any) -> Spike:
+    def _describe_spike(self, detection: Any) -> Spike:
         raise NotImplementedError
 
     def _report_reset(self, synchronize: bool) -> bool:

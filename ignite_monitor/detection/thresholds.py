@@ -57,6 +57,7 @@ class ThresholdRule:
 
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
+        self.is_refused = False  # True if it has returned a number below 0 for the threshold of a norm
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
         empty = self.empty()
         self._names = tuple(empty)
@@ -216,7 +217,7 @@ class CallableThreshold(ThresholdRule):
         TypeError: if ``rule`` is no function of three 0-dim tensors that returns a number or a 0-dim tensor.
     """
 
-    def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
+    def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float], positive: bool = False) -> None:
         described = "a threshold rule, a number, or a function of mean, std and count that returns a number"
         if isinstance(rule, type):
             raise TypeError(f"Argument threshold should be {described}, but given {rule}: give an instance")
@@ -225,21 +226,27 @@ class CallableThreshold(ThresholdRule):
         answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
         if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
             raise TypeError(f"Argument threshold should be {described}, but {rule} returned {type(answer)}")
-        self.rule = rule
+        self.rule, self.positive = rule, positive
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
-        return self.rule(mean, std, count)
+        limit = self.rule(mean, std, count)
+        if not self.positive:
+            return limit
+        limit = torch.as_tensor(limit, dtype=mean.dtype, device=mean.device)
+        refused = limit <= 0.0
+        self.is_refused |= refused.is_cpu and torch.is_nonzero(refused & (count >= self.warmup))
+        return limit.masked_fill(refused, math.nan)
 
 
 Threshold = ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | float | None
 
 
-def as_rule(threshold: Threshold) -> ThresholdRule:
-    """Make a rule of a ``threshold`` argument; rules are copied."""
+def as_rule(threshold: Threshold, positive: bool = False) -> ThresholdRule:
+    """Make a rule of a ``threshold`` argument; rules are copied. ``positive``: values are norms, not below 0."""
     if threshold is None:
         return MeanStdThreshold()
     if isinstance(threshold, Real) and not isinstance(threshold, bool):
         return StaticThreshold(check_real("threshold", threshold, above=0.0))
     if isinstance(threshold, ThresholdRule):
         return copy.deepcopy(threshold)
-    return CallableThreshold(cast(Any, threshold))
+    return CallableThreshold(cast(Any, threshold), positive)

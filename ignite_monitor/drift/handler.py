@@ -73,7 +73,6 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         self._sides: Tensor | None = None  # signs and weights of the sums, on the device of the values
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
         self._drifts = DeferredFlag()
-        self._iteration = -1  # the last one with a value
 
     def counts(self) -> Tensor:
         return self._counts  # a drift counts as a spike and as a reset
@@ -99,7 +98,6 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         number = self._read(engine)
         if number is None:
             return
-        self._iteration = engine.state.iteration
         rows = move_like(self._rows, number)
         if self._sides is None or self._sides.device != number.device:
             own = torch.tensor([(1.0, -1.0), _SIDES[self.direction]], dtype=number.dtype, device="cpu")
@@ -141,6 +139,6 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         drifted = self._drifts.take(synchronize)
         if drifted:
             words = {"both": "up or down"}.get(self.direction, self.direction)
-            text = "%s: iteration %d: the value drifts %s from its trend; resetting its statistics"
-            self.logger.warning(text, self._title, self._iteration, words)
+            text = f"the value drifts {words} from its trend; resetting its statistics"
+            self.report("drift", text, once=False)
         return drifted

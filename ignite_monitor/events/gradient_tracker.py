@@ -35,6 +35,7 @@ class GradientsReady(NamedTuple):
     tracker: GradientTracker
     reached: Set[int]  # ids of the parameters whose gradients may have changed
     shared: bool  # whether the backward reached other monitored models too
+    numbers: Set[int]  # of the backward and those inside of it
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
         """The scale of the gradients, 0-dim; None for 1."""
@@ -63,6 +64,7 @@ class OptimizerStep(NamedTuple):
 
     tracker: GradientTracker  # of the model of the monitor that is called
     optimizer: Optimizer
+    parameters: list[nn.Parameter]  # of the model, that the optimizer holds
     requests: StepRequests
 
     def skip(self, flag: bool | Tensor) -> None:
@@ -87,7 +89,7 @@ class OptimizerStep(NamedTuple):
     def is_of(self, optimizer: Optimizer | None) -> bool:
         """Return True if an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
         if optimizer is None:
-            return self.tracker.shares(self.optimizer)
+            return bool(self.parameters)
         return self.optimizer.param_groups is optimizer.param_groups
 
 
@@ -117,10 +119,10 @@ class AccumulationProbe(ExitStack):
         self.callback(self._measured.clear)
         return self
 
-    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> None:
-        """Take the first measurement of this backward, or of one around it, if it reached the parameters."""
+    def backward_ended(self, numbers: Set[int], reached: Set[int]) -> None:
+        """Take the first measurement of this backward, or of one inside of it, if it reached the parameters."""
         if self.accumulates is None and not reached.isdisjoint(map(id, self._parameters)):
-            inside = [backward for backward in self._measured if backward == number or backward in running]
+            inside = [number for number in self._measured if number in numbers]
             if inside:
                 self.norm = self._measured[inside[0]]
                 self.accumulates = self.norm != 0
@@ -182,16 +184,12 @@ class GradientTracker:
             self._held[optimizer] = held, parameters
         return parameters
 
-    def shares(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer holds parameters of the model."""
-        return bool(self.parameters_of(optimizer))
-
     def iteration_started(self) -> None:
         """Forget the backward passes of the previous iteration."""
         self.reduced, self._is_deferred = True, False
 
-    def backward_ended(self, number: int, reached: Set[int], running: Set[int]) -> Set[int]:
-        """Record a backward that has reached parameters of the model, inside of ``running`` ones.
+    def backward_ended(self, numbers: Set[int], reached: Set[int]) -> Set[int]:
+        """Record a backward, with those inside of it, that has reached parameters of the model.
 
         Returns:
             The ids of the parameters whose gradients may have changed; empty while they are not reduced, under
@@ -204,7 +202,7 @@ class GradientTracker:
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = set(map(id, self.parameters)) if self._replicas else reached
         for observer in list(self.observers):
-            observer.backward_ended(number, changed, running)
+            observer.backward_ended(numbers, changed)
         return changed if self.reduced else set()
 
     def defer(self) -> None:
@@ -218,9 +216,9 @@ class GradientTracker:
                 type(self.model).__name__,
             )
 
-    def step_started(self, optimizer: Optimizer) -> None:
+    def step_started(self) -> None:
         """Take gradients as reduced that the train step finalizes before a step outside of backward."""
-        if self._is_deferred and self.shares(optimizer) and not in_backward():
+        if self._is_deferred and not in_backward():
             self.reduced, self._is_deferred = True, False
 
 

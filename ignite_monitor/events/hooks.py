@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import GradientHook, backward_number, queue_callback, untraced
+from ignite_monitor.model._torch import GradientHook, backward_number, calling_node, queue_callback, untraced
 
 
 class Patch:
@@ -89,14 +89,38 @@ def after_backward(function: Callable[[], None], callback_depth: int) -> None:
         function()
 
 
+def in_outermost_backward(function: Callable[[], None]) -> None:
+    """Call a function now, or if another backward has called the running one, as soon as that continues.
+
+    Reentrant checkpoints call a backward within a backward, and gradients are whole when the outer one ends.
+    """
+    node = calling_node()
+    if node is None:
+        function()
+        return
+    handles: list[Any] = []
+
+    def resumed(_: Any) -> None:
+        if handles:
+            remove_all(handles)
+            in_outermost_backward(function)
+
+    handles += [following.register_prehook(untraced(resumed)) for following, _ in node.next_functions if following]
+
+
 @contextmanager
 def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], None]) -> Iterator[None]:
     """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
-    hook = GradientHook()
+    hook, awaited = GradientHook(), set[int]()
+
+    def await_end() -> None:
+        if backward_number() not in awaited:
+            awaited.add(backward_number())
+            after_backward(function, 3)
 
     def start(number: int) -> set[int]:
         if number != -1:  # FSDP2 calls hooks outside of a backward
-            after_backward(function, 3)
+            in_outermost_backward(await_end)
         return set()
 
     try:

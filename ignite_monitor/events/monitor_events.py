@@ -50,9 +50,9 @@ class Phase(Enum):
     SIGNALS_PUBLISHED = "signals_published"
 
 
-PHASES: dict[MonitorEvents, tuple[Phase, ...]] = {
-    MonitorEvents.OPTIMIZER_STEP_STARTED: (Phase.STEP_DECIDED,),
-    MonitorEvents.TRAIN_STEP_COMPLETED: (Phase.VALUES_PUBLISHED, Phase.SIGNALS_PUBLISHED),
+PHASES = {  # by name of the event
+    "OPTIMIZER_STEP_STARTED": (Phase.STEP_DECIDED,),
+    "TRAIN_STEP_COMPLETED": (Phase.VALUES_PUBLISHED, Phase.SIGNALS_PUBLISHED),
 }
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_monitor.model.names import learning_rates
+
 _logger = logging.getLogger("ignite_monitor")
 
 
@@ -49,7 +51,7 @@ def log_run_summary(monitors: Iterable[Any]) -> None:
 
 
 def _rates(optimizer: Optimizer) -> list[float | Tensor]:
-    return [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    return [rate for rate in learning_rates(optimizer) if rate is not None]
 
 
 def _copied(value: float | Tensor) -> float | Tensor:

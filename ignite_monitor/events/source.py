@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep, StepRequests
-from ignite_monitor.events.hooks import Patch, after_backward, gradient_hook, is_nested, remove_all, weak_method
+from ignite_monitor.events.hooks import (
+    Patch,
+    after_backward,
+    gradient_hook,
+    in_outermost_backward,
+    is_nested,
+    remove_all,
+    weak_method,
+)
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.events.step_owner import StepOwner
-from ignite_monitor.model._torch import EVENT_HANDLERS, HANDLE_EXCEPTION, TRAIN_STEP, check_engine
+from ignite_monitor.model._torch import (
+    EVENT_HANDLERS,
+    HANDLE_EXCEPTION,
+    TRAIN_STEP,
+    backward_number,
+    has_pre_hooks,
+    untraced,
+)
 from ignite_monitor.model.modes import users_grad_mode
 
 
@@ -46,9 +63,10 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self.reached: dict[int, dict[int, set[int]]] = {}
-        hooks = (self._start_backward, self._end_backward, self._await_step, self._start_step, self._end_step)
-        on = [torch.compiler.disable(weak_method(hook)) for hook in hooks]
-        self._on_backward, self._on_backward_end, self._on_step, self._on_own_step, self._on_step_end = on
+        self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
+        hooks = map(weak_method, (self._start_backward, self._end_backward, self._await_step, self._end_step))
+        self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
+        self._on_own_step = untraced(weak_method(self._start_step))
         self._steps = StepOwner(weak_method(self._end_step))
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -59,20 +77,22 @@ class EventSource:
 
     def _reset(self) -> None:
         self.reached.clear()
+        self._outermost.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
         self._stepping: Optimizer | None = None  # whose step is running
+        self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
         self._requests: StepRequests | None = None  # for that step, once it is reported
+        self._about: dict[int, OptimizerStep] = {}  # that step, by id of the model
         self.nonfinite_source: NonFiniteSource | None = None
         self.train_step: functools.partial[Any] | None = None
         self.running = self.listened = self._awaits_step = False
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
-        """The engine's source; the first monitor creates it. A RuntimeError if a private name is missing."""
+        """The engine's source; the first monitor creates it."""
         source = cls.on(engine)
         if source is None:
-            check_engine(engine)
             register_events(engine)
             source = cls(engine)
             setattr(engine, cls._ATTRIBUTE, source)
@@ -86,16 +106,7 @@ class EventSource:
         Args:
             handlers: methods of the monitor, called if it monitors the iteration. They get the engine, and for backward
                 passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep` of their model.
-
-        Raises:
-            ValueError: if another monitor on this engine has one of its families.
         """
-        taken = sorted({family for other in self.monitors for family in other.families}.intersection(monitor.families))
-        if taken:
-            raise ValueError(
-                f"Another monitor on this engine has the prefix {taken[0]!r}: detach() that one, as before a cell of a "
-                "notebook is run again, or give this one another prefix"
-            )
         reference = weakref.ref(monitor)
         self._monitors.append(reference)
         for event, handler in handlers:
@@ -105,10 +116,11 @@ class EventSource:
 
     def remove(self, monitor: Any) -> None:
         """Remove a monitor; with the last one, remove everything from the engine."""
-        self._monitors.remove(weakref.ref(monitor))
+        self._monitors = [reference for reference in self._monitors if reference() is not monitor]
         for name, listeners in self._listeners.items():
             self._listeners[name] = [listener for listener in listeners if listener[0]() is not monitor]
-        if all(other.model is not monitor.model for other in self.monitors):
+        tracker = self.trackers.get(id(monitor.model))
+        if tracker is not None and all(other.model is not monitor.model for other in self.monitors):
             self.trackers.pop(id(monitor.model)).hook.remove()
         engine = self._engine()
         if not self._monitors and engine is not None:
@@ -140,12 +152,14 @@ class EventSource:
         engine = self._engine()
         if engine is None:
             return
-        self._call(event, engine, about)
+        if self._listeners[event._name_]:
+            self._call(event, engine, about)
         # All monitors read before anything is changed: the order of attaching must not matter.
-        for phase in PHASES.get(event, ()):
-            if phase is Phase.STEP_DECIDED:
-                self._act()
-            self._call(phase, engine, about)
+        for phase in PHASES.get(event._name_, ()):
+            if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
+                self._steps.act(self._stepping, self._requests, self._sharing)
+            if self._listeners[phase._name_]:
+                self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.running = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
@@ -166,28 +180,50 @@ class EventSource:
             self.trackers[model].defer()
             return set()
         if number not in self.reached:
-            after_backward(functools.partial(self._on_backward_end, number), self._callback_depth)
+            in_outermost_backward(functools.partial(self._await_end, number))
         return self.reached.setdefault(number, {}).setdefault(model, set())
 
-    def _end_backward(self, number: int) -> None:
-        """Fire GRADIENTS_READY for the models that a backward has reached."""
-        reached, trackers, running = self.reached.pop(number, {}).items(), self.trackers, self.reached.keys()
-        changed = {
-            trackers[key]: trackers[key].backward_ended(number, ids, running) for key, ids in reached if key in trackers
-        }
-        everything, about = set[int]().union(*changed.values()), {}
-        for tracker, ids in changed.items():
-            if ids:
-                shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
-                about[id(tracker.model)] = GradientsReady(tracker, ids, shared)
+    def _await_end(self, number: int) -> None:
+        """Await the end of the running backward, in which the one with this number has run or runs."""
+        outermost = self._outermost[number] = backward_number()
+        after_backward(functools.partial(self._on_backward_end, outermost), self._callback_depth)
+
+    def _end_backward(self, outermost: int) -> None:
+        """Fire GRADIENTS_READY for the models that a backward, with those inside of it, has reached."""
+        numbers = {number for number, other in self._outermost.items() if other == outermost}
+        reached: dict[int, set[int]] = {}
+        for number in numbers:
+            del self._outermost[number]
+            for key, ids in self.reached.pop(number, {}).items():
+                reached.setdefault(key, set()).update(ids)
+        changed: dict[GradientTracker, Set[int]] = {}
+        everything, about = set[int](), dict[int, GradientsReady]()
+        for key, ids in reached.items():
+            if key in self.trackers and (whole := self.trackers[key].backward_ended(numbers, ids)):
+                changed[self.trackers[key]] = whole
+                everything |= whole
+        for tracker, whole in changed.items():
+            shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
+            about[id(tracker.model)] = GradientsReady(tracker, whole, shared, numbers)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
-    def _await_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Report the step that starts after the hooks of the optimizer's own, which may change its gradients."""
-        if self.running and not (self._stepping is not None and is_nested(optimizer)) and self._sharing(optimizer):
-            self._stepping, self._requests = optimizer, None
-            self._steps.last_pre_hook(optimizer, self._on_own_step)
+        if not self.running or (self._stepping is not None and is_nested(optimizer)):
+            return None
+        self._sharing = {}
+        for tracker in self.trackers.values():
+            if parameters := tracker.parameters_of(optimizer):
+                self._sharing[tracker] = parameters
+        if not self._sharing:
+            return None
+        self._stepping, self._requests = optimizer, None
+        self._steps.release()  # from a step that raised an error
+        if not has_pre_hooks(optimizer):
+            return self._start_step(optimizer, args, kwargs)
+        self._steps.add_pre_hook(optimizer, self._on_own_step)
+        return None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping is not optimizer or self._requests is not None:
@@ -211,15 +247,12 @@ class EventSource:
 
     def _report_step(self, optimizer: Optimizer) -> None:
         if self._stepping is optimizer and self._requests is None:
-            self._requests = StepRequests()
-            for tracker in self.trackers.values():
-                tracker.step_started(optimizer)
-            self._fire_step(MonitorEvents.OPTIMIZER_STEP_STARTED, optimizer)
-
-    def _act(self) -> None:
-        """Do what the monitors ask of the running step."""
-        if self._stepping is not None and self._requests is not None:
-            self._steps.act(self._stepping, self._requests, self._sharing(self._stepping))
+            self._requests = requests = StepRequests()
+            for tracker in self._sharing:
+                tracker.step_started()
+            for key, tracker in self.trackers.items():
+                self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
+            self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Report the end of the running step, made or not."""
@@ -227,20 +260,12 @@ class EventSource:
             return
         self._steps.release()
         if self._requests is not None:
-            self._fire_step(MonitorEvents.OPTIMIZER_STEP_COMPLETED, optimizer)
-        self._stepping = self._requests = None
-        for tracker in self._sharing(optimizer):
+            self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
+        for tracker in self._sharing:
             tracker.accumulates = False
-            if any(item is optimizer or item.param_groups is optimizer.param_groups for item in self._acting):
+            if self._acting and any(item.param_groups is optimizer.param_groups for item in self._acting):
                 tracker.statistics.keep()
-
-    def _sharing(self, optimizer: Optimizer) -> Sequence[GradientTracker]:
-        """The trackers of models of which an optimizer holds parameters."""
-        return [tracker for tracker in self.trackers.values() if tracker.shares(optimizer)]
-
-    def _fire_step(self, event: MonitorEvents, optimizer: Optimizer) -> None:
-        requests = self._requests or StepRequests()
-        self.fire(event, {key: OptimizerStep(item, optimizer, requests) for key, item in self.trackers.items()})
+        self._stepping, self._sharing, self._requests, self._about = None, {}, None, {}
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -255,6 +280,8 @@ class EventSource:
         ]
 
     def _start_iteration(self, engine: Engine) -> None:
+        if self.on(engine) is not self:  # the last monitor was detached by a handler before this one
+            return
         if not self._handles:
             # An interrupt can come at any moment: handles are appended one by one, first the one that removes the rest.
             # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
@@ -263,16 +290,16 @@ class EventSource:
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
             self._handles.append(register_optimizer_step_pre_hook(self._on_step))
             self._handles.append(register_optimizer_step_post_hook(self._on_step_end))
+            # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
+            self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         self._reset()
         self._awaits_step = True
 
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         self.listened = self._has_handlers(*self._NAMES)
-        monitored = [monitor for monitor in self.monitors if monitor._monitored]
+        monitored = [item for reference in self._monitors if (item := reference()) is not None and item._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
-        # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
-        self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         for tracker in self.trackers.values():
             if (self.running and tracker.refresh()) or not has_hooks:
                 tracker.hook.remove()
@@ -288,8 +315,9 @@ class EventSource:
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
-            contexts.enter_context(self._steps.context(self._acting))
-            for monitor in monitored:
+            if self._acting:
+                contexts.enter_context(self._steps.context(self._acting))
+            for monitor in sorted(monitored, key=attrgetter("measures_time")):
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
             output = original(engine, batch)
@@ -307,6 +335,7 @@ class EventSource:
         if engine is not None:  # after an error the device may not answer
             log_run_summary(self.monitors)
         for monitor in self.monitors:
+            monitor.run_summary = None
             monitor.on_run_end()
         self._uninstall()
 

@@ -71,7 +71,7 @@ class StepOwner:
 
     def check_call(self, optimizer: Optimizer, closure: object) -> None:
         """Refuse, with a ValueError, a step that could not be skipped any more."""
-        if all(optimizer is not step.optimizer for step in self._patched):
+        if not self._patched or all(optimizer is not step.optimizer for step in self._patched):
             return
         if optimizer not in self._calls or callable(closure):
             raise ValueError(
@@ -79,10 +79,11 @@ class StepOwner:
                 f"optimizer.step() after backward(), without a closure: call it so, or {_FIX}"
             )
 
-    def act(self, optimizer: Optimizer, requests: StepRequests, trackers: Sequence[GradientTracker]) -> None:
+    def act(self, optimizer: Optimizer, requests: StepRequests, trackers: Iterable[GradientTracker]) -> None:
         """Do what monitors ask of the step that starts."""
-        for factor, gradients in _grouped(optimizer, requests.factors):
-            scale(gradients, factor)
+        if requests.factors:
+            for factor, gradients in _grouped(optimizer, requests.factors):
+                scale(gradients, factor)
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         requests.made = True if found_inf is None else found_inf.reshape(()) == 0
         if not requests.flags:
@@ -120,12 +121,13 @@ class StepOwner:
 
     def release(self) -> None:
         """Undo, also after a step that raised an error, and remove the hooks of the step."""
-        self.undo()
-        remove_all(self._handles)
+        if self._undo:
+            self.undo()
+        while self._handles:
+            self._handles.pop().remove()
 
-    def last_pre_hook(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+    def add_pre_hook(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Call a function after the other pre-hooks of the step that starts."""
-        self.release()
         self._handles.append(optimizer.register_step_pre_hook(hook))
 
     def _replace_found_inf(self, optimizer: Any, before: Tensor | None, value: Tensor) -> None:

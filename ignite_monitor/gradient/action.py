@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function
+from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.step_owner import check_skippable, hides_gradients, skips_on_device
-from ignite_monitor.gradient.detector import GradientDetection
-from ignite_monitor.gradient.window import Taken
+from ignite_monitor.gradient.detection import GradientDetection
+from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import move_like
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
@@ -27,7 +28,7 @@ class SpikeAction:
 
     "clip" multiplies the gradients of a step by the smallest ratio threshold / norm. A non-finite gradient cannot
     be clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers of
-    ``torch.optim``.
+    ``torch.optim``. "skip" clips spikes that recur at a similar size to the largest of them.
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
@@ -43,9 +44,10 @@ class SpikeAction:
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         # Steps skipped, and with "clip" gradients clipped, so far: 0-dim.
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
+        self.recurring = RecurringSpikes()
         self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
 
-    def ask(self, step: OptimizerStep, taken: Taken, is_known: bool | None, norm: Callable[[], Tensor]) -> None:
+    def ask(self, step: OptimizerStep, taken: StepDetection, is_known: bool | None, norm: Callable[[], Tensor]) -> None:
         """Ask for what is to be done with a step.
 
         Args:
@@ -56,8 +58,14 @@ class SpikeAction:
         """
         detection = taken.detection
         if self.kind == "skip":
-            step.skip(detection.spike if is_known is None else is_known)
-            self._count("skipped_count", detection.spike)
+            spike = detection.spike
+            if self.recurring.sizes and may_be_true(spike):
+                is_clipped = detection.norm.above & self.recurring.covers(detection.norm.value)
+                factor = (self.recurring.largest / norm()).nan_to_num(1.0).clamp(max=1.0)
+                step.scale(torch.where(is_clipped, factor, 1.0))
+                spike, is_known = spike & ~is_clipped, None
+            step.skip(spike if is_known is None else is_known)
+            self._count("skipped_count", spike)
         elif self.kind == "clip":
             if taken.updates and may_be_true(detection.exceeds):
                 factor = clip_factor(detection, norm())
@@ -103,6 +111,6 @@ def clip_factor(detection: GradientDetection, norm: Tensor) -> Tensor:
         A 0-dim tensor from 0 to 1; 1 for a non-finite gradient, and where no norm was above its threshold.
     """
     parts = [part for part in (detection.norm, detection.parameters) if part is not None]
-    ratios = [torch.where(part.above, part.threshold / part.compared, math.inf).amin() for part in parts]
-    factor = torch.stack(ratios).amin() * (detection.norm.compared / norm)
+    ratios = [torch.where(part.above, part.threshold / part.comparable, math.inf).amin() for part in parts]
+    factor = torch.stack(ratios).amin() * (detection.norm.comparable / norm)
     return torch.where(detection.exceeds & (norm < math.inf), factor.nan_to_num(1.0).clamp(0.0, 1.0), 1.0)

@@ -3,128 +3,34 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_type
-from ignite_monitor.detection.spikes import Detection, SpikeDetector
+from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import ThresholdRule, loaded
-from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
+from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
+from ignite_monitor.gradient.postponed import PostponedSpike
 from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
-from ignite_monitor.monitor.ranks import (
-    all_take_part,
-    gradient_norm,
-    max_over_ranks,
-    norm_of_parts,
-    reduction_of,
-    world_size,
-)
-
-
-class GradientDetection(NamedTuple):
-    """Result for one gradient."""
-
-    norm: Detection  # of its norm over all ranks
-    loss: Detection | None  # of its loss; None if losses are not compared
-    parameters: Detection | None  # of the norm of each parameter; None if these are not compared
-    spike: Tensor  # whether any of them is a spike, on any rank
-    threshold_reset: Tensor  # whether it resets any of their rules
-    names: tuple[str, ...] = ()  # those of the parameters
-
-    @property
-    def exceeds(self) -> Tensor:
-        """Whether a finite norm is above its threshold, of the gradient or of a parameter, 0-dim."""
-        above = self.norm.above if self.parameters is None else self.norm.above | self.parameters.above.any()
-        return above & ~self.norm.nonfinite
-
-    def values(self) -> dict[str, Tensor]:
-        """Published values by name, but for counts."""
-        norm, loss = self.norm, self.loss
-        values = {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
-        values["spike"] = self.spike
-        if loss is not None:  # a loss without a logarithm is not compared
-            values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
-        return values
-
-    def numbers(self) -> Tensor:
-        """Collect the numbers of a :class:`SpikeNumbers` in a vector, without synchronization."""
-        norm, loss, parameters = self.norm, self.loss, self.parameters
-        by_gradient = norm.spike if parameters is None else norm.spike | parameters.spike.any()
-        numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(by_gradient)
-        if loss is not None:
-            by_loss, by_gradient = loss.spike & ~by_gradient, loss.spike | by_gradient
-            numbers = torch.where(by_loss, torch.stack((loss.value, loss.threshold)).exp(), numbers)
-        parts = [by_loss.view(1).to(numbers.dtype), numbers]
-        if parameters is not None:  # none is named if only those of another rank are above their thresholds
-            parts.append(culprits(parameters) * by_gradient)
-        return torch.cat(parts)
-
-
-class SpikeNumbers(NamedTuple):
-    """Numbers of a spike on the host."""
-
-    name: str  # "norm", or "loss" if the gradient is within its threshold
-    value: float
-    threshold: float  # inf for none
-    culprits: dict[str, float]  # parameters with the largest excess over their thresholds -> share of it
-
-    @classmethod
-    def from_host(cls, numbers: Sequence[float], names: Sequence[str]) -> SpikeNumbers:
-        """Convert :meth:`GradientDetection.numbers`, read on the host, of parameters with these names."""
-        by_loss, value, threshold, *shares = numbers
-        threshold = math.inf if math.isnan(threshold) else threshold
-        return cls("loss" if by_loss else "norm", value, threshold, named(shares, names))
-
-    def __str__(self) -> str:
-        text = f"{'loss' if self.name == 'loss' else 'gradient norm'} {self.value:.3g}"
-        if 0 < self.threshold < self.value < math.inf:
-            text += f", {self.value / self.threshold:.3g} x its threshold"
-        shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in self.culprits.items())
-        return f"{text}; {shares}" if shares else text
-
-
-def culprits(detection: Detection) -> Tensor:
-    """Return the three largest shares in the excess of all norms over their thresholds, then the parameters' indices.
-
-    Norms that are not finite share it equally. If all norms are within their thresholds, it is the excess over the
-    means.
-    """
-    huge = torch.finfo(detection.value.dtype).max ** 0.5
-    bounds = torch.stack((detection.threshold, detection.mean)).nan_to_num(math.inf)
-    excess, beyond = (detection.value - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
-    excess = torch.where(excess.any(), excess, beyond)
-    shares, indices = (excess / excess.sum()).topk(min(3, len(excess)))
-    return torch.cat((shares, indices))
-
-
-def named(culprits: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-    """Convert :func:`culprits`, read on the host, to name -> share; shares below 5 % are omitted."""
-    half = len(culprits) // 2
-    shares = zip(culprits[half:], culprits[:half], strict=True)
-    return {names[int(index)]: share for index, share in shares if share >= 0.05}
+from ignite_monitor.monitor.ranks import gradient_norm, norm_of_parts, reduction_of
 
 
 class GradientDetector:
     """Detects spikes of a model's gradients, the same on every rank.
 
-    The detection of a gradient that no step has used may be postponed: its gradient was either discarded, or the next
-    backward accumulates into it. It then updates the statistics only in the first case.
-
     Arguments are those of the monitor, and as options those of :class:`SpikeDetector`.
 
     Attributes:
         losses: the collected losses.
-        pending: the postponed detection, and whether it counts, a 0-dim bool tensor; None for none.
+        postponed: a spike whose step has not come.
     """
 
     def __init__(
@@ -142,15 +48,21 @@ class GradientDetector:
         check_choice("reduction", reduction, "mean", "sum")
         self._model, self._norm_type, self._reduction = model, float(norm_type), reduction_of(model, reduction)
         self.losses = LossCollector(loss, model)
+        self.rule = rule
         self._detectors: dict[str, Any] = {"detector": SpikeDetector(rule, **options)}
         if loss is not None:
             self._detectors["loss"] = LossDetector(**options)
         if per_parameter:
             self._detectors["per_parameter"] = PerParameterDetector(**options)
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
-        self.pending: tuple[GradientDetection, Tensor] | None = None
-        self._probe: AccumulationProbe | None = None  # of the pending detection's gradient
+        self.postponed: PostponedSpike | None = None
         self._counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
+
+    def start_iteration(self, unseen: bool) -> None:
+        """Drop losses that no gradient has used; all of them after iterations that were not monitored."""
+        self.losses.start_iteration(unseen)
+        if unseen and self.postponed is not None:
+            self.postponed.losses = None
 
     def detect(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
@@ -190,50 +102,42 @@ class GradientDetector:
             self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
         return self._named[1]
 
-    def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
-        """Update statistics and counts with a detection, where a 0-dim bool tensor is True; None for True."""
+    def observe(self, detection: GradientDetection, when: Tensor | None = None) -> Tensor:
+        """Update statistics and counts with a detection, where a 0-dim bool tensor is True; None for True.
+
+        Returns:
+            Whether that has reset a threshold, a 0-dim bool tensor.
+        """
         parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
         for name, detector in self._detectors.items():
             detector.observe(parts[name], when)
         self._counts = self._counts_with(detection, when)
+        return detection.threshold_reset if when is None else detection.threshold_reset & when
 
-    def probe_contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AccumulationProbe]:
-        """Contexts of a train step that measure whether it accumulates into the pending detection's gradient."""
-        # It may have measured already, in a backward under no_sync().
-        if self.pending is None or (self._probe is not None and self._probe.accumulates is not None):
-            return []
-        self._probe = AccumulationProbe(tracker, optimizer)
-        return [self._probe]
+    def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
+        """Wait for the next backward with a detection, if a 0-dim bool tensor is True."""
+        self.postponed = PostponedSpike(detection, is_spike, self.losses.take())
 
-    def resolve(self, pending: GradientDetection) -> Tensor:
-        """Let the pending detection update the statistics, unless a backward has accumulated into its gradient.
+    def decide(self, postponed: PostponedSpike) -> tuple[Tensor, Tensor]:
+        """Let the postponed spike update the statistics, unless a backward has accumulated into its gradient.
 
         Returns:
-            Whether it has on any rank, a 0-dim bool tensor.
+            Whether one has, and whether a threshold was reset, 0-dim bool tensors.
         """
-        accumulated = None if self._probe is None else self._probe.accumulates
-        if accumulated is None:
-            accumulated = torch.zeros_like(pending.spike)
-        if world_size() > 1 and all_take_part(self._model):
-            accumulated = max_over_ranks(accumulated.to(torch.float32)) > 0
-        self.losses.resolve(accumulated)
-        self.settle(~accumulated)
-        return accumulated
+        accumulated = postponed.accumulated(self._model)
+        self.losses.give_back(postponed.losses, accumulated)
+        return accumulated, self._apply_postponed(postponed, ~accumulated)
 
-    def settle(self, when: Tensor | None = None) -> None:
-        """Let the pending detection update the statistics where a 0-dim bool tensor is True; None for True."""
-        if self.pending is not None:
-            detection, counts = self.pending
-            self.drop_pending()
-            self.observe(detection, counts if when is None else counts & move_like(when, counts))
-
-    def drop_pending(self) -> None:
-        """Forget the pending detection."""
-        self.pending = self._probe = None
+    def _apply_postponed(self, postponed: PostponedSpike, when: Tensor | None = None) -> Tensor:
+        self.postponed = None
+        is_spike = postponed.is_spike
+        return self.observe(postponed.detection, is_spike if when is None else is_spike & move_like(when, is_spike))
 
     def counts(self) -> Sequence[Tensor]:
-        """Number of spikes, of non-finite norms, and of resets so far, the pending detection included."""
-        return self._counts if self.pending is None else self._counts_with(*self.pending)
+        """Number of spikes, of non-finite norms, and of resets so far, the postponed spike included."""
+        if self.postponed is None:
+            return self._counts
+        return self._counts_with(self.postponed.detection, self.postponed.is_spike)
 
     def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> list[Tensor]:
         flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
@@ -248,17 +152,18 @@ class GradientDetector:
 
     def reset_threshold(self) -> None:
         """Discard all earlier values; counts stay."""
-        self.settle()
+        if self.postponed is not None:
+            self._apply_postponed(self.postponed)
         for detector in self._detectors.values():
             detector.reset_threshold()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return statistics and counts, as if the gradient of the pending detection had been discarded."""
+        """Return statistics and counts, as if the gradient of a postponed spike had been discarded."""
         settled = self
-        if self.pending is not None:
+        if self.postponed is not None:
             settled = copy.copy(self)
             settled._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
-            settled.settle()
+            settled._apply_postponed(self.postponed)
         state = {name: detector.state_dict() for name, detector in settled._detectors.items()}
         return state | {"counts": torch.stack([*settled._counts])}
 
@@ -269,9 +174,4 @@ class GradientDetector:
         for name in detectors.keys() & state_dict.keys():
             detectors[name].load_state_dict(state_dict[name])
         self._detectors, self._counts = detectors, counts.clone().unbind()
-        self.drop_pending()
-
-
-def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients of parameters that have one."""
-    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        self.postponed = None

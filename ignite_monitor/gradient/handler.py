@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,33 +15,41 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_real, check_type
-from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents, Spike
+from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.step_owner import hides_gradients
 from ignite_monitor.gradient.action import SpikeAction
-from ignite_monitor.gradient.detector import GradientDetection, GradientDetector, SpikeNumbers, gradients_of
+from ignite_monitor.gradient.detection import GradientDetection
+from ignite_monitor.gradient.detector import GradientDetector
 from ignite_monitor.gradient.loss import NO_LOSS, LossSource
-from ignite_monitor.gradient.window import GradientWindow
+from ignite_monitor.gradient.publisher import GradientPublisher
+from ignite_monitor.gradient.window import PATIENCE, Iteration
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
-from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.transfer import as_published, bring_to_host, is_cpu
-from ignite_monitor.nonfinite.locator import NonFiniteLocator
+from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
 
+_UNSEEN = 20  # consecutive iterations without a gradient
 _NO_GRADIENT = (
-    "iteration %d: no gradient of the model was seen, so nothing is published. Either model or optimizer is not that "
-    "of the train step; or backward() is called in an event handler, where it is not monitored; or the model is not "
-    "trained in every iteration: then attach with a filter."
+    f"{_UNSEEN} iterations had no gradient of the model, so nothing is published. Check that GradMonitor has the train "
+    "step's model and optimizer, and that backward() is called in the train step; attach with a filter if the model is "
+    "not trained in every iteration."
+)
+_NO_STEP = (
+    "%d consecutive spikes met no step of %s. If the train step returns at a spike, call optimizer.zero_grad() before "
+    "that return: gradients that stay make all later ones spikes too."
+)
+_NOT_POSITIVE = (
+    "the function given as threshold returned a number that is not positive, which is no threshold of a norm: such "
+    "norms are not compared."
 )
 
 
-class GradMonitor(DetectionMonitor, schema=GRADIENT):
+class GradMonitor(GradientPublisher, schema=GRADIENT):
     r"""Detect gradient spikes before the optimizer step.
 
     After each ``backward()``, the norm of the unscaled, unclipped gradient, reduced over ranks, is compared with a
@@ -87,7 +93,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             GradMonitor(model, optimizer).attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
+    _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")
 
     def __init__(
         self,
@@ -105,7 +111,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         prefix: str = "grad",
         flag: str = "unhealthy_spike",
     ) -> None:
-        super().__init__(model, prefix, flag, max_consecutive_spikes)
+        super().__init__(model, prefix, flag, re.sub(r"\W", "_", str(prefix)) + "_norm", max_consecutive_spikes)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
             check_holds(optimizer, model)
@@ -120,13 +126,10 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             self.acts_on = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
-        self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
-        if flag == self._norm_attribute:
-            raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
-        self.attributes[self._norm_attribute] = None
+        self._unseen = 0  # consecutive iterations without a gradient
         self._detector = GradientDetector(
             model,
-            as_rule(threshold),
+            as_rule(threshold, positive=True),
             loss=loss,
             per_parameter=per_parameter,
             norm_type=norm_type,
@@ -134,9 +137,6 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
             max_consecutive_spikes=self.max_consecutive_spikes,
             overflow_is_spike=self.scaler is None,
         )
-        self._window = GradientWindow()
-        self._locator = NonFiniteLocator(model)
-        self._forget_iteration()
 
     def counts(self) -> Tensor:
         return torch.stack([*self._detector.counts()])
@@ -149,7 +149,8 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         self._detector.reset_threshold()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        return OrderedDict(**self._detector.state_dict(), **self._action.counts)
+        recurring = self._action.recurring.state_dict()
+        return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -157,6 +158,7 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         counts = loaded(own, {name: state_dict.get(name, 0.0) for name in own})
         self._detector.load_state_dict(state_dict)
         self._action.load(counts)
+        self._action.recurring.load_state_dict(state_dict["recurring"])
 
     # Events
 
@@ -174,208 +176,131 @@ class GradMonitor(DetectionMonitor, schema=GRADIENT):
         # Steps of iterations that are not monitored are not seen.
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
-        if unseen:
-            self._detector.losses.clear()
-        self._iteration = iteration
-        self._forget_iteration()
-
-    def _forget_iteration(self) -> None:
-        self._seen = False  # whether there was a gradient
-        self._scale: Tensor | None = None  # of the last backward, 0-dim; None for 1
-        self._stepped: bool | Tensor = False  # whether a step was made
-        self._is_published: Tensor | None = None  # on a device: whether there is anything to publish; None for True
-        self._possible_spike: GradientDetection | None = None  # if a spike is to be described
-        self._is_logged = False
+        self._detector.start_iteration(unseen)
+        self._iteration, self._now = iteration, Iteration()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
-        tracker = self._source.trackers[id(self.model)]
+        tracker, postponed = self._source.trackers[id(self.model)], self._detector.postponed
         if tracker.parameters:
             self._locator.calls.device = tracker.parameters[0].device
-        contexts: list[AbstractContextManager[Any]] = [self._locator.calls, *self._detector.losses.contexts()]
-        return contexts + self._detector.probe_contexts(tracker, self.optimizer)
+        contexts = [] if postponed is None else postponed.contexts(tracker, self.optimizer)
+        return [self._locator.calls, *self._detector.losses.contexts(), *contexts]
 
     def reset_run_state(self) -> None:
         super().reset_run_state()
         self._locator.calls.release()
         self._action.start_run()
         # The gradients may still hold what has been accumulated.
-        self._iteration = -1
-        self._forget_iteration()
+        self._iteration, self._now = -1, Iteration()
         self._window.close()
         self._detector.release()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.tracker.parameters_of(self.optimizer)
-        gradients = gradients_of(parameters)
+        gradients = [gradient for item in parameters if (gradient := item.grad) is not None]
         if not gradients or backward.reached.isdisjoint(map(id, parameters)):  # it reached others of the model
             return
-        if self._detector.pending is not None:
-            accumulated = self._detector.resolve(self._detector.pending[0])
-            if self._window.announced:  # which has synchronized already
-                self._window.announced = bool(accumulated)
-        self._detector.losses.backward_ended(engine)
-        self._scale = None if self.scaler is None else backward.scale(self.scaler)
-        self._seen = True
-        detection = self._detector.detect(parameters, gradients, self._scale)
-        announce = self._window.backward(detection, backward.shared)
-        self._locate_nonfinite(engine, detection)
-        self._show(engine, detection, announce)
+        postponed, self._now.seen = self._detector.postponed, True
+        if postponed is not None:
+            accumulated, reset = self._detector.decide(postponed)
+            self._note_reset(postponed.detection, reset)
+            if self._window.is_reported:  # which has synchronized already
+                self._window.is_reported = bool(accumulated)
+        self._detector.losses.backward_ended(engine, backward.numbers, backward.shared)
+        self._now.scale = None if self.scaler is None else backward.scale(self.scaler)
+        if backward.shared:
+            self._window.is_mixed = True
+            self._locator.calls.backward_ended()
+            return
+        detection = self._detector.detect(parameters, gradients, self._now.scale)
+        report = self._window.backward(detection)
+        self._locate_nonfinite(detection, self.scaler is not None)
+        self._set_flag(engine, detection, report)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        tracker = step.tracker
         if not step.is_of(self.optimizer):
-            if tracker.shares(step.optimizer):
-                self._window.other_optimizer = type(step.optimizer).__name__
-            if self._window.other_step_started():
-                self._show_last(engine)
             return
         # Optimizers that step inside of backward never have a whole gradient.
-        is_whole = tracker.reduced and not (self.optimizer is None and in_backward())
-        parameters = tracker.parameters_of(self.optimizer)
-        if not is_whole or all(parameter.grad is None for parameter in parameters):
+        is_whole = step.tracker.reduced and not (self.optimizer is None and in_backward())
+        parameters = step.tracker.parameters if self.optimizer is None else step.parameters
+        gradients = [gradient for item in parameters if (gradient := item.grad) is not None]
+        if not (is_whole and gradients):
             self._window.close()
-            self._show_last(engine)
+            self.clear(engine)
+            if self._window.last_step is not None:
+                self._set_flag(engine, self._window.last_step.detection)
             return
 
         def detect() -> GradientDetection:
-            self._seen = True
-            self._detector.drop_pending()  # its gradient is the same, or a part of it
-            return self._detector.detect(parameters, gradients_of(parameters), step.loss_scale)
+            self._now.seen = True
+            self._detector.postponed = None  # its gradient is the same, or a part of it
+            self._detector.losses.add_rest()
+            return self._detector.detect(parameters, gradients, step.loss_scale)
 
         taken = self._window.step_started(detect)
-        self._show(engine, taken.detection, announce=taken.updates)
+        if not (taken.of_backward and taken.updates):  # else the backward has
+            self._set_flag(engine, taken.detection, report=taken.updates)
         known = self._known_spike
         is_known = known[1] if known is not None and known[0] is taken.detection.spike else None
-        norm = functools.partial(self._detector.norm, gradients_of(parameters), step.loss_scale)
-        self._action.ask(step, taken, is_known, norm)
+        if self._action.kind is not None:
+            self._action.ask(step, taken, is_known, lambda: self._detector.norm(gradients, step.loss_scale))
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):
             return
         taken = self._window.step_completed()
         self._detector.losses.clear()
-        if taken is not None:
-            self._stepped = self._stepped | step.made
-            if self.run_summary is not None:
-                self.run_summary.step(step.optimizer, step.made)
-            if taken.updates:
-                self._detector.observe(taken.detection)
-                self._resets.set(taken.detection.threshold_reset)
+        if taken is None:
+            return
+        made = step.made
+        self._now.stepped = self._now.stepped | made
+        if self.run_summary is not None:
+            self.run_summary.step(step.optimizer, made)
+        if taken.updates:
+            self._note_reset(taken.detection, self._detector.observe(taken.detection))
+
+    def _note_reset(self, detection: GradientDetection, reset: Tensor) -> None:
+        if may_be_true(reset):
+            self._resets.set(reset)
+            self._now.reset = detection
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._source is None:
             return
-        if not self._seen:
-            if self._source.trackers[id(self.model)].reduced:
-                self._warn_once(_NO_GRADIENT, engine.state.iteration)
+        if not self._now.seen:
+            # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
+            self._unseen += self._source.trackers[id(self.model)].reduced
+            if self._unseen == _UNSEEN:
+                self.report("no_gradient", _NO_GRADIENT, severity="note")
             return
-        newest, taken = self._window.returned(), self._window.last
+        self._unseen = 0
+        newest, taken = self._window.since_step, self._window.last_step
         published, is_published = None if taken is None else taken.detection, None
         if newest is not None:
             flag = newest.spike | newest.norm.nonfinite
             if may_be_true(flag):
-                self._detector.pending = newest, flag
-                self._detector.losses.postpone()
-                self._resets.set(newest.threshold_reset & flag)
+                self._detector.postpone(newest, flag)
                 if published is None:  # else the values are those of the last step
                     published, is_published = newest, None if is_cpu(flag) else flag
-            self._announce(engine, newest)
-        detection = published or newest
-        if self._detector.losses.is_missing():
-            self._warn_once(NO_LOSS, self._iteration)
-        missing_step = self._window.missing_step(detection, self.optimizer)
-        if missing_step is not None:
-            self._log(logging.WARNING, missing_step)
+            self._report_spike_once(engine, newest)
+        self._warn(published or newest)
         if published is None:
             self._publish_none()
         else:
             self._publish(published)
-            self._is_published = is_published
-            if self._possible_spike is not None and is_cpu(published.spike):
+            self._now.is_published = is_published
+            if self._now.possible_spike is not None and is_cpu(published.spike):
                 bring_to_host([self])
-        if detection is not None:
-            self._fire_reset(engine, detection)
+        if self._now.reset is not None:
+            self._fire_reset(engine, self._now.reset)
 
-    # The state of the engine, and published values
-
-    def _show(self, engine: Engine, detection: GradientDetection, announce: bool = False) -> None:
-        """Set flag and norm in the engine's state."""
-        setattr(engine.state, self.flag, as_published(detection.spike))
-        setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
-        if self._source is not None and self._source.listened:  # by handlers that may log values
-            self._publish(detection)
-        if announce and may_be_true(detection.spike):
-            self._announce(engine, detection)
-
-    def _show_last(self, engine: Engine) -> None:
-        self.clear(engine)
-        if self._window.last is not None:
-            self._show(engine, self._window.last.detection)
-
-    def _publish(self, detection: GradientDetection) -> None:
-        self._publish_none()
-        spikes, nonfinite, _ = self._detector.counts()
-        values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
-        if self._scale is not None:
-            values["scale"] = self._scale
-        self.publish(**values, stepped=self._stepped)
-        if (detection.names or self._action.kind is not None) and may_be_true(detection.spike):
-            self._possible_spike = detection
-
-    def _publish_none(self) -> None:
-        """Publish nothing of this iteration's gradient but that no step was made with it."""
-        self.clear_metrics()
-        self._is_published = self._possible_spike = None
-        if self._stepped is False:
-            self.publish(stepped=0.0)
-
-    def deferred_tensors(self) -> list[Tensor]:
-        tensors = [] if self._is_published is None else [self._is_published]
-        spike = self._possible_spike
-        return tensors if spike is None else [*tensors, *self._action.counts.values(), spike.spike, spike.numbers()]
-
-    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        if self._is_published is not None and not extra.pop(0)[0]:
-            self._publish_none()
-        if self._possible_spike is None:
-            return {}
-        *counts, (is_spike,), numbers = extra
-        names = self._possible_spike.names
-        spike = SpikeNumbers.from_host(numbers, names)
-        action = self._action.message([count for (count,) in counts])
-        if action is not None:
-            self._log(logging.INFO, f"{spike}; {action}")
-        if not (is_spike and names):
-            return {}
-        if not self._is_logged:
-            self._is_logged = True
-            self._log(logging.WARNING, f"{spike}.")
-        tag_of = dict(zip(names, tags(names), strict=True))
-        return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
-
-    # Events and log messages
-
-    def _spike(self, detection: GradientDetection) -> Spike:
-        spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
-        named = f"{self.prefix}/{spike.name}"
-        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest)
-
-    def _announce(self, engine: Engine, detection: GradientDetection) -> None:
-        if not self._window.announced and self._is_awaited_spike(detection.spike):
-            self._window.announced = True
-            self._fire_spike(engine, self._spike(detection), detection.norm.value)
-
-    def _locate_nonfinite(self, engine: Engine, detection: GradientDetection) -> None:
-        nonfinite = detection.norm.nonfinite
-        if self._source is None or not (is_cpu(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
-            self._locator.calls.backward_ended()
-            return
-        # Without a scaler what is no spike is finite, and needs no further synchronization.
-        known = self.scaler is not None or self._is_known_spike(detection.spike)
-        is_nonfinite = known and torch.is_nonzero(nonfinite)
-        text = self._locator.locate(not is_nonfinite, self.scaler is not None)
-        self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
-        if text is not None:
-            self._log(logging.WARNING, text)
+    def _warn(self, detection: GradientDetection | None) -> None:
+        if self._detector.losses.source is not None and self._detector.losses.is_missing():
+            self.report("no_loss", NO_LOSS)
+        if self._detector.rule.is_refused:
+            self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")
+        if self._window.is_stuck(detection):
+            name = "an optimizer" if self.optimizer is None else type(self.optimizer).__name__
+            self.report("no_step_at_spikes", _NO_STEP % (PATIENCE, name), severity="problem", once=False)

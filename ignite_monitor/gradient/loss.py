@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, State
+from ignite_monitor.model._torch import backward_number
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
@@ -21,8 +23,8 @@ _SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_los
 _PATIENCE = 20
 
 NO_LOSS = (
-    f"iteration %d: {_PATIENCE} gradients, but no loss was seen, so loss_spike is not reported. Likely "
-    "cause: another module, a function or a compiled module computes it: give a function of the engine that returns it."
+    f"{_PATIENCE} gradients, but no loss was seen, so loss_spike is not reported. If another module, a function or a "
+    "compiled module computes the loss, give a function of the engine that returns it."
 )
 
 LossSource = nn.Module | Callable[[Any], Any]
@@ -67,7 +69,10 @@ class LossDetector(SpikeDetector):
 
 
 class LossCollector:
-    """Collects the losses of an optimizer step, from the output of a module or a function of the engine."""
+    """Collects the losses of an optimizer step, from the output of a module or a function of the engine.
+
+    The output of a module belongs to the backward that goes through it: what is never back-propagated is no loss.
+    """
 
     def __init__(self, source: LossSource | None, model: nn.Module) -> None:
         if isinstance(source, type):
@@ -76,18 +81,35 @@ class LossCollector:
             check_function("loss", source, "the engine", described=_SOURCE)
         self.source, self._model = source, model
         self._missing = 0  # iterations with a gradient, as long as there was no loss
+        self._outputs: dict[int, Tensor | None] = {}  # by number of the backward: sum and number of losses
+        self._shared: Tensor | None = None  # of the last backward that reached other monitored models too
         self._sum_and_count: Tensor | None = None
-        self._postponed: Tensor | None = None  # of a gradient that may have been discarded, or may be accumulated into
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Contexts of a train step: a hook on the module."""
         return [self.source.register_forward_hook(self._on_output)] if isinstance(self.source, nn.Module) else []
 
-    def backward_ended(self, engine: Any) -> None:
-        """Call the function."""
-        if self.source is not None and not isinstance(self.source, nn.Module):
+    def backward_ended(self, engine: Any, numbers: Iterable[int], shared: bool) -> None:
+        """Add the losses of a backward, by the numbers of those inside of it too, or set them aside if it is shared."""
+        own: Tensor | None = None
+        if isinstance(self.source, nn.Module):
+            for number in numbers:
+                own = _plus(own, self._outputs.pop(number, None))
+        elif self.source is not None:
             with users_grad_mode():
-                self._add(self.source(engine))
+                own = self._pair(self.source(engine))
+        if shared:
+            self._shared = own
+        elif own is not None:
+            self._sum_and_count = _plus(self._sum_and_count, own)
+
+    def add_rest(self) -> None:
+        """Add what belongs to a gradient that is detected at its step: a shared one, or one that was set by hand."""
+        rest = [self._shared] if self._shared is not None else list(self._outputs.values())
+        for pair in rest:
+            self._sum_and_count = _plus(self._sum_and_count, pair)
+        self._shared = None
+        self._outputs.clear()
 
     def mean(self, device: torch.device) -> Tensor:
         """Mean of the losses over micro-batches and ranks, in one collective if there are several; 0 without a loss.
@@ -97,46 +119,59 @@ class LossCollector:
         wide = wide_dtype(device)
         both = torch.zeros(2, dtype=wide, device=device)
         if self._sum_and_count is not None:
+            self._missing = _PATIENCE + 1
             both = move(self._sum_and_count.to(wide), device)
         if world_size() > 1:
             both = sum_over_ranks(both) if all_take_part(self._model) else torch.zeros_like(both)
         total, count = both.unbind()
         return torch.where(count > 0, total / count, 0.0)
 
+    def start_iteration(self, unseen: bool) -> None:
+        """Drop what no gradient has used, and all losses after iterations that were not monitored."""
+        self._outputs.clear()
+        self._shared = None
+        self._sum_and_count = None if unseen else self._sum_and_count
+
     def clear(self) -> None:
         """Drop the losses: the gradient has been used."""
-        self._sum_and_count = self._postponed = None
+        self._sum_and_count = None
+        self._outputs.clear()
 
-    def postpone(self) -> None:
-        """Set the losses aside: the gradient may have been discarded, or may be accumulated into."""
-        self._postponed, self._sum_and_count = self._sum_and_count, None
+    def take(self) -> Tensor | None:
+        """Remove and return the losses: the gradient may have been discarded, or may be accumulated into."""
+        taken, self._sum_and_count = self._sum_and_count, None
+        return taken
 
-    def resolve(self, accumulated: Tensor) -> None:
-        """Count the losses set aside if the gradient was accumulated into, a 0-dim bool tensor."""
-        earlier, self._postponed = self._postponed, None
-        if earlier is not None:
-            self._include(torch.where(move(accumulated, earlier.device), earlier, 0.0))
+    def give_back(self, taken: Tensor | None, accumulated: Tensor) -> None:
+        """Count what :meth:`take` returned if the gradient was accumulated into, a 0-dim bool tensor."""
+        if taken is not None:
+            self._sum_and_count = _plus(self._sum_and_count, torch.where(move(accumulated, taken.device), taken, 0.0))
 
     def is_missing(self) -> bool:
         """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""
-        self._missing += self.source is not None and self._missing <= _PATIENCE
+        self._missing += self._missing <= _PATIENCE
         return self._missing == _PATIENCE
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # What is evaluated without gradients belongs to no backward.
         if isinstance(output, Tensor) and output.requires_grad:
-            self._add(output)
+            output.register_hook(functools.partial(self._back_propagated, self._pair(output)))
 
-    def _add(self, loss: Any) -> None:
+    def _back_propagated(self, pair: Tensor | None, gradient: Tensor) -> None:
+        number = backward_number()
+        self._outputs[number] = _plus(self._outputs.get(number), pair)
+
+    def _pair(self, loss: Any) -> Tensor | None:
+        """The mean of a loss, and 1; None for None."""
         if loss is None:
-            return
-        self._missing = _PATIENCE + 1
+            return None
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
         with torch.no_grad():
             value = value.to(wide_dtype(value.device)).mean()
-            self._include(torch.stack((value, torch.ones_like(value))))
+            return torch.stack((value, torch.ones_like(value)))
 
-    def _include(self, both: Tensor) -> None:
-        if self._sum_and_count is not None:
-            both = both + move(self._sum_and_count, both.device)
-        self._sum_and_count = both
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return other + move(one, other.device)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, ranges
+from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, printable, ranges
 
 RETRIES = 50
 BLOCK = 2**16  # values
@@ -126,7 +126,7 @@ def read_hdf5(
         with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
             return _read(path, pattern, before_run)
         time.sleep(0.01)
-    return _read(path, pattern, before_run)
+    raise BlockingIOError(f"{printable(str(path))} is being written by a program other than HDF5Logger")
 
 
 def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -> Recording:
@@ -218,7 +218,8 @@ def _current(rows: NDArray[Any], ids: NDArray[np.int32], runs: NDArray[Any], lin
     for index in np.flatnonzero(kept & ((iteration == limit) | (is_resumed & (iteration == runs["start"][run]))))[::-1]:
         row = rows[index]
         names = ids[row["first_id"] :][: row["count"]].tobytes()
-        content = int(lineage.roots[row["run"]]), int(row["iteration"]), int(row["nested"]), int(row["step"]), names
+        at = lineage.shifts[row["run"]] + row["iteration"]
+        content = int(lineage.roots[row["run"]]), int(at), int(row["nested"]), int(row["step"]), names
         kept[index] = again.setdefault(content, int(row["run"])) == row["run"]
     return kept
 

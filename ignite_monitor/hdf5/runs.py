@@ -49,7 +49,7 @@ class RunTracker:
         self._starts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # of runs that have no value or report yet
         self._runs: WeakKeyDictionary[Engine, Run] = WeakKeyDictionary()
         self._latest: Run | None = None
-        self._trainer: weakref.ref[Engine] | None = None  # engine of the latest run
+        self._trainer: weakref.ref[Engine] | None = None  # engine of the latest run, if possible one with monitors
         self.written()
 
     def start(self, engine: Engine) -> None:
@@ -117,7 +117,9 @@ class RunTracker:
             continued = {"continues": former.number, "after": start if start or is_rewound else former.last}
         run = self._latest = self._runs[engine] = self._new_run(start, **continued)
         self._starts.pop(engine, None)
-        self._trainer = weakref.ref(engine)
+        trainer = self._trainer() if self._trainer is not None else None
+        if trainer is None or EventSource.on(trainer) is None or EventSource.on(engine) is not None:
+            self._trainer = weakref.ref(engine)
         return run
 
 

@@ -111,8 +111,9 @@ class Writer:
                 self._lists.clear()
                 self._run_of_list.clear()
             ids = np.array([self._index_of(tag, name, make_origin) for name in names], np.int32)
-            self._lists[tag, names] = pending.sizes["ids"] + sum(map(len, pending.ids)), ids
-            pending.ids.append(ids)
+            place = pending.sizes["ids"] + sum(map(len, pending.ids))
+            pending.ids.append(ids)  # first, or a list that an interrupt leaves out would have a place
+            self._lists[tag, names] = place, ids
             pending.bytes += NAME_BYTES * len(ids)
         place, ids = self._lists[tag, names]
         if self._run_of_list.get((place, nested)) != run.number:
@@ -197,11 +198,12 @@ class Writer:
         """Find the run that a run continues: the newest earlier one with one of these names."""
         named = self._run_of_name[nested]
         older = max((number for index in ids if (number := named.get(index, -1)) < run.number), default=-1)
+        if run.continues < 0 <= older:
+            self._continue(run, older, step)
         named.update(dict.fromkeys(ids, run.number))
-        if run.continues >= 0 or older < 0:
-            return
+
+    def _continue(self, run: Run, older: int, step: int) -> None:
         last, last_step = self._ends[older] if older < self._first_run else self._end_of(older)
-        run.continues = older
         if run.start:
             run.after = run.start
         elif step > last_step:  # the user's steps go on
@@ -209,6 +211,7 @@ class Writer:
         elif older >= self._first_run:
             text = "a second training writes under the names of run %d: read_hdf5(path) returns the second, and "
             self._log(text + "read_hdf5(path, before_run=%d) the first; give each training a file", older, run.number)
+        run.continues = older
         if run.number < self._first_run + self._pending.runs:
             self._pending.changed_runs.append(run)
 

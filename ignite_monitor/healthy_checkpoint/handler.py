@@ -11,13 +11,14 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks
-from ignite_monitor.rollback.snapshots import TrainingState, finite
+from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 
 
 class HealthyCheckpoint(Checkpoint):
@@ -25,7 +26,8 @@ class HealthyCheckpoint(Checkpoint):
 
     A checkpoint is saved if the last ``quiet`` iterations had no spike, the loss in the train step's output is finite,
     and so are all tensors in ``to_save`` that were finite at the beginning. Otherwise a warning gives the reason, and
-    the checkpoint is saved after the first healthy iteration. All ranks have to call it; they save together.
+    the checkpoint is saved after the first healthy iteration, or, if the run ends before, the newest healthy state: of
+    the last file, or until there is one, of a copy in host memory. All ranks have to call it; they save together.
 
     Args:
         to_save: name -> object with a ``state_dict``, as for Ignite's ``Checkpoint``.
@@ -35,7 +37,7 @@ class HealthyCheckpoint(Checkpoint):
         kwargs: further arguments of ``Checkpoint``: ``n_saved``, ``score_function`` …
 
     Raises:
-        TypeError: if an argument is of another type, or a monitor detects no spikes.
+        TypeError: if an argument has the wrong type, or a monitor detects no spikes.
         ValueError: if ``quiet`` is less than 1.
     """
 
@@ -48,33 +50,92 @@ class HealthyCheckpoint(Checkpoint):
             if not isinstance(monitor, Monitor) or monitor.counts() is None:
                 raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
         self.monitors, self.quiet = monitors, check_count("quiet", quiet, least=1)
-        self._training = TrainingState(to_save)
+        inner = {name: getattr(thing, "optim", None) for name, thing in to_save.items()}  # of ZeroRedundancyOptimizer
+        parts = {name: inner[name] if isinstance(inner[name], Optimizer) else to_save[name] for name in inner}
+        self._training = TrainingState(parts)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
         self._due: Any = None  # event of a checkpoint that is postponed to the next healthy iteration
+        self._healthy, self._copy = (
+            0,
+            _Copy([*to_save]),
+        )  # iteration of the newest healthy state, and a copy while it has no file
+
+    def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
+        """Save at an event, and know of spikes from the run's start on; with ``add_event_handler`` from the first call.
+
+        Args:
+            engine: the engine that trains.
+            event: the event, filtered or not.
+        """
+        if not engine.has_event_handler(self._on_iteration_completed):
+            engine.add_event_handler(Events.STARTED, self._on_started)
+            engine.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
+            engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
+            engine.add_event_handler(Events.COMPLETED, self._on_completed)
+        if event is not None:
+            engine.add_event_handler(event, self)
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         is_trainer = self._spikes(engine) or self.score_function is None  # an evaluator's score is not known later
         trainer = self.monitors[0]._attached_to() if self.monitors else engine if is_trainer else None
-        if trainer is not None and not trainer.has_event_handler(self._on_iteration_completed):
-            trainer.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
+        if trainer is not None:
+            self.attach(trainer, None)
+        iteration = (trainer or engine).state.iteration
         if not (problem := self._problem(engine)):
-            self._due = None
+            self._due, self._healthy = None, iteration
+            self._copy.states.clear()
             super().__call__(engine, *args, **kwargs)
         elif self._due is None:
-            text = "HealthyCheckpoint: iteration %d: no checkpoint is saved, since %s"
-            logging.getLogger(__name__).warning(text, (trainer or engine).state.iteration, problem)
             self._due = engine.last_event_name if engine is trainer else None
+            if self._due == Events.COMPLETED:
+                self._on_completed(engine)
+            else:
+                _warn("iteration %d: no checkpoint is saved, since %s", iteration, problem)
+
+    def _on_started(self, engine: Engine) -> None:
+        self._earlier.clear()
+        if engine.state.iteration < self._healthy:  # another run
+            self._healthy = 0
+            self._copy.states.clear()
 
     def _on_iteration_completed(self, engine: Engine) -> None:
-        if self._due is not None and not self._problem(engine):
-            engine.last_event_name, self._due = self._due, None  # for global_step_transform
+        iteration = engine.state.iteration
+        has_file = self._healthy and not self._copy.states
+        is_old = iteration % self.quiet == 0 and iteration - self._healthy >= iteration / 10 and not has_file
+        if (self._due is None and not is_old) or self._problem(engine):
+            return
+        self._healthy = iteration
+        if self._due is None:  # on another engine, without handlers of SAVED_CHECKPOINT
+            Checkpoint(self.to_save, self._copy, save_on_rank=self.save_on_rank)(Engine(lambda *_: None))
+        else:
+            self._save(engine, self._due, iteration, self.to_save)
+
+    def _on_completed(self, engine: Engine) -> None:
+        if self._due is None:
+            return
+        kept = f"the newest healthy state is that of iteration {self._healthy}" if self._healthy else "nor is another"
+        _warn(f"iteration %d: this state is not saved, since %s; {kept}", engine.state.iteration, self._problem(engine))
+        if self._copy.states:
+            states = {name: _Kept(state) for name, state in self._copy.states.items()}
+            self._save(engine, self._due, self._healthy, states)
+        self._due = None
+
+    def _save(self, engine: Engine, event: Any, iteration: int, to_save: Any) -> None:
+        """Save as if this were the event and the iteration, by which Ignite names the file."""
+        before = self.to_save, engine.last_event_name, engine.state.iteration
+        self.to_save, engine.last_event_name, engine.state.iteration = to_save, event, iteration
+        try:
             super().__call__(engine)
+        finally:
+            self.to_save, engine.last_event_name, engine.state.iteration = before
+        self._due = None
+        self._copy.states.clear()
 
     def _problem(self, engine: Engine) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""
-        earlier, counts = self._earlier[0] if len(self._earlier) == self.quiet else {}, self._spikes(engine)
+        counts = self._spikes(engine)
+        earlier = self._earlier[0] if self._earlier else counts
         spikes = [prefix for prefix in counts if float(counts[prefix]) != float(earlier.get(prefix, 0.0))]
         problems = [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
         if (loss := loss_in(engine.state.output)) is not None and not math.isfinite(loss):
@@ -88,3 +149,24 @@ class HealthyCheckpoint(Checkpoint):
     def _spikes(self, engine: Engine) -> dict[str, Any]:
         monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
         return {item.prefix: counts[0] for item in monitors if (counts := item.counts()) is not None}
+
+
+class _Copy:
+    """A save handler that keeps a copy of the state in host memory."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.states = names, dict[str, Any]()
+
+    def __call__(self, checkpoint: Any, *_: Any) -> None:
+        self.states.update(clone({self.names[0]: checkpoint} if len(self.names) == 1 else checkpoint, on_host=True))
+
+
+class _Kept:
+    """An object whose state is the given one."""
+
+    def __init__(self, state: Any) -> None:
+        self.state_dict = lambda: state
+
+
+def _warn(text: str, *values: object) -> None:
+    logging.getLogger(__name__).warning(f"HealthyCheckpoint: {text}", *values)

@@ -19,7 +19,7 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
 from ignite_monitor.model.devices import device_of, move, wide_dtype
-from ignite_monitor.model.dtensor import reshard, whole_tensor
+from ignite_monitor.model.dtensor import is_dtensor, reshard, whole_tensor
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes, in_backward
@@ -138,6 +138,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     def reset_run_state(self) -> None:
         self._parameters: dict[nn.Parameter, str] = {}
+        self._sharded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # gradients of the first step, and scale
         self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
 
     @torch.no_grad()
@@ -145,7 +146,11 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         counts = self._counts["gradients"]
         for parameter in parameters_of(step.optimizer) if step.tracker.reduced else ():
             tag = self._parameters.get(parameter)
-            if tag is not None and tag not in counts and parameter.grad is not None:
+            if tag is None or parameter.grad is None or tag in counts or parameter in self._sharded:
+                continue
+            if is_dtensor(parameter):  # another rank may make no step: all gather when the train step has returned
+                self._sharded[parameter] = parameter.grad.clone(), step.loss_scale
+            else:
                 counts[tag] = count(whole_tensor(parameter.grad), step.loss_scale)
 
     @torch.no_grad()
@@ -153,6 +158,12 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         if not self._is_running:
             return
         reshard(self.model)
+        for parameter, tag in self._parameters.items():
+            if is_dtensor(parameter):
+                gradient, scale = self._sharded.get(parameter, (parameter, None))
+                whole = whole_tensor(gradient)
+                if parameter in self._sharded:
+                    self._counts["gradients"][tag] = count(whole, scale)
         self._counts["weights"] = {tag: count(whole_tensor(item)) for item, tag in self._parameters.items()}
         device = device_of(self.model)
         for kind, counts in self._counts.items():

@@ -1,9 +1,8 @@
-"""The private names of torch and Ignite; the package can be imported without them."""
+"""The private names of torch and Ignite: an installed version without one of them fails at import, by name."""
 
 from __future__ import annotations
 
 import contextlib
-import pkgutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,43 +12,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _device, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-class Gone:
-    """A private name that the installed torch or Ignite does not have; a RuntimeError where it is called."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        need("ignite_monitor", self)
-
-
-def need(feature: str, *names: Any) -> None:
-    """Refuse a feature with a RuntimeError if a private name is missing."""
-    for name in names:
-        if isinstance(name, Gone):
-            package = name.name.partition(".")[0]
-            version = sys.modules[package].__version__
-            raise RuntimeError(f"{feature} needs {name.name}, which {package} {version} does not have")
-
-
-def _find(path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    try:
-        return getattr(pkgutil.resolve_name(owner), name)
-    except (ImportError, AttributeError):
-        return Gone(path)
-
-
-backward_number: Callable[[], int] = _find("torch._C._current_graph_task_id")  # in this thread; -1 outside of any
-queue_callback: Callable[[Callable[[], None]], None] = _find("torch.autograd.Variable._execution_engine.queue_callback")
+_torch: Any = torch  # whose stubs lack private names
+try:
+    backward_number: Callable[[], int] = _torch._C._current_graph_task_id
+    queue_callback: Callable[[Callable[[], None]], None] = _torch.autograd.Variable._execution_engine.queue_callback
+    is_functorch_wrapped: Callable[[Tensor], bool] = _torch._C._functorch.is_functorch_wrapped_tensor
+    running_transform: Callable[[], Any] = _torch._C._functorch.peek_interpreter_stack
+    function_modes: Callable[[], int] = _torch._C._len_torch_function_stack
+    dispatch_modes: Callable[[], int] = _torch._C._len_torch_dispatch_stack
+    unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _torch._C._DisableTorchDispatch
+    push_mode = _torch.overrides._push_mode
+    pop_mode = _torch.overrides._pop_mode
+    foreach_norm: Callable[..., list[Tensor]] = _torch._foreach_norm
+    foreach_add: Callable[..., list[Tensor]] = _torch._foreach_add
+    foreach_mul: Callable[..., list[Tensor]] = _torch._foreach_mul
+    foreach_scale: Callable[..., None] = _torch._foreach_mul_
+    foreach_addcdiv: Callable[..., list[Tensor]] = _torch._foreach_addcdiv
+    foreach_copy: Callable[..., None] = _torch._foreach_copy_
+    unseen_by_functions: Callable[[], AbstractContextManager[Any]] = _torch._C.DisableTorchFunction
+    _BACKWARD = _torch.autograd.graph._engine_run_backward.__code__
+except AttributeError as error:  # which an import from the package would hide
+    raise ImportError(f"ignite_monitor does not support torch {torch.__version__}: {error}") from error
+device_mode = _device.DeviceContext
+pytree: Any = _pytree  # outputs are multiplied leaf by leaf
 
 
 def in_backward() -> bool:
     """Return True in a backward of this thread."""
     return backward_number() != -1
+
+
+_APPLY = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def calling_node() -> Any:
+    """The node of a backward whose function has called the running backward, as reentrant checkpoints do; or None."""
+    frame: Any = sys._getframe(1)
+    is_within = False
+    while frame is not None:
+        if is_within and frame.f_code is _APPLY:
+            return frame.f_locals["self"]
+        is_within |= frame.f_code is _BACKWARD
+        frame = frame.f_back
+    return None
 
 
 class GradientHook:
@@ -96,6 +104,11 @@ def finalizes_manually(module: nn.Module) -> bool:
 def has_step_hooks(optimizer: Any) -> bool:
     """Return True if the steps of an optimizer call hooks: its constructor has called torch's."""
     return hasattr(type(optimizer).step, "hooked") and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def has_pre_hooks(optimizer: Any) -> bool:
+    """Return True if an optimizer has step pre-hooks of its own."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
@@ -146,6 +159,17 @@ def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     return [registry for pair in pairs for registry in pair if isinstance(registry, dict)]
 
 
+def registries_of_buffers(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
+    """The dictionaries of modules' own buffers, those that are not empty; scripted modules have none."""
+    own = [buffers_in(module) for module in modules]
+    return [registry for registry in own if isinstance(registry, dict) and registry]
+
+
+def buffers_of_scripted(module: nn.Module) -> list[Tensor]:
+    """The own buffers of a scripted module, which can't be replaced."""
+    return [] if isinstance(buffers_in(module), dict) else list(module.buffers(recurse=False))
+
+
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
     """Forward hooks and pre-hooks of a module, by the keys that :func:`remove_hooks` takes."""
     kinds = ("_forward_hooks", "_forward_pre_hooks")
@@ -165,6 +189,12 @@ def remove_hooks(module: nn.Module, known: Iterable[tuple[str, int]]) -> None:
         getattr(module, kind, {}).clear()
 
 
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return True if a module overrides none of the methods of a layer's forward."""
+    names = [name for name in ("forward", "_conv_forward", "_output_padding") if hasattr(kind, name)]
+    return all(name not in vars(module) and getattr(type(module), name) is getattr(kind, name) for name in names)
+
+
 def with_weights(module: nn.Module, parameters: Mapping[str, Tensor | None], buffers: dict[str, Any]) -> Any:
     """Shallow copy of a module without children, with other parameters and buffers."""
     other = object.__new__(type(module))
@@ -173,28 +203,6 @@ def with_weights(module: nn.Module, parameters: Mapping[str, Tensor | None], buf
 
 
 # Tensors and modes
-
-is_functorch_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
-# The transform of torch.func that is running, or None.
-running_transform: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack")
-function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack")  # how many of the user's are active
-dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
-unseen_by_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _find("torch._C._DisableTorchDispatch")
-
-# ActivationHandler(attention=True) puts its function mode below those of others.
-push_mode = _find("torch.overrides._push_mode")
-pop_mode = _find("torch.overrides._pop_mode")
-device_mode = _find("torch.utils._device.DeviceContext")
-
-pytree = _find("torch.utils._pytree")  # outputs are multiplied leaf by leaf
-
-foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
-foreach_add: Callable[..., list[Tensor]] = _find("torch._foreach_add")
-foreach_mul: Callable[..., list[Tensor]] = _find("torch._foreach_mul")
-foreach_scale: Callable[..., None] = _find("torch._foreach_mul_")
-foreach_addcdiv: Callable[..., list[Tensor]] = _find("torch._foreach_addcdiv")
-foreach_copy: Callable[..., None] = _find("torch._foreach_copy_")
 
 
 class DispatchMode(TorchDispatchMode):
@@ -216,25 +224,36 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def changes_gradients(output: Tensor | nn.Module) -> bool:
+    """Return True if hooks may change the gradient of a tensor, or of a module's output."""
+    kind = "_backward_hooks" if isinstance(output, Tensor) else "_backward_pre_hooks"
+    return bool(getattr(output, kind, None))
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a function, but not the functions that it calls, from tracing; importing the compiler takes seconds."""
-    _find("torch._dynamo.decorators.skip")(function)
+    from torch._dynamo.decorators import skip
+
+    skip(function)  # type: ignore[no-untyped-call, unused-ignore]
     return function
 
 
 @contextlib.contextmanager
-def eager_functions() -> Iterator[None]:
+def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
     """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
-    Without the private names FlexAttention runs eagerly too.
+    Args:
+        ran: is called with the name of each function, other than a module's, that would have run compiled.
     """
-    frames: Any = _find("torch._dynamo.eval_frame")
-    decide: Any = getattr(frames, "_callback_from_stance", None)
-    stance = getattr(frames, "_stance", None)
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    decide, stance = frames._callback_from_stance, frames._stance
 
     def decide_by_function(callback: Any) -> Any:
         function = sys._getframe(1).f_locals.get("fn")
-        if not str(getattr(function, "__module__", "")).startswith("torch.nn.attention"):
+        module = str(getattr(function, "__module__", ""))
+        if not module.startswith("torch.nn.attention"):
+            if callback and not isinstance(getattr(function, "__self__", None), nn.Module):
+                ran(f"{module}.{getattr(function, '__qualname__', '')}")
             return decide(callback)
         forced, frames._stance = frames._stance, stance  # the user's own
         try:
@@ -244,7 +263,7 @@ def eager_functions() -> Iterator[None]:
 
     with contextlib.ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
-        if decide is not None and getattr(stance, "stance", "force_eager") != "force_eager":
+        if stance.stance != "force_eager":
             frames._callback_from_stance = decide_by_function
             exits.callback(setattr, frames, "_callback_from_stance", decide)
         yield
@@ -252,20 +271,10 @@ def eager_functions() -> Iterator[None]:
 
 # Ignite's engines
 
-_OF_ENGINES = TRAIN_STEP, HANDLE_EXCEPTION, EVENT_HANDLERS = "_process_function", "_handle_exception", "_event_handlers"
-
-
-def check_engine(engine: Any) -> None:
-    """Refuse an engine with a RuntimeError if a private name is missing that all monitors share."""
-    need(
-        "attach()",
-        *(backward_number, queue_callback, is_functorch_wrapped, running_transform, function_modes, dispatch_modes),
-        *(unseen_by_dispatch, foreach_norm, foreach_add, foreach_mul, foreach_scale, foreach_addcdiv),
-        *(Gone(f"ignite.engine.Engine.{name}") for name in _OF_ENGINES if not hasattr(engine, name)),
-    )
+TRAIN_STEP, HANDLE_EXCEPTION, EVENT_HANDLERS = "_process_function", "_handle_exception", "_event_handlers"
 
 
 def put_first(engine: Any, event: Any) -> None:
-    """Move the latest handler of an event to the first place."""
-    handlers = getattr(engine, EVENT_HANDLERS)[event]
-    handlers.insert(0, handlers.pop())
+    """Move the latest handler of an event to the first place; in a new list, since the event may be firing."""
+    handlers = getattr(engine, EVENT_HANDLERS)
+    handlers[event] = [handlers[event][-1], *handlers[event][:-1]]

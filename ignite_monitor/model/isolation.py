@@ -14,13 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_scripted, registries_of_buffers
 from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.names import named_modules
 
@@ -33,15 +33,19 @@ def in_second_pass() -> bool:
 
 
 @contextlib.contextmanager
-def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+def isolated_pass(
+    model: nn.Module, devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
+) -> Iterator[None]:
     """Run a second pass of a model: RNG state, generators, buffers and training flags are restored on exit.
 
-    The RNG state is that of ``devices``; None for those of the model's parameters and buffers.
+    The RNG state is that of ``devices``; None for those of the model's parameters and buffers. Generators are those of
+    :func:`generators_of` and others that the user names.
     """
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
     before = in_second_pass(), torch.is_autocast_cache_enabled()
-    with preserved_rng_state(devices, generators_of(model).values()), preserved_buffers(model.modules()):
+    own = [*generators_of(model).values(), *generators]
+    with preserved_rng_state(devices, own), preserved_buffers(model.modules()):
         try:
             _thread.in_second_pass = True
             # Weights that are cast here without gradients would be reused where gradients are recorded.
@@ -56,10 +60,14 @@ def isolated_pass(model: nn.Module, devices: Iterable[torch.device] | None = Non
 def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
     flags = [(module, module.training) for module in modules]
-    buffers = [(registry, dict(registry)) for registry in map(buffers_in, (module for module, _ in flags)) if registry]
+    copies: dict[int, Tensor] = {}  # a tensor that several modules have stays one
+    buffers = [(registry, dict(registry)) for registry in registries_of_buffers(module for module, _ in flags)]
+    scripted = [(item, item.detach().clone()) for module, _ in flags for item in buffers_of_scripted(module)]
     try:
         for registry, saved in buffers:
-            registry.update((name, None if item is None else item.clone()) for name, item in saved.items())
+            for name, item in saved.items():
+                if item is not None:
+                    registry[name] = copies.setdefault(id(item), item.clone())
         yield
     finally:
         for module, flag in flags:
@@ -68,6 +76,8 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         for registry, saved in buffers:
             registry.clear()
             registry.update(saved)
+        for item, saved_item in scripted:
+            item.data.copy_(saved_item)  # no version counter changes
 
 
 @contextlib.contextmanager
@@ -164,22 +174,62 @@ def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iter
 
 
 def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
-    """Generators of torch, Python and NumPy that the modules of a model reach, by name of the module and path."""
-    return _generators((name, *member) for name, module in named_modules(model) for member in reachable(module))
+    """Generators of torch, Python and NumPy that a model may use, by name of the module and place.
+
+    These are attributes of modules and of their classes, members of a container or in the closure of a function there,
+    and globals of the files in which the classes are.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    classes: dict[type, str] = {}
+    for name, module in named_modules(model):
+        own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
+        found |= {(name, *place): value for place, value in _generators_in(own)}
+        for kind in type(module).__mro__:
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+                classes.setdefault(kind, name)
+    for kind, name in classes.items():
+        found |= {(name, kind, *place): value for place, value in _generators_in(vars(kind))}
+    files = {id(file): file for kind in classes if (file := sys.modules.get(kind.__module__)) is not None}
+    return found | {("", *place): value for file in files.values() for place, value in _generators_in(vars(file), 0)}
 
 
 def generators_used_by(function: Any, model: nn.Module) -> list[Any]:
-    """Generators that a model reaches, and a function, by the global names in its code too."""
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    values = [function, *(function.__globals__[name] for name in names if name in function.__globals__)]
-    own = _generators(("", *member) for member in reachable(SimpleNamespace(values=values)))
-    return [*generators_of(model).values(), *own.values()]
+    """Generators that a model may use, and a function: by its closure, defaults and the globals of its file."""
+    own = [value for _, value in _generators_in({"": function}, 2)]
+    return [*generators_of(model).values(), *own]
 
 
-def _generators(members: Iterable[tuple[Any, Any, Any]]) -> dict[tuple[Any, ...], Any]:
+def _generators_in(scope: Mapping[str, Any], depth: int = 1) -> list[tuple[tuple[Any, ...], Any]]:
+    """Generators among the values of a scope, and in the containers and functions there, with their places."""
+    kinds = _generator_kinds()
+    found, inner = list[tuple[tuple[Any, ...], Any]](), list[tuple[tuple[Any, ...], Any]]()
+    for key, value in [*scope.items()]:
+        if isinstance(value, kinds):
+            found.append(((key,), value))
+        elif depth and isinstance(value, _HOLDERS):
+            inner += [((key, *place), item) for place, item in _generators_in(_members(value), depth - 1)]
+    return found + inner
+
+
+def _generator_kinds() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy.random")
-    kinds = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
-    return {(name, *path): value for name, path, value in members if isinstance(value, kinds)}
+    return torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState))
+
+
+_HOLDERS = (dict, list, tuple, set, frozenset, deque, FunctionType, MethodType, functools.partial)
+
+
+def _members(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, MethodType):
+        return {"function": value.__func__} | getattr(value.__self__, "__dict__", {})
+    if isinstance(value, functools.partial):
+        return dict(enumerate([value.func, *value.args, *value.keywords.values()]))
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        own = {name: item for name, item in value.__globals__.items() if isinstance(item, _generator_kinds())}
+        return own | dict(enumerate([*cells, *defaults]))
+    return value if isinstance(value, dict) else dict(enumerate(value))
 
 
 def generator_state(generator: Any) -> Any:
@@ -208,45 +258,3 @@ def _without_arrays(value: Any) -> Any:
         return {key: _without_arrays(item) for key, item in value.items()}
     is_array = hasattr(value, "tolist") and not isinstance(value, Tensor)
     return value.tolist() if is_array else value
-
-
-class Captured(int):
-    """A position in a path of :func:`reachable`, among the objects of a function's closure and defaults."""
-
-
-_ATOMS = (int, float, str, bytes, type(None), Tensor, nn.Module, ModuleType, type)
-_MAX_DEPTH = 5  # a trainer or a data set may be behind an attribute
-_MAX_MEMBERS = 1000  # a larger container holds data
-
-
-def reachable(module: nn.Module | SimpleNamespace) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Paths and objects that a module reaches by attributes of its own, containers, objects and closures.
-
-    Modules are returned, and not entered; nor are containers of more than 1,000 members.
-    """
-    seen: set[int] = set()
-    waiting: deque[tuple[tuple[Any, ...], Any]]
-    waiting = deque(((name,), item) for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES)
-    while waiting:
-        path, value = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield path, value
-        if len(path) <= _MAX_DEPTH and not isinstance(value, _ATOMS):
-            waiting += [((*path, key), member) for key, member in _members(value)]
-
-
-def _members(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, (dict, list, tuple, deque)):
-        members = value.items() if isinstance(value, dict) else enumerate(value)
-        return [*members] if len(value) <= _MAX_MEMBERS else ()
-    if isinstance(value, FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [(Captured(index), item) for index, item in enumerate(held)]
-    if isinstance(value, MethodType):
-        return enumerate([value.__func__, value.__self__])
-    if isinstance(value, functools.partial):
-        return enumerate([value.func, *value.args, *value.keywords.values()])
-    return [*getattr(value, "__dict__", {}).items()]

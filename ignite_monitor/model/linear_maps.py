@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import parameters_in, with_weights
+from ignite_monitor.model._torch import computes_as, parameters_in, with_weights
 
 LinearMap = Callable[[Tensor, Tensor], Tensor]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_OVER_CHANNELS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm, nn.PReLU)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_OVER_CHANNELS = (*_BATCH_NORMS, nn.GroupNorm, nn.PReLU)
 
 
 def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -23,9 +24,9 @@ def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
     A forward of its own excludes a module, and so does a computed weight: a parametrization, weight or spectral norm.
     """
-    if "forward" in vars(module) or parameters_in(module).get("weight") is None:
+    if parameters_in(module).get("weight") is None:
         return False
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    return any(isinstance(module, kind) and computes_as(module, kind) for kind in kinds)
 
 
 def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:
@@ -54,6 +55,9 @@ def feature_dim(module: nn.Module) -> int:
     """The dimension that holds the features in a module's inputs and outputs."""
     if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         return -len(module.kernel_size) - 1
+    for dims, kind in enumerate(_INSTANCE_NORMS, start=1):
+        if isinstance(module, kind):  # which takes inputs without a batch too
+            return -dims - 1
     return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,21 +47,40 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Compute products of float32 in float32, neither in TF32 nor in bfloat16, without autocast."""
     mkldnn = torch.backends.mkldnn
     backends: list[Any] = [torch.backends.cuda.matmul, getattr(mkldnn, "matmul", mkldnn)]
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), ExitStack() as before:
-        if all(hasattr(backend, "fp32_precision") for backend in backends):
-            for backend in backends:
-                before.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-                backend.fp32_precision = "ieee"
-        else:
-            before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision("highest")
-        yield
+    before = [(backend, backend.fp32_precision) for backend in backends if hasattr(backend, "fp32_precision")]
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set fp32_precision
+        legacy = "highest"
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        try:
+            if legacy != "highest":
+                torch.set_float32_matmul_precision("highest")
+            for backend, value in before:
+                if value not in ("none", "ieee"):
+                    backend.fp32_precision = "ieee"
+            yield
+        finally:
+            if legacy != "highest":
+                torch.set_float32_matmul_precision(legacy)
+            for backend, value in before:
+                if legacy != "highest" or backend.fp32_precision != value:
+                    backend.fp32_precision = "none"  # inherited, unless that is another value
+                    if backend.fp32_precision != value:
+                        backend.fp32_precision = value
 
 
 def eager() -> AbstractContextManager[None]:
     """Run compiled functions eagerly, except FlexAttention; nothing is compiled again.
 
-    Hooks registered after the first compiled call would not run otherwise.
+    Hooks registered after the first compiled call would not run otherwise. One line is logged for each function.
     """
     # Nothing is compiled before this import, which takes seconds.
-    return eager_functions() if "torch._dynamo" in sys.modules else nullcontext()
+    return eager_functions(_log_function) if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@functools.cache
+def _log_function(name: str) -> None:
+    logging.getLogger(__name__).info(
+        f"{name} is compiled, and runs eagerly in monitored iterations: results may differ in their last bits"
+    )

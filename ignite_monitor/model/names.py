@@ -89,6 +89,13 @@ def held_by(optimizer: Optimizer) -> set[int]:
     return set(map(id, parameters_of(optimizer)))
 
 
+def learning_rates(optimizer: Optimizer) -> list[float | Tensor | None]:
+    """The learning rate of each group, 0-dim if it is a tensor; None where a group has none, as with Adafactor."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    numbers = [rate.detach().reshape(()) if isinstance(rate, Tensor) else rate for rate in rates]
+    return [rate if isinstance(rate, (float, int, Tensor)) else None for rate in numbers]
+
+
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The user's own modules by name, without the wrappers around them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, local, local_elements
 from ignite_monitor.model.names import named_parameters
+from ignite_monitor.model.norms import reduce_norm
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -79,13 +81,28 @@ class ParameterSamples:
         """Return True if the model's parameters are still those that are sampled."""
         return _kinds(self._model) == self._kinds
 
-    def take(self, index: int, tensor: Any) -> Tensor:
-        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32, or a view."""
+    def is_sampled(self, index: int) -> bool:
+        """Return True unless all elements of a parameter are taken."""
+        return index in self._elements
+
+    def take_whole(self, index: int) -> None:
+        """Take all elements of a parameter from now on; of a DTensor those of this rank."""
+        self._elements.pop(index, None)
+        self.counts[index] = self.parameters[index].numel()
+        self.factors[index] = 1.0
+
+    def own_part(self, index: int, tensor: Any) -> Tensor:
+        """This rank's part of a tensor of a parameter's shape."""
         tensor = tensor.detach()
         if is_dtensor(tensor):
             placements = self.parameters[index].placements
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
-        elements = self._elements.get(index)
+        return tensor  # type: ignore[no-any-return]
+
+    def take(self, index: int, tensor: Any, *, whole: bool = False) -> Tensor:
+        """This rank's sampled, or all, elements of a tensor of a parameter's shape: 1-D, real, at least float32."""
+        tensor = self.own_part(index, tensor)
+        elements = None if whole else self._elements.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj()).flatten()
@@ -106,10 +123,10 @@ class ParameterSamples:
         for (mesh, dims), members in self._meshes.items():
             columns = [column for column, index in enumerate(indices) if index in members]
             at = move(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
-            squares = norms.index_select(-1, at).square()
+            part = norms.index_select(-1, at)
             for dim in dims if columns else ():
-                squares = all_reduce(squares, group=mesh.get_group(dim))
-            norms = norms.index_copy(-1, at, squares.sqrt())
+                part = reduce_norm(part, 2.0, partial(all_reduce, group=mesh.get_group(dim)))
+            norms = norms.index_copy(-1, at, part)
         return norms
 
 

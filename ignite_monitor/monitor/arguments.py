@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from ignite.engine import Engine, Events, EventsList, State
@@ -15,6 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
+from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.names import held_by
 
 
@@ -49,18 +53,49 @@ def check_flag(flag: str) -> None:
         raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
 
 
-def check_attachable(monitor: Any, engine: Engine) -> None:
-    """Refuse an attached monitor, and an engine whose state has one of the monitor's attributes already."""
+def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) -> None:
+    """Refuse an attached monitor, and names that another monitor or code of the user's has taken.
+
+    Args:
+        replaced: monitors that are about to be detached.
+
+    Raises:
+        ValueError: if the monitor is attached, or a name is taken.
+    """
     check_type("engine", engine, Engine, "ignite.engine.Engine")
+    kind = type(monitor).__name__
     if monitor._attached_to() is not None:
-        raise ValueError(f"This {type(monitor).__name__} is attached already: detach() it first, or make another one")
+        raise ValueError(f"This {kind} is attached already: detach() it first, or make another one")
+    again = f"detach() the other {kind}, as before a cell of a notebook is run again, or give this one a prefix"
+    own = {name for other in replaced for name in other.attributes}
     for name in monitor.attributes:
-        if hasattr(engine.state, name):
+        if hasattr(engine.state, name) and name not in own:
             raise ValueError(
-                f"engine.state.{name} is already claimed, by another monitor or by code of your own: detach() the "
-                f"other {type(monitor).__name__}, as before a cell of a notebook is run again, or give this one a "
-                "prefix and a flag of its own"
+                f"engine.state.{name} is already claimed, by another monitor or by code of your own: {again} and a "
+                "flag of its own"
             )
+    source = EventSource.on(engine)
+    others = [item for item in source.monitors if item not in replaced] if source is not None else []
+    for family, taken in itertools.product(monitor.families, (name for other in others for name in other.families)):
+        if f"{family}/".startswith(f"{taken}/") or f"{taken}/".startswith(f"{family}/"):
+            raise ValueError(f"Another monitor on this engine has the prefix {taken!r}: {again} of its own")
+
+
+def check_handlers(monitor: Any, handlers: Any, engine_handlers: Any) -> None:
+    """Refuse handlers for other events, or that are no methods of the monitor: its events hold it weakly.
+
+    Raises:
+        TypeError: if a handler is no method of the monitor.
+        ValueError: if an event is another.
+    """
+    for event, handler in handlers:
+        if not isinstance(event, (MonitorEvents, Phase)):
+            raise ValueError(f"handlers() should return events of MonitorEvents, but returned {event!r}")
+        if getattr(handler, "__self__", None) is not monitor:
+            raise TypeError(f"handlers() should return methods of the monitor, but returned {handler!r}")
+    for event, handler in engine_handlers:
+        if event not in list(Events) or not callable(handler):
+            raise ValueError(f"engine_handlers() should return Ignite's events and functions, but returned {event!r}")
 
 
 def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithFilter]:

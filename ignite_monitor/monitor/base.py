@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_choice
+from ignite_monitor.checks import check_choice, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource
@@ -32,8 +33,6 @@ from ignite_monitor.schema import Schema
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
 
 Handlers = list[tuple[MonitorEvents | Phase, Callable[..., Any]]]
-
-_LAST_VALUES = "_ignite_monitor_last_values"  # of an engine: names that stay after a ``with`` block
 
 
 class Monitor(Serializable):
@@ -60,6 +59,7 @@ class Monitor(Serializable):
 
     schema: ClassVar[Schema] = Schema("other", "", ())
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
+    measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
@@ -75,6 +75,7 @@ class Monitor(Serializable):
         self.model, self.prefix = model, prefix
         # No two monitors on an engine share a family, and loggers write every family under a tag of its own.
         self.families = [self._named(family) for family in families] or [prefix]
+        self._starts = tuple(f"{family}/" for family in self.families)
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
         self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
@@ -83,6 +84,7 @@ class Monitor(Serializable):
         self._source: EventSource | None = None
         self._filters: list[Any] = []
         self._log_handlers: list[Any] = []
+        self._engine_handles: list[Any] = []
         self.reports: list[Report] = []
         self._reported_kinds: set[str] = set()
         self._monitored = self._has_seen_step = False
@@ -161,42 +163,66 @@ class Monitor(Serializable):
         Raises:
             ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
         """
+        self._connect(engine, event)
+        self._claim_names(engine)
+        return MonitorHandle(engine, {self.prefix: self})
+
+    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any] = ()) -> None:
+        """Add the handlers of :meth:`attach`, or raise an error that leaves everything as it was.
+
+        Args:
+            engine: the engine that trains the model.
+            event: the event of :meth:`attach`.
+            replaced: attached monitors that are about to be detached, whose names may be taken.
+
+        Raises:
+            ValueError: as :meth:`attach`.
+        """
         events = arguments.events_of(event, only=Events.ITERATION_STARTED)
-        arguments.check_attachable(self, engine)
-        handlers = self.handlers()
+        arguments.check_attachable(self, engine, replaced)
+        handlers, engine_handlers = self.handlers(), self.engine_handlers()
         if getattr(self, "scaler", self) is None and MonitorEvents.GRADIENTS_READY in dict(handlers):
             handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
+        arguments.check_handlers(self, handlers, engine_handlers)
         source = EventSource.of(engine)
-        source.add(self, handlers)
-        self._source, self._engine = source, weakref.ref(engine)
-        self._filters = [getattr(single, "filter", None) for single in events]
-        engine.add_event_handler(Events.ITERATION_STARTED, self._start)
-        for name, handler in self.engine_handlers():
-            engine.add_event_handler(name, handler)
-            if name == Events.ITERATION_STARTED:
-                put_first(engine, name)
-        for name in vars(engine).pop(_LAST_VALUES, ()):
-            engine.state.metrics.pop(name, None)
-        self.clear(engine)
-        return MonitorHandle(engine, {self.prefix: self})
+        try:
+            source.add(self, handlers)
+            self._source, self._engine = source, weakref.ref(engine)
+            self._filters = [getattr(single, "filter", None) for single in events]
+            self._engine_handles.append(engine.add_event_handler(Events.ITERATION_STARTED, self._start))
+            for name, handler in engine_handlers:
+                is_start = name == Events.ITERATION_STARTED
+                own = functools.partial(self._if_attached, handler) if is_start else handler
+                self._engine_handles.append(engine.add_event_handler(name, own))
+                if is_start:
+                    put_first(engine, name)
+        except BaseException:  # also an interrupt
+            self._disconnect(source)
+            raise
+
+    def _disconnect(self, source: EventSource) -> None:
+        """Remove what :meth:`_connect` and :meth:`log_to` have added."""
+        for handles in (self._log_handlers, self._engine_handles):
+            while handles:
+                handles.pop().remove()
+        source.remove(self)
+        self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
 
     def detach(self) -> None:
         """Undo :meth:`attach` and :meth:`log_to`: remove all hooks, handlers, metrics and attributes."""
-        while self._log_handlers:
-            self._log_handlers.pop().remove()
-        engine = self._attached_to()
-        if engine is None or self._source is None:
+        engine, source = self._attached_to(), self._source
+        if engine is None or source is None:
+            while self._log_handlers:
+                self._log_handlers.pop().remove()
             return
-        engine.remove_event_handler(self._start, Events.ITERATION_STARTED)
-        for name, handler in self.engine_handlers():
-            engine.remove_event_handler(handler, name)
-        self.on_run_end()
-        self.reset_run_state()
-        self.clear(engine)
-        self._source.remove(self)
-        self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
-        for attribute in self.attributes:
-            delattr(engine.state, attribute)
+        try:
+            self.on_run_end()
+        finally:
+            self.reset_run_state()
+            self.clear(engine)
+            self._disconnect(source)
+            for attribute in self.attributes:
+                vars(engine.state).pop(attribute, None)
 
     def log_to(
         self,
@@ -267,7 +293,8 @@ class Monitor(Serializable):
         engine = self._attached_to()
         iteration = 0 if engine is None else engine.state.iteration
         self.reports.append(Report(iteration, self._title, kind, severity, text, tuple(names)))
-        self.logger.log(LEVELS[severity], "%s: iteration %d: %s", self._title, iteration, text)
+        place = f"iteration {iteration}: " if iteration else ""
+        self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
 
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
@@ -300,7 +327,7 @@ class Monitor(Serializable):
             self.logger.warning(f"%s: {text}", self._title, *values)
 
     def _check_scaler(self, engine: Engine, step: Any) -> None:
-        if not self._has_seen_step and step.tracker.shares(step.optimizer):
+        if not self._has_seen_step and step.parameters:
             self._has_seen_step = True
             self.lacks_scaler = arguments.steps_through_scaler()
             if self.lacks_scaler:
@@ -313,7 +340,20 @@ class Monitor(Serializable):
     def _named(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
+    def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
+        # Ignite still calls the handlers of an event that one of them removes.
+        if self._attached_to() is engine:
+            handler(engine)
+
+    def _claim_names(self, engine: Engine) -> None:
+        """Remove what others have left under the names of this monitor, and set its attributes."""
+        for name in [name for name in engine.state.metrics if name.startswith(self._starts)]:
+            del engine.state.metrics[name]
+        self.clear(engine)
+
     def _start(self, engine: Engine) -> None:
+        if self._attached_to() is not engine:  # a handler before this one has detached it
+            return
         self.clear(engine)
         # Every filter is called, as by Ignite: it may have a state.
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
@@ -335,13 +375,14 @@ class Monitor(Serializable):
         return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]
 
 
-class MonitorHandle:
+class MonitorHandle(Serializable):
     """Handle of monitors on an engine: :meth:`remove` or the end of a ``with`` block detaches them.
 
-    After a ``with`` block their last values stay in ``engine.state.metrics``, until a monitor is attached.
+    It is saved and resumed as a whole: ``Checkpoint({"model": model, ..., "monitors": handle}, ...)``. After a ``with``
+    block the last values stay in ``engine.state.metrics``.
 
     Attributes:
-        monitors: name -> monitor, read-only; for checkpoints: ``Checkpoint({**handle.monitors, ...}, ...)``.
+        monitors: name -> monitor, read-only.
     """
 
     def __init__(self, engine: Engine, monitors: Mapping[str, Any]) -> None:
@@ -353,19 +394,52 @@ class MonitorHandle:
         for monitor in self._attached():
             monitor.detach()
 
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return name -> state of the monitor."""
+        return OrderedDict((name, monitor.state_dict()) for name, monitor in self.monitors.items())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the states of all monitors, or of none if one is refused.
+
+        Monitors without a saved state keep theirs, and saved states without a monitor are ignored: both are logged.
+
+        Args:
+            state_dict: a state that :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if it has the state of no monitor here, or a monitor refuses its state.
+        """
+        check_type("state_dict", state_dict, Mapping, "Mapping")
+        both = [name for name in self.monitors if name in state_dict]
+        if self.monitors and not both:
+            raise ValueError(f"Argument state_dict should have states of {[*self.monitors]}, but has {[*state_dict]}")
+        different = set(self.monitors) ^ set(state_dict)
+        if different:
+            text = "saved and attached monitors differ: not loaded: %s"
+            logging.getLogger(__name__).warning(text, ", ".join(sorted(different)))
+        before = {name: self.monitors[name].state_dict() for name in both}
+        try:
+            for name in both:
+                self.monitors[name].load_state_dict(state_dict[name])
+        except BaseException:
+            for name, state in before.items():
+                self.monitors[name].load_state_dict(state)
+            raise
+
     def __enter__(self) -> MonitorHandle:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        engine = self._engine()
-        if kind is None and engine is not None:
-            for monitor in self._attached():
-                last = dict(monitor.on_host())
-                monitor.detach()
-                monitor.metrics.update(last)
-                engine.state.metrics.update(last)
-                vars(engine).setdefault(_LAST_VALUES, set()).update(last)
-        self.remove()
+        engine, last = self._engine(), dict[Any, dict[str, Any]]()
+        try:
+            if kind is None:
+                last = {monitor: dict(monitor.on_host()) for monitor in self._attached()}
+        finally:
+            self.remove()
+        for monitor, values in last.items():
+            monitor.metrics.update(values)
+            if engine is not None:
+                engine.state.metrics.update(values)
 
     def _attached(self) -> list[Any]:
         return [monitor for monitor in self.monitors.values() if monitor._attached_to() is self._engine()]

@@ -41,6 +41,8 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str 
     """
     is_whole = not any_dtensor(gradients)  # then it counts as one tensor
     parts: Norms = [total_norm(gradients, norm_type)] if is_whole else norms(gradients, norm_type)
+    if is_whole and reduction is None:
+        return parts[0]
     gradients = gradients[:1] if is_whole else gradients
     return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
 
@@ -57,7 +59,7 @@ def norm_of_parts(
     own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
     pair = torch.stack((own, flag.to(own)))
     if reduction == "mean":
-        pair = (all_reduce(pair**2) / world_size()).sqrt()
+        pair = reduce_norm(pair, 2.0, all_reduce) / world_size() ** 0.5
     else:
         pair = reduce_norm(pair, norm_type, all_reduce)
     whole = [norm for norm, is_whole in zip(parts, sharded, strict=True) if is_whole]

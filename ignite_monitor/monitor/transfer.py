@@ -66,8 +66,13 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
         waiting = [names for names, _ in monitor._waiting]
         monitor._waiting.clear()
         monitor._is_resolved = True
-        for names, own in zip(waiting, numbers, strict=False):
-            monitor._put(dict(zip(names, own, strict=True)))
+        latest = {
+            name: value for pair in zip(waiting, numbers, strict=False) for name, value in zip(*pair, strict=True)
+        }
+        # A number that was published after a tensor of the same name stays.
+        current = monitor.metrics
+        waits = [name for name in latest if isinstance(current.get(monitor._named(name)), Tensor)]
+        monitor._put({name: latest[name] for name in waits})
         monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
 
 

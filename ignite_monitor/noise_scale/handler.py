@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from ignite.engine import Engine
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_function, check_real
+from ignite_monitor.checks import check_count, check_function, check_real, check_type
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
@@ -53,6 +54,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         micro_batches: number of backward passes per optimizer step, each over items of its own.
         items: function of the batch that returns its number of items, shared equally by the backward passes, or a list
             with the number of each; None for the length of the first tensor.
+        scaler: the GradScaler of the train step; without it steps through a GradScaler are not measured.
         decay: weight of earlier steps, greater than 0.905 (20 effective steps) and less than 1.
         prefix: prefix of the keys.
 
@@ -78,6 +80,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         *,
         micro_batches: int = 1,
         items: Callable[[Any], float | Sequence[float]] | None = None,
+        scaler: GradScaler | None = None,
         decay: float = 0.99,
         prefix: str = "noise_scale",
     ) -> None:
@@ -95,7 +98,9 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
             )
         check_function("items", items, "the batch")
         self.optimizer = optimizer
-        self.items = items
+        if scaler is not None:
+            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        self.items, self.scaler = items, scaler
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step
         self._closed: list[list[Increment]] = []  # of this iteration's steps
@@ -145,6 +150,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
     def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
         if self._window and not ready.reached.isdisjoint(map(id, ready.tracker.parameters_of(self.optimizer))):
             self._window[-1].is_reduced = True
+            self._window[-1].scale = ready.scale(self.scaler)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if step.is_of(self.optimizer):
@@ -163,7 +169,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         self._closed.clear()
 
     def _observe(self, window: list[Increment]) -> None:
-        if self._over_ranks and not all_take_part(self.model):
+        if self.lacks_scaler or (self._over_ranks and not all_take_part(self.model)):
             return
         device = next(self.model.parameters()).device
         sums = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
@@ -175,6 +181,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         if self._over_ranks:  # the gradients are the ranks' mean
             total = total * world_size()
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
+        if window and window[-1].scale is not None:
+            new = new / window[-1].scale.to(new) ** 2
         self._ratio.observe(new)
         interval = self._ratio.interval()
         _, low, high = interval.unbind()
@@ -196,7 +204,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
                 else f"the last was made from {len(window)} backward passes in monitored iterations, and micro_batches "
                 f"is {self.micro_batches}"
             )
-            self._warn_once("no value after %d optimizer steps: %s", _PATIENCE, reason)
+            self.report("no_value", f"no value after {_PATIENCE} optimizer steps: {reason}")
         return False
 
 

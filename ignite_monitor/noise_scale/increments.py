@@ -27,6 +27,7 @@ class Increment:
         before: squared norm of the gradients before it; None if there were none.
         after: squared norm of the gradients after it.
         is_reduced: the gradients are reduced over ranks.
+        scale: the scale of the gradients, of a GradScaler; None for 1.
         items: number of items it is the gradient of; None until known, NaN if it can't be known.
     """
 
@@ -34,6 +35,7 @@ class Increment:
     before: Tensor | None
     after: Tensor
     is_reduced: bool = False
+    scale: Tensor | None = None
     items: float | None = None
 
 
@@ -60,13 +62,16 @@ class IncrementObserver:
         self, tracker: GradientTracker, parameters: Sequence[nn.Parameter], increments: list[Increment]
     ) -> None:
         self._tracker, self._parameters, self._increments = tracker, parameters, increments
-        self._before: dict[int, Tensor | None] = {}  # by number of the backward pass
-        self._norms: dict[int, list[Tensor]] = {}
+        self._before: dict[int, Tensor | None] = {}  # by number of the backward pass, in order
+        self._norms: dict[int, dict[int, Tensor]] = {}  # by index of the parameter
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        hook = functools.partial(torch.compiler.disable(IncrementObserver.before_adding), self)
-        self._handles = [parameter.register_hook(hook) for parameter in self._parameters]
+        hook = torch.compiler.disable(IncrementObserver.before_adding)
+        self._handles = [
+            parameter.register_hook(functools.partial(hook, self, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
         self._tracker.observers.append(self)
 
     def __exit__(self, *exception: object) -> None:
@@ -74,25 +79,29 @@ class IncrementObserver:
         for handle in self._handles:
             handle.remove()
 
-    def before_adding(self, gradient: Tensor) -> None:
+    def before_adding(self, index: int, gradient: Tensor) -> None:
         """Add the norm of a gradient to those of its backward pass."""
         task = backward_number()
         with hidden_from_user_modes():
             if task not in self._norms:
                 self._before[task] = self._square()
-                self._norms[task] = []
-            self._norms[task] += _norms([gradient.detach()])
+                self._norms[task] = {}
+            (self._norms[task][index],) = _norms([gradient.detach()])
 
-    def backward_ended(self, task: int, reached: Set[int], running: Set[int]) -> None:
-        """Append the increment of a backward pass; ``autograd.grad`` reaches no parameter, and makes none."""
-        norms = self._norms.pop(task, None)
+    def backward_ended(self, numbers: Set[int], reached: Set[int]) -> None:
+        """Append the increment of a backward pass and those inside of it; ``autograd.grad`` makes none."""
+        tasks = [task for task in self._norms if task in numbers]
+        parts = [norms for task in tasks for norms in self._norms[task].items()]
         with hidden_from_user_modes():
             after = self._square()
-            if norms and after is not None:
-                before = self._before[task]
+            if parts and after is not None:
+                before = self._before[tasks[0]]
                 if before is None:
                     self._increments.clear()
-                self._increments.append(Increment(torch.stack(norms).square().sum(), before, after))
+                square = torch.stack([norm for _, norm in parts]).square().sum()
+                if len(dict(parts)) < len(parts):  # two of its gradients of one parameter add up
+                    square = square * math.nan
+                self._increments.append(Increment(square, before, after))
         self._norms.clear()
         self._before.clear()
 

@@ -1,18 +1,31 @@
-"""Inputs and RNG state of a model's calls since its last backward pass."""
+"""Calls of a model since its last backward pass: inputs, RNG state, and the gradients that the outputs received."""
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import in_backward, is_compiled_in_place, is_compilers_wrapper, version
+from ignite_monitor.model._torch import (
+    changes_gradients,
+    in_backward,
+    is_compiled_in_place,
+    is_compilers_wrapper,
+    unseen_by_dispatch,
+    unseen_by_functions,
+    version,
+)
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook
 from ignite_monitor.model.isolation import generator_state, generators_of, in_second_pass
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, unwrapped
+from ignite_monitor.model.tensors import tensors_in
 
 MOST_CALLS = 64
 
@@ -23,10 +36,12 @@ class ModelCall(NamedTuple):
     Attributes:
         args: positional arguments.
         kwargs: keyword arguments.
-        versions: tensors among the arguments, and their versions.
+        versions: tensors among the arguments, nested ones too, and their versions.
         states: generators of devices, and their states when the model was called.
         own: place of :func:`generators_of` the model -> generator, and its state.
         autocast: device type -> dtype of autocast, and whether it was enabled.
+        received: place of an output -> smallest and largest element of the gradient that it received in a backward.
+        hooked: places of outputs with hooks of the model's own, which may have changed what they received.
     """
 
     args: tuple[Any, ...]
@@ -35,12 +50,15 @@ class ModelCall(NamedTuple):
     states: list[tuple[torch.Generator, Tensor]]
     own: dict[tuple[Any, ...], tuple[Any, Any]]
     autocast: dict[str, tuple[torch.dtype, bool]]
+    received: dict[str, Sequence[Tensor]]
+    hooked: set[str]
 
 
 class ModelCalls(ModuleHook):
-    """Note the calls of a model in a train step, as a context around it.
+    """Note the calls of a model in a train step, as a context around it, and which of their outputs are used.
 
-    Inputs are kept until the step returns. Calls without gradients are not noted.
+    Inputs are kept until the step returns. Calls without gradients are not noted. A hook on the operation that made an
+    output notes the extremes of the gradient that it receives; it stays on the graph.
 
     Attributes:
         device: the model's device; None to look it up at every call.
@@ -51,7 +69,8 @@ class ModelCalls(ModuleHook):
         wrappers = [module for name, module in named_modules(model) if not name]
         # The module that is called eagerly: the user's model, or the compiler's wrapper.
         self._called = next(filter(is_compilers_wrapper, wrappers), wrappers[-1])
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        self._running: ModelCall | None = None
         self._ended = False
         self.device: torch.device | None = None
         self._device: torch.device | None = None  # of the generators
@@ -61,42 +80,58 @@ class ModelCalls(ModuleHook):
 
     def __enter__(self) -> None:
         if not is_compiled_in_place(self._called):  # hooks would be compiled with it
-            # Scripted modules refuse the bound method.
-            register = nn.Module.register_forward_pre_hook
-            self._handle = register(self._called, self, prepend=True, with_kwargs=True)
+            # Scripted modules refuse the bound methods.
+            before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
+            self._handles.append(before(self._called, self, prepend=True, with_kwargs=True))
+            self._handles.append(after(self._called, self, with_kwargs=True))
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Remove the hook, and forget the calls."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Remove all hooks, and forget the calls."""
+        while self._handles:
+            self._handles.pop().remove()
         self.calls.clear()
+        self._running = None
         self._ended = False
 
     def backward_ended(self) -> None:
         """Forget the calls at the next one; until then another backward pass may use them."""
         self._ended = True
+        for call in self.calls:
+            call.received.clear()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        """Handle the start of a call, or the end of one, with its output."""
         if torch.compiler.is_compiling() or module is not self._called:  # a shallow copy has the same hooks
             return
-        if not torch.is_grad_enabled() or in_backward() or in_second_pass():
-            return
+        if output:
+            call, self._running = self._running, None
+            if call is not None:
+                for place, tensor in [("", output[0])] if type(output[0]) is Tensor else tensors_in(output[0]):
+                    if tensor.grad_fn is not None:  # the hook goes with the graph
+                        note = functools.partial(_note_gradient, call.received, place, tensor.output_nr)
+                        tensor.grad_fn.register_prehook(note)
+                        if changes_gradients(tensor):
+                            call.hooked.add(place)
+        elif torch.is_grad_enabled() and not in_backward() and not in_second_pass():
+            self._running = self._note_call(args, kwargs)
+
+    def _note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall | None:
         if self._ended:
             self.calls.clear()
             self._ended = False
         generators = self._find_generators()
         if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
-            return
-        tensors = [(item, version(item)) for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+            return None
+        tensors = [(item, version(item)) for value in (*args, *kwargs.values()) for _, item in tensors_in(value)]
         states = [(item, item.get_state()) for item in generators]
         own = {place: (item, generator_state(item)) for place, item in self._own.items()}
-        kinds = {item.device.type for item in generators}
+        kinds = map(attrgetter("device.type"), generators)
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast))
+        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}, set()))
+        return self.calls[-1]
 
     def _find_generators(self) -> list[torch.Generator]:
         """Return the generators of devices; none if reading a state would synchronize."""
@@ -116,3 +151,16 @@ class ModelCalls(ModuleHook):
             self._generators = [torch.default_generator] if is_known else []
             self._generators += [torch.cuda.default_generators[item.index] for item in devices if is_known]
         return self._generators
+
+
+def _note_gradient(
+    received: dict[str, Sequence[Tensor]], place: str, index: int, gradients: tuple[Tensor | None, ...]
+) -> None:
+    """Note the extremes of the gradient that an output receives; none of a gradient without elements here."""
+    gradient = gradients[index]
+    if gradient is not None:
+        with unseen_by_functions(), unseen_by_dispatch():
+            gradient = gradient.detach()
+            is_known = has_local_data(gradient) and gradient.numel()
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            received[place] = torch.aminmax(real) if is_known else ()

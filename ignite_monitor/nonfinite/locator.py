@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.events.monitor_events import NonFiniteSource
-from ignite_monitor.model._torch import DispatchMode, version
+from ignite_monitor.model._torch import DispatchMode, changes_gradients, version
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import capture_rng_state, generators_of, isolated_pass, set_generator_state
@@ -23,7 +27,7 @@ from ignite_monitor.monitor.ranks import world_size
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class NotLocatedError(Exception):
@@ -34,8 +38,9 @@ class NonFiniteLocator:
     """Locate the source of a non-finite gradient.
 
     When a backward pass ended in a non-finite gradient, a copy of the model is run with the inputs and the RNG state of
-    the train step, then a random gradient is back-propagated through it. Only the first of consecutive non-finite
-    gradients is located. Otherwise only the model's inputs and RNG state are noted.
+    the train step. If the outputs that received a gradient are finite, the loss is the source if that gradient is not;
+    otherwise a random gradient is back-propagated through them. Only the first of consecutive non-finite gradients is
+    located. Without one, only the model's inputs and RNG state are noted, and the extremes of its outputs' gradients.
 
     Attributes:
         calls: calls of the model since its last backward pass, a context around the train step.
@@ -56,11 +61,11 @@ class NonFiniteLocator:
             is_overflow: whether a non-finite gradient may be an overflow of a scaled loss, so that only non-finite
                 values in forward are reported.
         """
-        self.calls.backward_ended()
         was_finite, self._was_finite = self._was_finite, is_finite
         if is_finite:
             self.newest = None
         if is_finite or not was_finite:
+            self.calls.backward_ended()
             return None
         try:
             self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, world_size() == 1)
@@ -70,10 +75,12 @@ class NonFiniteLocator:
                 return None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
             return f"the gradient is not finite; its source could not be located: {name}{error}"
+        finally:
+            self.calls.backward_ended()
         return None if self.newest is None else f"the gradient is not finite. {self.newest.text}"
 
 
-def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: bool) -> NonFiniteSource | None:
+def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, single_rank: bool) -> NonFiniteSource | None:
     _check(root, calls)
     gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
     model = separate_copy(root)
@@ -87,24 +94,32 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, alone: b
         ):
             for call in calls:
                 _call_again(model, generators, call)
-        if not all(_is_finite(item, may_mask=True) for item in trace.outputs):
-            return _forward_source(trace, model)
+        used: list[Tensor] = []
+        for call, outputs in zip(calls, trace.outputs, strict=True):
+            if not call.received.keys() <= outputs.keys():
+                raise NotLocatedError("a copy of the model returns other outputs")
+            used += [outputs[place] for place in call.received]
+            if not all(_is_finite(item, may_mask=True) for item in used):
+                return _forward_source(trace, model, call, used)
         if is_overflow:
             return None
-        operation = trace.backward() if any(item.requires_grad for item in trace.outputs) else None
+        if not all(map(_is_finite, used)):
+            raise NotLocatedError("outputs of the model hold -inf, as a mask does")
+        of_loss = not all(_is_finite(extreme) for call in calls for both in call.received.values() for extreme in both)
+        has_hooks = any(map(changes_gradients, root.modules())) or any(call.hooked & {*call.received} for call in calls)
+        if of_loss and not has_hooks:
+            text = "It comes from the loss: the model's outputs are finite, and the gradient that they receive is not"
+            return NonFiniteSource("", "loss", text)
+        operation = trace.backward(used)
     reached = {name: item.grad for name, item, _ in named_parameters(model) if item.grad is not None}
     if operation is not None and _non_finite(reached) & gradients:
         name = operation[0] or "_root_"
         text = f"It comes from the backward of {name}: {operation[1]} makes a non-finite gradient of a finite one"
         return NonFiniteSource(name, "backward", text)
-    if trace.source is not None:
-        return _forward_source(trace, model)
-    if not alone:
-        raise NotLocatedError("all values of this rank are finite, so it is another rank's, or the loss's")
-    if not reached or not reached.keys() <= gradients:
-        raise NotLocatedError("forward and backward of a copy of the model are finite")
-    text = "It comes from the loss: the model's outputs are finite, and so is its backward of a finite gradient"
-    return NonFiniteSource("", "loss", text)
+    if of_loss:
+        raise NotLocatedError("hooks may have changed the gradient of the model's outputs")
+    text = "forward and backward of a copy of the model are finite"
+    raise NotLocatedError(text if single_rank else f"{text} on this rank")
 
 
 def _check(root: nn.Module, calls: list[ModelCall]) -> None:
@@ -120,8 +135,12 @@ def _check(root: nn.Module, calls: list[ModelCall]) -> None:
         ),
         "the model was not called as a whole, or is compiled in place": not calls,
         "the model was called too often": len(calls) > MOST_CALLS,
+        "no output of the model's calls received a gradient": bool(calls) and not any(call.received for call in calls),
         "the model's inputs have been changed in place": any(
             version(tensor) != before for call in calls for tensor, before in call.versions
+        ),
+        "changes of the model's inputs can't be seen, since not all are tensors and numbers": not all(
+            _is_transparent((call.args, call.kwargs)) for call in calls
         ),
     }
     for reason, holds in reasons.items():
@@ -129,16 +148,42 @@ def _check(root: nn.Module, calls: list[ModelCall]) -> None:
             raise NotLocatedError(reason)
 
 
-def _forward_source(trace: _Trace, model: nn.Module) -> NonFiniteSource:
-    if trace.source is None:
-        return NonFiniteSource("", "input", "It comes from the model's inputs, which are not finite")
-    source = trace.names[trace.source] or "_root_"
-    text = f"It comes from the forward of {source}: its inputs are finite, and its output is not"
-    own = set(trace.source.parameters())
+def _is_transparent(value: Any) -> bool:
+    """Return True if :func:`tensors_in` finds all tensors of a value, so that every change in place is noticed."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_transparent, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_transparent, value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_is_transparent(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return isinstance(value, (Tensor, Number, str, bytes, Enum, torch.dtype, torch.device, type, type(None)))
+
+
+def _forward_source(trace: _Trace, model: nn.Module, call: ModelCall, used: list[Tensor]) -> NonFiniteSource:
+    nodes = _ancestors(item for item in used if not _is_finite(item, may_mask=True))
+    source = next((module for module, made in trace.sources if not made.isdisjoint(nodes)), None)
+    if source is None:
+        if _are_finite([tensor for tensor, _ in call.versions]):
+            raise NotLocatedError("no module with finite inputs has a non-finite output that is used")
+        return NonFiniteSource("", "input", "The model's inputs are not finite")
+    name = trace.names[source] or "_root_"
+    text = f"It comes from the forward of {name}: its inputs are finite, and its output is not"
+    own = set(source.parameters())
     parameters = _non_finite({name: item for name, item, _ in named_parameters(model) if item in own})
     if parameters:
         text += f", nor is its parameter {min(parameters)}"
-    return NonFiniteSource(source, "forward", text)
+    return NonFiniteSource(name, "forward", text)
+
+
+def _ancestors(tensors: Iterable[Tensor]) -> set[Any]:
+    """The operations that computed tensors."""
+    nodes, waiting = set(), [tensor.grad_fn for tensor in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return nodes
 
 
 @contextlib.contextmanager
@@ -187,27 +232,33 @@ class _Trace:
         self.names = names
         self._open: list[tuple[nn.Module, bool]] = []  # calls in progress, and whether their inputs are finite
         self._owners: dict[Any, str] = {}  # node of the graph -> name of a module
-        self.source: nn.Module | None = None  # the first with finite inputs and non-finite outputs
-        self.outputs: list[Tensor] = []  # of the model, the module that no other called
+        # Modules with finite inputs and a non-finite output, and the operations that made it, in the order of calls.
+        self.sources: list[tuple[nn.Module, set[Any]]] = []
+        self.outputs: list[dict[str, Tensor]] = []  # of each call of the model, the module that no other called
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
         # What is not claimed yet was computed by the module around.
         self._claim(tensors, self.names[self._open[-1][0]] if self._open else "")
-        has_mask = len(tensors) > 1  # a mask is the mask of something
-        self._open.append((module, all(has_local_data(item) and _is_finite(item, has_mask) for item in tensors)))
+        self._open.append((module, all(map(has_local_data, tensors)) and _are_finite(tensors)))
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         _, finite_inputs = self._open.pop()
-        tensors = [tensor for _, tensor in tensors_in(output)]
-        self._claim(tensors, self.names[module])
-        if finite_inputs and self.source is None and not all(_is_finite(item, may_mask=True) for item in tensors):
-            self.source = module
+        is_bad = finite_inputs and not all(_is_finite(item, may_mask=True) for _, item in tensors_in(output))
+        if is_bad and isinstance(output, Tensor) and not output.requires_grad:
+            with torch.enable_grad():  # so that the graph shows its use
+                output = output.detach().requires_grad_().clone()
+        tensors = dict(tensors_in(output))
+        self._claim(tensors.values(), self.names[module])
+        if is_bad:
+            bad = [item for item in tensors.values() if not _is_finite(item, may_mask=True)]
+            self.sources.append((module, {item.grad_fn for item in bad} - {None}))
         if not self._open:
-            self.outputs += tensors
+            self.outputs.append(tensors)
+        return output
 
-    def backward(self) -> tuple[str, str] | None:
-        """Back-propagate random gradients through all outputs.
+    def backward(self, outputs: list[Tensor]) -> tuple[str, str] | None:
+        """Back-propagate random gradients through outputs.
 
         Returns:
             Module whose forward called the first operation that makes a non-finite gradient, and the operation.
@@ -224,7 +275,6 @@ class _Trace:
 
         for node, module in self._owners.items():
             node.register_hook(hook_of(module, f"{node.name()}{_called_at(node)}"))
-        outputs = [item for item in self.outputs if item.requires_grad]
         torch.autograd.backward(outputs, [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs])
         return operations[0] if operations else None
 
@@ -249,12 +299,17 @@ def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
     return {name for name, tensor in tensors.items() if not _is_finite(tensor)}
 
 
+def _are_finite(inputs: list[Tensor]) -> bool:
+    """Return True if the inputs of a module are finite; a mask, which requires no gradient, has others beside it."""
+    return all(_is_finite(item, may_mask=len(inputs) > 1 and not item.requires_grad) for item in inputs)
+
+
 def _is_finite(tensor: Any, may_mask: bool = False) -> bool:
-    """Return whether a tensor is finite; with ``may_mask`` -inf counts as finite in one that requires no gradient."""
+    """Return True if a tensor is finite, or except for the -inf that a mask may hold."""
     if not isinstance(tensor, Tensor) or not has_local_data(tensor):
         return True
     with hidden_from_user_modes():
         finite = tensor.isfinite()
-        if may_mask and not tensor.requires_grad and not tensor.is_complex():
+        if may_mask and not tensor.is_complex():
             finite = finite | (tensor == -torch.inf)
         return bool(finite.all())

@@ -18,14 +18,15 @@ from ignite_monitor.model.names import tags
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.optimizer_state.measured_step import MeasuredStep, StepResult
+from ignite_monitor.optimizer_state.measured_step import MomentMeasurement, MomentStatistics
 
 
 class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     r"""Compare gradients with the moments of Adam-family, momentum-SGD, Muon and Lion optimizers.
 
     Any optimizer with ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer`` in its state is measured. For each tensor with
-    gradient g as the step uses it (reduced, unscaled, clipped), and the moments as the step leaves them:
+    gradient g as the step uses it (reduced, unscaled, clipped; negated with ``maximize``, with the weight decay that is
+    added to it), and the moments as the step leaves them:
 
     .. math:: \mathrm{RMS} = \sqrt{\frac{1}{n} \sum_i \frac{g_i^2}{\max(\hat v_i, \epsilon^2)}}
 
@@ -72,9 +73,9 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.top_k = check_count("top_k", top_k)
-        self._step: MeasuredStep | None = None  # while a run lasts
-        self._measured: StepResult | None = None  # of this iteration
-        self._monitored_count, self._has_stepped, self._has_published = 0, False, False
+        self._step: MomentMeasurement | None = None  # while a run lasts
+        self._measured: MomentStatistics | None = None  # of this iteration
+        self._has_stepped = self._has_published = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the sample size; the optimizer saves everything else."""
@@ -90,17 +91,16 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     def start_iteration(self, engine: Engine) -> None:
         self._measured = None
         if self._step is None or not self._step.fits():
-            self._step = MeasuredStep(self.model, self.sample_size, self.optimizer)
+            self._step = MomentMeasurement(self.model, self.sample_size, self.optimizer)
         self._step.start()
 
     def on_run_end(self) -> None:
-        if self._monitored_count and not self._has_published:
-            why = "it made no step in them with a gradient of the model"
-            if self._has_stepped:
-                why = "its state holds no exp_avg, exp_avg_sq or momentum_buffer of a parameter's shape"
-            text = "nothing is reported of %s in %d monitored iterations, since %s"
-            self._warn_once(text, type(self.optimizer).__name__, self._monitored_count, why)
-        self._monitored_count, self._has_stepped, self._has_published = 0, False, False
+        if self._has_stepped and not self._has_published:
+            text = (
+                f"nothing is reported of {type(self.optimizer).__name__}, since its state holds no exp_avg, exp_avg_sq "
+            )
+            self.report("nothing_measured", f"{text}or momentum_buffer of a parameter's shape")
+        self._has_stepped = self._has_published = False
 
     def reset_run_state(self) -> None:
         self._step = self._measured = None
@@ -116,11 +116,14 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
             return
-        self._monitored_count += 1
         self._has_stepped |= self._step.stepped.any
         if self._measured is None:
             return
         self._has_published = True
+        if self._step.has_unknown_decay:
+            name = type(self.optimizer).__name__
+            text = f"whether {name} adds weight decay to gradients is not known: of its groups with weight decay only "
+            self.report("unknown_weight_decay", f"{text}update_norm is reported", severity="note")
         rms, fraction, cosine = (row.unbind() for row in order_statistics(self._measured.statistics))
         self.publish(
             rms_median=rms[0],

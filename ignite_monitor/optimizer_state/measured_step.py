@@ -17,12 +17,15 @@ from ignite_monitor.model.sampled_step import SampledStep
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
+# Options of an optimizer that corrects no bias if they are False, and of one with weight decay apart from the gradient.
+_CORRECTING = ("bias_correction", "correct_bias")
+_DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
 _REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # With these an optimizer keeps the second moment in a basis of its own (SOAP, GaLore).
 _OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix"})
 
 
-class StepResult(NamedTuple):
+class MomentStatistics(NamedTuple):
     """Statistics of a step."""
 
     names: list[str]
@@ -30,7 +33,7 @@ class StepResult(NamedTuple):
     update_norm: Tensor  # the l2 norm of the change of all parameters; NaN if one is not measured
 
 
-class MeasuredStep(SampledStep):
+class MomentMeasurement(SampledStep):
     """Measures the steps of an optimizer, one after the other."""
 
     def start(self) -> None:
@@ -38,6 +41,7 @@ class MeasuredStep(SampledStep):
         super().start()
         self._members: list[int] = []
         self._is_resolved = True  # every tensor with a gradient is measured
+        self.has_unknown_decay = False  # a gradient may have been changed by weight decay
 
     @torch.no_grad()
     def keep_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -54,9 +58,25 @@ class MeasuredStep(SampledStep):
             self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
             if scale is not None:
                 self._gradient /= scale.to(self._gradient, non_blocking=True)
+            self._use_as_the_step_does(optimizer)
+
+    def _use_as_the_step_does(self, optimizer: Optimizer) -> None:
+        """Negate gradients that are maximized and add coupled weight decay; NaN where that is not known."""
+        groups = _groups(optimizer)
+        for index, part in zip(self._members, self.split(self._gradient, self._members), strict=True):
+            parameter = self.samples.parameters[index]
+            group = groups.get(id(parameter), {})
+            if group.get("maximize"):
+                part.neg_()
+            decay = _coupled_decay(optimizer, group)
+            if decay is None:
+                part.fill_(math.nan)
+                self.has_unknown_decay = True
+            elif isinstance(decay, Tensor) or decay:
+                part += self.samples.take(index, parameter) * decay
 
     @torch.no_grad()
-    def completed(self, optimizer: Optimizer) -> StepResult | None:
+    def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
         """Measure the step that has returned; None if there is nothing to be measured."""
         samples, members = self.samples, self._members
         if not members or not self.stepped:
@@ -70,8 +90,8 @@ class MeasuredStep(SampledStep):
         lengths = [len(part) for part in self.before(members)]
         eps, correction = self._eps_and_correction(optimizer, squares)
         owner = move(torch.repeat_interleave(torch.tensor(lengths, device="cpu")), samples.device)
-        least = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
-        flats = [*_elements(self._gradient, momentum, square, least), self.changes(members)]
+        min_root = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
+        flats = [*_elements(self._gradient, momentum, square, min_root), self.changes(members)]
         norms = samples.norms([part for flat in flats for part in self.split(flat, members)])
         at = move(torch.tensor(members, device="cpu"), samples.device)
         *rows, change_norms = samples.over_ranks(norms.view(len(flats), -1), members).unbind()
@@ -81,7 +101,7 @@ class MeasuredStep(SampledStep):
         names = [samples.names[index] for index in members]
         # Without a step the norm is 0 / 0.
         update_norm = total / moved.any() if self._is_resolved else torch.full_like(total, math.nan)
-        return StepResult(names, torch.where(moved, statistics, math.nan), update_norm)
+        return MomentStatistics(names, torch.where(moved, statistics, math.nan), update_norm)
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
         """The sampled elements of moments, one parameter after the other; zeros without a moment."""
@@ -93,11 +113,10 @@ class MeasuredStep(SampledStep):
 
     def _eps_and_correction(self, optimizer: Optimizer, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Epsilon, and the bias correction of the root of the second moment: NaN without one, 1 if it is not known."""
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        steps, decays, eps = [], [], []
+        groups, steps, decays, eps = _groups(optimizer), [], [], []
         for parameter in (self.samples.parameters[index] for index in self._members):
             state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
-            betas = group.get("betas")
+            betas = group.get("betas") if all(group.get(name, True) for name in _CORRECTING) else None
             steps.append(state.get("step", group.get("step", group.get("k"))))
             decays.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None)
             eps.append(group.get("eps"))
@@ -119,6 +138,20 @@ class MeasuredStep(SampledStep):
         return move(torch.stack([scalar.to(self.samples.dtype) for scalar in scalars]), self.samples.device)
 
 
+def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """The groups of an optimizer by the ids of their parameters."""
+    return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    """The factor of the weights that a step adds to the gradient; None if it is not known."""
+    decay = group.get("weight_decay") or 0.0
+    classes = {kind.__name__ for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith("torch.optim.")}
+    if not classes.isdisjoint({"AdamW", "Muon", "Adafactor"}) or any(group.get(name) for name in _DECOUPLED):
+        return 0.0
+    return decay if decay == 0 or len(classes) > 1 else None
+
+
 def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Tensor | None:
     """The first tensor by these names in an optimizer's state with a real number for each element of a parameter."""
     state = optimizer.state.get(parameter, {})
@@ -137,23 +170,25 @@ def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Te
     return None
 
 
-def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, least: Tensor) -> Sequence[Tensor]:
-    """Numbers for each element, whose norms :func:`_statistics` needs; ``least`` is the smallest root to divide by."""
+def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:
+    """Numbers by element, whose norms :func:`_statistics` needs; ``min_root`` is the smallest root to divide by."""
     root = square.sqrt()
     # 0 / 0 is 0.
-    ratio = gradient / root.maximum(least.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
-    dominated = (root < least).to(root.dtype)
-    product = gradient.to(least.dtype) * momentum
+    ratio = gradient / root.maximum(min_root.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
+    dominated = (root < min_root).to(root.dtype)
+    product = gradient.to(min_root.dtype) * momentum
     return gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt()
 
 
 def _statistics(norms: Tensor, eps: Tensor, correction: Tensor, counts: Tensor) -> Tensor:
-    gradient, momentum, ratio, dominated, above, below = norms.unbind()
+    gradient, momentum, ratio, dominated, positive_part, negative_part = norms.unbind()
     rms = ratio / counts.sqrt() / correction
     # NaN where the second moment, or its eps, is missing or not finite.
     fraction = dominated.square() / counts + 0 * rms + 0 * eps
     lengths = gradient * momentum
     # The products of smaller numbers have lost digits.
     info = torch.finfo(norms.dtype)
-    cosine = (above.square() - below.square()) / lengths.masked_fill(lengths <= info.tiny / info.eps, math.nan)
+    cosine = (positive_part.square() - negative_part.square()) / lengths.masked_fill(
+        lengths <= info.tiny / info.eps, math.nan
+    )
     return torch.stack([rms + 0 * rms, fraction.clamp(0, 1), cosine.clamp(-1, 1)])

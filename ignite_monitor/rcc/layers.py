@@ -50,23 +50,23 @@ class LayerChanges(Comparison):
         self._rows = {name: row for row, name in enumerate(tags)}
         self._dims = {name: feature_dim(reference.modules[name]) for name in tags}
         self._linear = {name for name in tags if _is_linear(reference.modules[name])}
-        self._whole = {name for name in tags if _is_whole(reference.modules[name])} - self._linear
+        self._run_as_is = {name for name in tags if _is_whole(reference.modules[name])} - self._linear
         self._calls: list[tuple[str, NormSums]] = []
         self.keys = [f"{quantity}/{tag}" for tag in tags.values() for quantity in (*QUANTITIES, "weight_share")]
 
     def keep(self, call: Call) -> list[Tensor | None]:
-        if call.name in self._whole:
+        if call.name in self._run_as_is:
             return [_first((call.args, call.kwargs)), _first(call.output)]
         return list(_tensors((call.args, call.kwargs)))
 
     def enter(self, call: Call) -> tuple[Tensor | None, int, Any]:
         """Return the input, its version, and the sums, or the reference's output of a layer that is run as it is."""
         x = _first((call.args, call.kwargs))
-        if call.name not in self._whole:
+        if call.name not in self._run_as_is:
             result: Any = self._evaluated(call)
         elif call.name:
-            crossed = _first(self._reference.run(call.name, call.args, call.kwargs))
-            result = None if crossed is None else crossed.detach()
+            initial_on_input = _first(self._reference.run(call.name, call.args, call.kwargs))
+            result = None if initial_on_input is None else initial_on_input.detach()
         else:
             result = call.kept[1]  # the inputs of the whole model are those of the reference
         return x, 0 if x is None else version(x), result
@@ -75,7 +75,7 @@ class LayerChanges(Comparison):
         x, before, result = call.entered
         if x is not None and version(x) != before:
             raise NotComparableError("it changes its input in place")
-        return self._compared(call, x, result) if call.name in self._whole else result
+        return self._compared(call, x, result) if call.name in self._run_as_is else result
 
     def passed(self, results: dict[str, list[Any]]) -> None:
         self._calls += [(name, result) for name, calls in results.items() for result in calls]
@@ -84,13 +84,13 @@ class LayerChanges(Comparison):
         self._calls = []
 
     def means(self, incomplete: Collection[str]) -> Tensor:
-        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`, without incomplete layers."""
-        calls = [(self._rows[name], result) for name, result in self._calls if name not in incomplete]
-        # Ranks may have measured different layers: the table has the same shape on all of them.
-        return mean_norms(*sum_over_ranks(table_of(calls, len(self._rows), device_of(self._reference.root))))
+        """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`; NaN if a rank's are incomplete."""
+        calls = [(self._rows[name], result) for name, result in self._calls]
+        rows, device = [self._rows[name] for name in incomplete], device_of(self._reference.root)
+        return mean_norms(*sum_over_ranks(table_of(calls, rows, len(self._rows), device)))
 
-    def _compared(self, call: Call, x: Tensor | None, crossed: Tensor | None) -> NormSums:
-        outputs = [item for item in (_first(call.output), crossed, call.kept[1]) if item is not None]
+    def _compared(self, call: Call, x: Tensor | None, initial_on_input: Tensor | None) -> NormSums:
+        outputs = [item for item in (_first(call.output), initial_on_input, call.kept[1]) if item is not None]
         inputs = [item for item in (x, call.kept[0]) if item is not None]
         if len(outputs) < 3:
             raise NotComparableError("no floating-point tensor is in its output")
@@ -188,7 +188,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
-    elif type(value) in (tuple, list, dict):
+    elif type(value) in (tuple, list, dict) or hasattr(value, "_fields"):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _tensors(member)
 
@@ -199,6 +199,8 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors) if value.is_floating_point() else value
     if type(value) is dict:
         return {key: _replaced(member, tensors) for key, member in value.items()}
+    if hasattr(value, "_fields"):  # a NamedTuple, as PackedSequence
+        return type(value)(*(_replaced(member, tensors) for member in value))
     return type(value)(_replaced(member, tensors) for member in value) if type(value) in (tuple, list) else value
 
 

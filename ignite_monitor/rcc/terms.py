@@ -27,9 +27,9 @@ class Change(NamedTuple):
     input_drift: Tensor
 
 
-def output_change(output: Tensor, crossed: Tensor, reference_output: Tensor) -> Change:
+def output_change(output: Tensor, initial_on_input: Tensor, reference_output: Tensor) -> Change:
     """Change of any function's output, from :math:`f_t(x_t)`, :math:`f_0(x_t)` and :math:`f_0(x_0)`."""
-    return Change(output - crossed, crossed - reference_output)
+    return Change(output - initial_on_input, initial_on_input - reference_output)
 
 
 # Sums of the feature norms of one call, and numbers of norms.
@@ -57,10 +57,16 @@ def _feature_norms(values: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(values, dim=dim if -values.ndim <= dim < values.ndim else -1)  # type: ignore[no-any-return]
 
 
-def table_of(calls: Sequence[tuple[int, NormSums]], layers: int, device: torch.device) -> Tensor:
-    """Table of shape (2, layers, quantities) of sums of norms and their counts, from rows and sums of calls."""
+def table_of(
+    calls: Sequence[tuple[int, NormSums]], incomplete: Sequence[int], layers: int, device: torch.device
+) -> Tensor:
+    """Table of shape (2, layers, quantities) of sums of norms and their counts, from rows and sums of calls.
+
+    Counts of incomplete rows are NaN, so that the means over all ranks are.
+    """
     dtype = wide_dtype(device)
     counts = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device="cpu")
+    counts[list(incomplete)] = torch.nan
     sums = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device=device)
     if calls:
         index = torch.tensor([row for row, _ in calls], device="cpu")

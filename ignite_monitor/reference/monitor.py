@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.modes import eager
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -27,7 +27,7 @@ class ReferenceMonitor(Monitor):
     """
 
     _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
-    _lacking = "nothing is measured"  # completes the warning that no forward pass was compared
+    _consequence = "nothing is measured"  # completes the warning that no forward pass was compared
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         super().__init__(model, prefix, families)
@@ -48,12 +48,12 @@ class ReferenceMonitor(Monitor):
     def _compare(self, names: Iterable[str], comparison: Comparison) -> None:
         """Compare the calls of modules in monitored iterations."""
         if self._reference is not None:
-            warn = functools.partial(self.logger.warning, "%s: %s", self._title)
-            self._passes = ReferencePasses(self._reference, names, comparison, warn)
+            report = weak_method(self._report_excluded)
+            self._passes = ReferencePasses(self._reference, names, comparison, report)
             self._passes.warned, self._passes.pauses = self._warned_subjects, self._pauses
 
-    def _warn(self, reason: str) -> None:
-        self._warn_once(reason.replace("%", "%%"))
+    def _report_excluded(self, text: str) -> None:
+        self.report("not_compared", text, once=False)
 
     @property
     def reference(self) -> nn.Module | None:
@@ -95,9 +95,10 @@ class ReferenceMonitor(Monitor):
     def on_run_end(self) -> None:
         if self._passes is not None:
             if self._step_count and not self._passes.seen and not self._passes.incomplete:
-                self._warn_once(
+                self.report(
+                    "no_forward_pass",
                     f"none of {self._step_count} monitored iterations had a forward pass of the whole model in "
-                    f"training mode, so {self._lacking}"
+                    f"training mode, so {self._consequence}",
                 )
             self._passes.seen = False
         self._step_count = 0
@@ -107,17 +108,19 @@ class ReferenceMonitor(Monitor):
 
     def _on_train_step_completed(self, engine: Any) -> None:
         if self._is_running and self._passes is not None:
-            if self._may_add():
+            if self._all_ranks_present():
                 self._compared(self._passes.incomplete)
             self._forget()
 
-    def _may_add(self) -> bool:
+    def _all_ranks_present(self) -> bool:
         """Return whether all ranks take part, so that a collective is safe; warn if not."""
         # A parametrization's model may have a wrapper.
         wrapper = None if self._passes is None else self._passes.outermost()
         together = all(all_take_part(model) for model in (self.model, wrapper) if model is not None)
         if not together:
-            self._warn_once("ranks may have run out of data under join(), so nothing is published of forward passes")
+            self.report(
+                "joined_ranks", "ranks may have run out of data under join(), so nothing is published of forward passes"
+            )
         return together
 
     def _forget(self) -> None:

@@ -131,7 +131,7 @@ class ReferencePasses:
             current.kept.setdefault(names[module], deque()).append(copies)
 
         try:
-            self._reference.follow()
+            self._reference.match_model()
             with after_forward(names, keep):
                 self._reference.run("", args, kwargs)
         except NotComparableError as error:

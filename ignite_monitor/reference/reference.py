@@ -20,13 +20,11 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
-    Captured,
     generator_state,
     generators_of,
     in_second_pass,
     isolated_pass,
     preserved_rng_state,
-    reachable,
     set_generator_state,
 )
 from ignite_monitor.model.names import (
@@ -102,10 +100,16 @@ class Reference:
             _refuse(first_difference(shapes(self.module.state_dict()), shapes(state)), "state_dict")
             self.module.load_state_dict(state)
 
-    def follow(self) -> None:
-        """Move a copy to the model's devices, and freeze the parameters that are frozen in the model."""
+    def match_model(self) -> None:
+        """Move a copy to the model's devices, freeze the parameters that are frozen, and set numbers as in the model.
+
+        Numbers among the attributes of modules may be scheduled, as the probability of dropout.
+        """
         for name, copied in self.modules.items() if self.is_copy else ():
             model = self._model_modules[name]
+            for key, value in vars(model).items():
+                if type(value) in (int, float, bool) and key != "training" and vars(copied).get(key) != value:
+                    setattr(copied, key, value)
             own = parameters_in(model) | buffers_in(model)
             for key, tensor in (parameters_in(copied) | buffers_in(copied)).items():
                 current = own.get(key)
@@ -171,7 +175,6 @@ def separate_copy(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: if the copy would share modules or parameters with the model, or can't be made.
     """
-    _check_functions(model)
     memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
     try:
         with preserved_rng_state({item.device for item in model.parameters()}):
@@ -185,18 +188,6 @@ def separate_copy(model: nn.Module) -> nn.Module:
     for module in separate.modules():
         remove_hooks(module, hooked.get(module, ()))
     return separate
-
-
-def _check_functions(model: nn.Module) -> None:
-    """Refuse functions over modules of the model, which ``copy.deepcopy`` shares: a copy would run these modules."""
-    modules = set(model.modules())
-    for name, module in model.named_modules():
-        for path, value in reachable(module):
-            if isinstance(value, nn.Module) and value in modules and any(isinstance(key, Captured) for key in path):
-                raise ValueError(
-                    f"attribute {path[0]!r} of {name or 'the root module'} is, or holds, a function over a module of "
-                    "the model, which a copy would share"
-                )
 
 
 def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tuple[str, int], Any]]:
@@ -216,20 +207,29 @@ def _is_of_library(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
-    """Stop a second pass of another model before it calls a module of the training model, by a NotComparableError."""
+    """Stop a second pass of another model before it uses a module of the training model.
+
+    A call raises a NotComparableError. Code beside the modules' calls finds no parameters and buffers.
+    """
     own = set(other.modules())
     names = {module: name or "the root module" for name, module in model.named_modules() if module not in own}
     errors: list[NotComparableError] = []
 
     def stop(module: nn.Module, *_: Any) -> None:
         if in_second_pass():
-            text = (
-                f"the reference calls {names[module]} of the model that trains: give a module as the argument reference"
-            )
-            errors.append(NotComparableError(text))
+            errors.append(NotComparableError(f"a copy calls {names[module]} of the model that trains"))
             raise errors[0]
 
+    both: list[Any] = [own for module in names for own in (parameters_in(module), buffers_in(module))]
+    registries = [own for own in both if type(own) is dict]
+    saved = [dict(registry) for registry in registries]
     with before_forward(names, stop, first=True):
-        yield
+        try:
+            for registry in registries:
+                registry.clear()
+            yield
+        finally:
+            for registry, members in zip(registries, saved, strict=True):
+                registry.update(members)
     if errors:  # the other model's own code may have caught it
         raise errors[0]

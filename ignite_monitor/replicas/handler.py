@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,34 +14,29 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
-from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.dtensor import reshard
-from ignite_monitor.model.names import Pattern, Selection, tags
+from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.dtensor import all_reduce, reshard
+from ignite_monitor.model.names import Pattern, Selection, listed, tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import all_take_part, own_rank, sum_over_ranks, world_size
+from ignite_monitor.monitor.ranks import all_take_part, from_every_rank, max_over_ranks, world_size
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.replicas.items import (
-    Items,
-    as_numbers,
-    first_holders,
-    hash_of,
-    hashes_of,
-    is_dtensor_item,
-    items_of,
-    rng_items,
-)
+from ignite_monitor.replicas.hashes import as_numbers, hashes_of
+from ignite_monitor.replicas.items import Items, items_of, replica_groups, rng_items
 
-_OTHERS = "items that are new, or not on all ranks"
-_NAMED = 8
+_SHOWN = 8  # items, and ranks of each, in a report
+
+Groups = tuple[Any, ...]  # process groups, of which all ranks hold the same
+Hashes = dict[Groups, tuple[list[str], Tensor]]  # names and hashes of items
 
 
 class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     r"""Check that all ranks hold the same weights, buffers, optimizer state and iteration.
 
-    After the train step every tensor is hashed to 64 bits, exactly: one flipped bit or two exchanged elements change
-    the hash. One collective compares the hashes of all ranks. A warning names what differs, and the ranks with the
-    rarer value; if there is none, those that differ from the first rank.
+    After the train step every tensor is hashed to 64 bits. One collective compares a hash of all these hashes over the
+    ranks, and one more over the replicas of every dimension of a device mesh. If a check finds a difference, a report
+    names the items and the ranks that differ from the first rank: in the same check on the CPU, in the next one on
+    other devices.
 
     {keys}
 
@@ -84,120 +80,93 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         self.optimizer = optimizer
         self.random_state, self.hashes = random_state, hashes
         self._selection = Selection(exclude=exclude)
-        self._differ = DeferredFlag()
-        self._reported: dict[str, list[int]] = {}  # name -> ranks
-        self._forget_names()
+        self.reset_run_state()
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
 
-    def start_iteration(self, engine: Engine) -> None:
-        self._warn(wait=False)
-
     def reset_run_state(self) -> None:
-        self._warn(wait=True)
-        self._forget_names()
+        self._differ = DeferredFlag()  # True if the last check found a difference that is not named yet
+        self._last: Hashes = {}  # of the last check
+        self._differing_checks = 0  # in succession
 
-    def _forget_names(self) -> None:
-        self._checks = 0  # since names were first set up
-        self._names: list[str] = []  # that all ranks have, sorted
-        self._holders: list[list[int]] = []  # for every name, and all other items together
-        self._holder_table: Tensor | None = None
-        self._table: Tensor | None = None  # hashes of the last check by rank, for a warning
+    def on_run_end(self) -> None:
+        if self._differ.take(wait=True):  # names need collectives, and the ranks may not end together
+            self.report("ranks_differ", "the ranks differ in the last check", severity="problem", once=False)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         world, device = world_size(), device_of(self.model)
         if world == 1:
-            self.publish(in_sync=torch.ones((), device=device), differing_count=torch.zeros((), device=device))
+            self.publish(in_sync=1.0)
         if not (world > 1 or self.hashes) or not all_take_part(self.model):
             return
+        if world > 1 and device.type != "cpu":
+            self._name_differences()
         # Every rank makes the same collectives, of the same size, whatever it holds and whatever fails.
-        items, hashes = None, None
+        hashes: Hashes | None = None
         try:
-            items = self._items(engine, device)
-            hashes = hashes_of(items, device)
+            hashes = self._hashes(engine, device)
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
-            self._warn_once("nothing is compared, since the state of this rank can't be read: %s", error)
-        if self.hashes and items is not None and hashes is not None:
-            names = [f"hash/{name}" for name in tags(items)]
-            self.publish_table(names, as_numbers(hashes[: len(names)]))
-        if world == 1:
-            return
-        self._checks += 1
-        if self._checks & (self._checks - 1) == 0:  # the first, second, fourth, … check
-            self._set_up(items or {}, world, device)
-        if self._holder_table is not None:
-            row = torch.zeros(len(self._names) + 2, dtype=torch.int64, device=device)
-            row[-1:].fill_(hashes is None)
-            if items is not None and hashes is not None:
-                row[:-1] = self._in_order(items, hashes)
-            self._compare(row, self._holder_table)
+            self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
+        if self.hashes and hashes is not None:
+            names = tags(name for names, _ in hashes.values() for name in names)
+            values = torch.cat([values for _, values in hashes.values()])
+            self.publish_table([f"hash/{name}" for name in names], as_numbers(values))
+        if world > 1:
+            self._compare(hashes, device)
+            if device.type == "cpu":
+                self._name_differences()
 
-    def _items(self, engine: Engine, device: torch.device) -> Items:
+    def _hashes(self, engine: Engine, device: torch.device) -> Hashes:
+        """Hash all items by their replica groups; those without replicas only if hashes are published."""
         reshard(self.model)
         items = items_of(self.model, self.optimizer)
         items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
         items |= rng_items(device) if self.random_state else {}
-        return {name: item for name, item in items.items() if name in self._selection}
+        members: dict[Groups, Items] = {}
+        for name, item in items.items():
+            if name in self._selection and ((groups := replica_groups(item)) or self.hashes):
+                members.setdefault(groups, {})[name] = item
+        return {groups: (list(own), hashes_of(own, device)) for groups, own in members.items()}
 
-    def _set_up(self, items: Items, world: int, device: torch.device) -> None:
-        """Compare by this rank's names if all ranks have the same; else by those of the last set-up."""
-        names = sorted(items)
-        hashes = torch.zeros(world, dtype=torch.int64, device="cpu")
-        hashes[own_rank()] = hash_of(names)
-        everyone = sum_over_ranks(move(hashes, device)).tolist()
-        if names and len(set(everyone)) == 1:
-            self._names = names
-        if self._names == names or self._holder_table is None:
-            self._holders = [*(first_holders(items.get(name), world) for name in self._names), [0] * world]
-            self._holder_table = move(torch.tensor(self._holders, device="cpu").T.contiguous(), device)
+    def _compare(self, hashes: Hashes | None, device: torch.device) -> None:
+        """Compare one hash per replica group, the sum of those of its items, by its minimum and maximum over ranks."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        # All ranks have the same parameters and buffers, whatever can't be read.
+        kinds = dict.fromkeys([(None,), *map(replica_groups, (*self.model.parameters(), *self.model.buffers()))])
+        self._last = {groups: (hashes or {}).get(groups, ([], nothing[:0])) for groups in kinds}
+        flags = torch.cat([nothing, torch.full_like(nothing, hashes is None)])  # a difference, an error
+        for groups, (_, values) in self._last.items():
+            extremes = torch.stack([total := values.sum(), ~total])
+            for group in groups:
+                extremes = all_reduce(extremes, largest=True, group=group)
+            flags[0] |= extremes[0] != ~extremes[1]
+        differs, failed = (max_over_ranks(flags) > 0).unbind()
+        self._differ.set(differs & ~failed)
+        self.publish(in_sync=torch.where(failed, math.nan, (~differs).float()))
 
-    def _in_order(self, items: Items, hashes: Tensor) -> Tensor:
-        """Return the hashes of all names, 0 for missing items, and one hash of all items without a name."""
-        known, place = set(self._names), {name: i for i, name in enumerate(items)}
-        others = [name for name in items if name not in known and not is_dtensor_item(items[name])]
-        index, key = (
-            move(torch.tensor(column, dtype=torch.int64, device="cpu"), hashes.device)
-            for column in ([place.get(name, -1) for name in self._names + others], list(map(hash_of, others)))
-        )
-        named, unnamed = hashes[index].split([len(self._names), len(others)])
-        return torch.cat([named, ((unnamed + key) * (2 * key + 1)).sum().reshape(1)])
+    def _name_differences(self) -> None:
+        """Report the items and ranks that differed in the last check; in the first, second, fourth, … in succession.
 
-    def _compare(self, row: Tensor, holders: Tensor) -> None:
-        """Compare the hashes of all ranks, of which the last element is 1 if the rank has none."""
-        table = torch.zeros((len(holders), len(row)), dtype=torch.int64, device=row.device)
-        table[own_rank()] = row
-        table = sum_over_ranks(table)
-        hashes, failed = table[:, :-1], table[:, -1].any()
-        differs = (hashes != hashes.gather(0, holders)).any(0)
-        any_differs = differs.any() & ~failed
-        # What is not compared by name can't be counted.
-        unknown = failed | differs[-1] if self._names else failed | any_differs
-        self._differ.set(any_differs)
-        self._table = hashes
-        self.publish(
-            in_sync=torch.where(failed, math.nan, (~any_differs).float()),
-            differing_count=torch.where(unknown, math.nan, differs.sum().float()),
-        )
-        self._warn(wait=False)
-
-    def _warn(self, wait: bool) -> None:
-        """Name the items and ranks that differ, as soon as the host knows of it."""
-        if not self._differ.take(wait) or self._table is None:
+        All ranks know of a difference, and take part.
+        """
+        self._differing_checks = self._differing_checks + 1 if self._differ.take(wait=True) else 0
+        if self._differing_checks.bit_count() != 1:
             return
-        differing: dict[str, list[int]] = {}
-        for name, hashes, holders in zip([*self._names, _OTHERS], self._table.T.tolist(), self._holders, strict=True):
-            odd: list[int] = []
-            for part in set(holders):
-                ranks = [rank for rank, holder in enumerate(holders) if holder == part]
-                usual = Counter(hashes[rank] for rank in ranks).most_common(1)[0][0]
-                odd += [rank for rank in ranks if hashes[rank] != usual]
-            if odd:
-                differing[name] = odd
-        new = [name for name, odd in differing.items() if not set(odd) <= set(self._reported.get(name, ()))]
-        self._reported = differing
-        if new:
-            named = [f"{name} (rank {', '.join(map(str, differing[name]))})" for name in new[:_NAMED]]
-            more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-            self.logger.warning("%s: the ranks differ in %s%s", self._title, ", ".join(named), more)
+        differing: set[str] = set()
+        for groups, (names, hashes) in self._last.items():
+            own = dict(zip(names, hashes.tolist(), strict=True))
+            for group in groups:
+                first = [own]
+                dist.broadcast_object_list(first, 0 if group is None else dist.get_global_rank(group, 0), group)
+                differing |= {name for name in own | first[0] if own.get(name) != first[0].get(name)}
+        everyone = from_every_rank((len(differing), sorted(differing)[:_SHOWN]))
+        ranks: dict[str, list[str]] = {}
+        for rank, (_, names) in enumerate(everyone):
+            for name in names:
+                ranks.setdefault(name, []).append(str(rank))
+        shown = [f"{name} (rank {listed(odd, _SHOWN)})" for name, odd in sorted(ranks.items())[:_SHOWN]]
+        count = max(len(ranks), *(count for count, _ in everyone))
+        text = f"{count} or more items differ from those of the first rank: {', '.join(shown)}"
+        self.report("ranks_differ", text, severity="problem", names=sorted(ranks)[:_SHOWN], once=False)

@@ -1,10 +1,8 @@
-"""State that is the same on all ranks of a healthy run, and exact hashes of it."""
+"""State that is the same on all ranks of a healthy run."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from itertools import product
 from typing import Any
 
 import torch
@@ -12,16 +10,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.optim import Optimizer
 
-from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.dtensor import is_dtensor, local
 from ignite_monitor.model.isolation import capture_rng_state
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.model.tensors import bits_of
+from ignite_monitor.replicas.hashes import hash_of
 
 Items = dict[str, Tensor | int]
-
-_PIECE = 1 << 20  # elements that are hashed at once, to bound the memory
 
 
 def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
@@ -52,56 +47,14 @@ def rng_items(device: torch.device) -> Items:
     return items | {f"RNG state of {name}": value for name, value in state["devices"].items()}
 
 
-def is_dtensor_item(item: Any) -> bool:
-    """Return True if an item is a DTensor, of which a rank may hold a part."""
-    return isinstance(item, Tensor) and is_dtensor(item)
-
-
-def first_holders(item: Any, world: int) -> list[int]:
-    """Return for every rank the first rank with the same part of an item; the rank itself if it has none."""
-    if not is_dtensor_item(item):
-        return [0] * world
-    dims = [dim for dim, placement in enumerate(item.placements) if not placement.is_replicate()]
-    mesh = item.device_mesh.mesh
-    parts = {int(mesh[index]): [index[dim] for dim in dims] for index in product(*map(range, mesh.shape))}
-    return [min((other for other in parts if parts[other] == parts.get(rank)), default=rank) for rank in range(world)]
-
-
-def hashes_of(items: Items, device: torch.device) -> Tensor:
-    """Return the hashes of this rank's parts of items, and a 0: an int64 tensor on a device."""
-    hashes = [
-        hash_bits(local(item)) if isinstance(item, Tensor) else torch.tensor(item, device="cpu")
-        for item in [*items.values(), 0]
-    ]
-    return torch.stack([move(value, device) for value in hashes])
-
-
-def hash_bits(tensor: Tensor) -> Tensor:
-    r"""Hash the bits of a strided tensor, independent of its device and of the order of summation.
-
-    The hash is :math:`\sum_i (b_i + 1)(2 i + 1) \bmod 2^{64}` for elements with bits :math:`b_i` as signed integers.
-    The weights are odd, so one flipped bit always changes it, and so do two exchanged elements of up to 32 bits.
-    """
-    bits = bits_of(tensor).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _PIECE):
-        piece = bits[start : start + _PIECE].to(torch.int64) + 1
-        index = torch.arange(start, start + len(piece), dtype=torch.int64, device=bits.device)
-        total = total + (piece * (2 * index + 1)).sum()
-    return total
-
-
-def as_numbers(hashes: Tensor) -> Tensor:
-    """Fold 64-bit hashes to 53 bits, which float64 holds exactly; to 24 bits on devices without float64."""
-    wide = wide_dtype(hashes.device)
-    bits = 53 if wide == torch.float64 else 24
-    folded: Tensor = (hashes ^ (hashes >> 11) ^ (hashes >> 40)) & (2**bits - 1)
-    return folded.to(wide)
-
-
-def hash_of(value: Any) -> int:
-    """Hash the ``repr`` of numbers, strings, and sequences of them to 64 bits."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
+def replica_groups(item: Any) -> tuple[Any, ...]:
+    """Return the process groups whose ranks hold the same part of an item; None is the group of all ranks."""
+    if not (isinstance(item, Tensor) and is_dtensor(item)):
+        return (None,)
+    mesh, placements = item.device_mesh, item.placements  # type: ignore[attr-defined]
+    if mesh.get_coordinate() is None:
+        return ()
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_replicate())
 
 
 def _split(kind: str, owner: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

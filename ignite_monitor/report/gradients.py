@@ -110,7 +110,7 @@ def _nonfinite(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     at, overflows = np.intersect1d(bad, known.spikes), np.setdiff1d(bad, known.spikes)
     if len(at):
         outcome, unhandled = known.outcome(at)
-        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {iterations(at)}{_period(at)}. {outcome}"
+        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {_where(known, at)}. {outcome}"
         severity, advice = "warning", "" if unhandled else "Inspect these batches."
         if not np.isfinite(norm.values[-1]):
             severity, what = "problem", f"{what} The norm is not finite at the end."
@@ -140,7 +140,7 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     noise = 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not missing
     recent = float(np.isin(norm.steps[-limits.RECENT :], at).mean()) if norm else 0.0
     values = {"count": total, "recent_share": recent}
-    where = f"{iterations(at)}{_period(at)}" if len(at) else ""
+    where = _where(known, at) if len(at) else ""
     if missing:
         where += f"{f'; {missing} of them' if len(at) else 'all'} in iterations that are not in the file"
     what = f"{plural(total, 'gradient spike')} ({name}): {where}."
@@ -153,19 +153,43 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
         values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
     outcome, unhandled = known.outcome(at)
     what, severity, advice = f"{what} {outcome}", "warning", "" if unhandled or missing else "Inspect these batches."
+    kind = "spikes"
+    if not noise and not missing and _passes(known, at):
+        kind = "periodic_spikes" if _period(known.norm.steps, at) else "bad_batches"
+        what = f"{what} The next norm was within the threshold again, so it was these batches."
     if noise:
         what, severity, advice = f"{what} So few, so near the threshold, are noise.", "note", "No action needed."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
-    yield Finding("spikes", severity, what, (name, monitor.name("spike")), at, values, advice, onset)
+    yield Finding(kind, severity, what, (name, monitor.name("spike")), at, values, advice, onset)
 
 
-def _period(at: Array) -> str:
-    """The period of a fault that recurs."""
-    distances, counts = np.unique(np.diff(at), return_counts=True)
-    if len(at) < limits.PERIODIC or counts.max() < limits.PERIODIC_SHARE * (len(at) - 1):
+def _passes(known: Norms, at: Array) -> bool:
+    """Check that the largest spike, or most of them, passed: the next other norm was within the threshold before it."""
+    norm = known.norm.finite
+    places = np.flatnonzero(np.isin(norm.steps, at))
+    if not len(places):
+        return False
+    groups = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)  # of spikes that follow each other
+    limits_before = known.threshold.at(norm.steps[[group[0] for group in groups]])
+    following = np.append(norm.values, np.inf)[[group[-1] + 1 for group in groups]]
+    passed = following <= limits_before
+    largest = np.argmax([norm.values[group].max() for group in groups])
+    return bool(passed[largest] or passed.mean() >= limits.PERIODIC_SHARE)
+
+
+def _where(known: Norms, at: Array) -> str:
+    return f"{iterations(at)}{_period(known.norm.steps, at)}"
+
+
+def _period(steps: Array, at: Array) -> str:
+    """The period of a fault that recurs, in the steps that were measured: one per optimizer step."""
+    places = np.searchsorted(steps, at)
+    places = places[np.diff(places, prepend=-2) > 1]  # the first of those that follow each other
+    distances, counts = np.unique(np.diff(places), return_counts=True)
+    if len(places) < limits.PERIODIC or counts.max() < limits.PERIODIC_SHARE * (len(places) - 1):
         return ""
     period = int(distances[counts.argmax()])
-    return f", every {period} iterations: check for a batch or event with this period" if period > 1 else ""
+    return f", every {period} optimizer steps" if period > 1 else ""
 
 
 def _excess(monitor: Recorded, step: int) -> str:
@@ -179,7 +203,7 @@ def _excess(monitor: Recorded, step: int) -> str:
 def _loss_spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
     at, name = known.loss_spikes, monitor.name("loss_spike")
     if len(at):
-        what = f"{plural(len(at), 'loss spike')} ({name}): {iterations(at)}{_period(at)}. {known.outcome(at)[0]}"
+        what = f"{plural(len(at), 'loss spike')} ({name}): {_where(known, at)}. {known.outcome(at)[0]}"
         yield Finding("loss_spikes", "warning", what, (name,), at, {"count": len(at)})
 
 
@@ -189,7 +213,7 @@ def value_spikes(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if len(at):
         few = len(at) <= limits.SPIKE_RATE * len(monitor.get("value").steps)
         names = monitor.name("value"), monitor.name("spike")
-        what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{_period(at)}."
+        what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{_period(monitor.get('value').steps, at)}."
         yield Finding("loss_spikes", "note" if few else "warning", what, names, at, {"count": len(at)})
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
-from ignite_monitor.report.run import Recorded, Run, Series
+from ignite_monitor.report.run import MIN_ONSET, Recorded, Run, Series
 
 
 def frozen(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -54,27 +54,36 @@ def persistent(run: Run) -> Iterator[Finding]:
     """Metrics that are beyond their limit at the end of the run."""
     for limit in limits.PERSISTENT:
         for monitor in run.of(limit.monitor):
-            series, name, severity = monitor.get(limit.key).finite, monitor.name(limit.key), limit.severity
+            series, name = monitor.get(limit.key).finite, monitor.name(limit.key)
             beyond = _beyond({name: series}, limit.limit, limit.below).get(name)
             if beyond is None:
                 continue
             pattern = limits.LARGEST.get(limit.key, "")
             items = monitor.items(pattern) if pattern else {}
             largest = sorted(items, key=lambda item: -items[item].last_quarter.median)[:3]
-            until = f"to the end{'; largest in ' * bool(largest)}{listed(map(printable, largest))}"
-            if limit.kind == "vanishing_gradients" and _always_vanished(series, run):
-                severity, until = "note", "from the beginning, while the rest learn"
-            what = f"{limit.text.format(beyond.value)} ({name}), {until}."
+            named = f"; largest in {listed(map(printable, largest))}" if largest else ""
+            what = f"{limit.text.format(beyond.value)} ({name}), {beyond.words}{named}."
             names, values = (name, *monitor.names(pattern, largest)), {"value": beyond.value}
-            yield Finding(limit.kind, severity, what, names, (beyond.since,), values)
+            initially = beyond.initially and series.steps[0] <= run.first_made
+            yield Finding(limit.kind, limit.severity, what, names, (beyond.since,), values, initially=initially)
 
 
-def _always_vanished(counts: Series, run: Run) -> bool:
-    """Check that few gradients vanish, and as many as in the beginning: of biases that softmax or BatchNorm cancel."""
-    first = float(np.median(counts.values[: max(1, len(counts.values) // 4)]))
-    # The number of parameters is not in the file, but similar.
-    modules = max((len(other.modules) for other in run.of("activation")), default=0)
-    return counts.last_quarter.median <= min(first, max(limits.FEW_VANISHING, limits.VANISHING_SHARE * modules))
+def vanishing(monitor: Recorded, run: Run) -> Iterator[Finding]:
+    """Weights, not biases, whose gradients are far smaller than the largest."""
+    largest = monitor.get("grad_max")
+    shares = {
+        name: Series(series.steps, series.values / largest.at(series.steps)).finite
+        for name, series in monitor.items("smallest_grad/{}").items()
+        if not name.endswith("bias")
+    }
+    if small := _beyond(shares, limits.VANISHING, below=True):
+        count = number(monitor.get("grad_min").finite.last_quarter.median, 2)
+        what = (
+            f"Gradients vanish: the smallest are {count} at the end ({monitor.name('grad_min')}), those of weights as "
+        )
+        what += "fractions of the largest"
+        finding = Finding("vanishing_gradients", "warning", what)
+        yield _about(monitor, "smallest_grad/{}", small, finding, run)
 
 
 def shrinking(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -114,7 +123,7 @@ def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
                 what += f", and the norm of all parameters grew {times(growth)}"
             else:
                 severity = "note"
-        elif not rate and len(groups[group].values) > 1:
+        elif not rate and len(groups) > 1 and len(groups[group].values) > 1:
             what += f"has a learning rate of 0 from the beginning to the end ({name})"
             advice = "Give it a learning rate, or set requires_grad=False if its parameters are not to learn."
         elif 0 < most < limits.SMALL_UPDATE and len(groups) > 1:
@@ -180,30 +189,31 @@ class Beyond(NamedTuple):
 
     value: float  # median in the last quarter
     since: int  # iteration
+    words: str  # since when
     initially: bool  # whether it has been beyond the limit from the first measurement on
 
 
 def _beyond(items: Mapping[str, Series], limit: float, below: bool = False) -> dict[str, Beyond]:
-    """Items beyond a limit, the farthest first."""
+    """Items beyond a limit at the end, and in 3 measurements at least, the farthest first."""
     sign = -1 if below else 1
     beyond = {
-        item: Beyond(series.last_quarter.median, series.since(mask), bool(mask.all()))
+        item: Beyond(series.last_quarter.median, *series.onset(mask), bool(mask.all()))
         for item, series in items.items()
-        if sign * series.last_quarter.median > sign * limit and len(mask := sign * series.values > sign * limit)
+        if sign * series.last_quarter.median > sign * limit
+        and (mask := sign * series.values > sign * limit).sum() >= MIN_ONSET
     }
     return dict(sorted(beyond.items(), key=lambda entry: -sign * entry[1].value))
 
 
-def _about(monitor: Recorded, pattern: str, items: Mapping[str, Beyond], finding: Finding) -> Finding:
+def _about(monitor: Recorded, pattern: str, items: Mapping[str, Beyond], finding: Finding, run: Run) -> Finding:
     """Complete a finding by the names of layers or heads, the farthest first, and the iterations since when."""
-    named = listed(
-        f"{printable(item)} ({number(it.value, 2)}, "
-        f"{'from the first measurement on' if it.initially else f'since iteration {it.since}'})"
-        for item, it in items.items()
-    )
+    named = listed(f"{printable(item)} ({number(it.value, 2)}, {it.words})" for item, it in items.items())
     values = {"count": len(items), "farthest": next(iter(items.values())).value, **finding.values}
     at, names, what = sorted({it.since for it in items.values()}), monitor.names(pattern, items), finding.what
-    return replace(finding, what=f"{what}: {named}.", metrics=names, iterations=at, onset=at[0], values=values)
+    # A measurement in the first step's iteration comes before that step.
+    initially = any(it.initially for it in items.values()) and 0 < at[0] <= run.first_made
+    onset = 0 if initially else at[0]
+    return Finding(finding.kind, finding.severity, f"{what}: {named}.", names, at, values, "", onset, initially)
 
 
 def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -211,11 +221,10 @@ def dead(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if modules := _beyond(monitor.items("activation/{}/dead_fraction"), limits.DEAD_FRACTION):
         worst = next(iter(modules.values()))
         severity = "problem" if worst.value >= limits.MOSTLY_DEAD_FRACTION else "warning"
-        advice = "Raise the biases before the activation, or re-initialize that layer; if they are not 0 before the "
-        advice = f"{advice}first step, lower the learning rate." if worst.initially else ""
         what = "Fractions of units that are 0 over the whole batch, at the end"
-        finding = Finding("dead_units", severity, what, advice=advice)
-        yield _about(monitor, "activation/{}/dead_fraction", modules, finding)
+        finding = _about(monitor, "activation/{}/dead_fraction", modules, Finding("dead_units", severity, what), run)
+        advice = "Raise the biases before the activation, or re-initialize that layer; a dropout sets units to 0 too."
+        yield replace(finding, advice=advice) if finding.initially else finding
 
 
 def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -226,7 +235,7 @@ def outliers(monitor: Recorded, run: Run) -> Iterator[Finding]:
     if far := _beyond(std, limit):
         what = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, at the end"
         finding = Finding("activation_outlier", "warning", what, values={"median": usual})
-        yield _about(monitor, "activation/{}/std", far, finding)
+        yield _about(monitor, "activation/{}/std", far, finding, run)
 
 
 def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -241,14 +250,14 @@ def collapsed(monitor: Recorded, run: Run) -> Iterator[Finding]:
         what = f"{len(sharp)} of {len(heads)} attention heads attend to a single position, by their entropy in nats"
         severity = "problem" if 2 * len(sharp) >= len(heads) else "warning"
         finding = Finding("attention_collapse", severity, what, values={"heads": len(heads)})
-        yield _about(monitor, "attention_entropy/{}", sharp, finding)
+        yield _about(monitor, "attention_entropy/{}", sharp, finding, run)
 
 
 def large_logits(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Attention logits so large that rounding, and one key, decide."""
     if far := _beyond(monitor.items("attention_logit_max/{}"), limits.LARGE_LOGIT):
         what = f"Attention logits above {number(limits.LARGE_LOGIT)}, to the end"
-        yield _about(monitor, "attention_logit_max/{}", far, Finding("large_logits", "warning", what))
+        yield _about(monitor, "attention_logit_max/{}", far, Finding("large_logits", "warning", what), run)
 
 
 def spectral(monitor: Recorded, run: Run) -> Iterator[Finding]:

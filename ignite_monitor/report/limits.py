@@ -32,9 +32,18 @@ RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
 GROUP_RATIO = 4.0  # times the median update ratio that the largest must be, to be more than a note
 GROUP_GROWTH = 2.0  # of the parameters' norm from the first measurement on, to be more than a note: 1.5 in healthy runs
-FEW_VANISHING, VANISHING_SHARE = 2, 1 / 3  # gradients that vanish from the start: a convolution's bias before a
-# BatchNorm, and that of an attention's keys, which softmax cancels
+VANISHING = 1e-7  # of the largest gradient norm, of a weight; biases that a normalization or softmax cancels have less
 SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
+
+LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
+SMALL_UPDATE = 1e-6  # of the median update ratio: a change of a tenth takes 1e5 steps
+VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
+CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
+JUMP, OTHER_MEANS, JUMPS = (
+    1.0,
+    10.0,
+    50,
+)  # of the parameters' norm between measurements; times what the steps can move; number looked at
 
 # Layers.
 DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3
@@ -53,8 +62,14 @@ CURVATURE = 1.2  # times the stability threshold; full-batch gradient descent st
 CURVATURE_NEAR = 0.3  # with momentum and AdamW, at batches of 64, the loss rises 10 iterations later
 CURVATURE_MEASUREMENTS = 3
 
-# At 0.1 a weight is replaced within ten steps; at 1e-6 it takes 1e5 steps for a change of a tenth.
-LARGE_UPDATE, SMALL_UPDATE = 0.1, 1e-6
+# Data and loss.
+LARGE_INPUT = 50.0  # root mean square of a tensor of the batch; normalized ones have 1
+LARGE_LOSS = 50.0  # times the square of the outputs: a mean squared error with targets of 7 times their size
+LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
+FLAT = 0.05  # relative difference of the loss at the beginning and the end
+SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
+RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
+OVERFIT = 1.2  # held-out loss at the end to the best
 
 
 class Persistent(NamedTuple):
@@ -71,14 +86,12 @@ class Persistent(NamedTuple):
 
 _SIZE = "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual"
 PERSISTENT = (
-    Persistent("vanishing_gradients", "weights", "vanishing_count", 0, "Parameters with vanishing gradients: {:.0f}"),
     Persistent("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
     # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
     Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
-    Persistent("large_updates", "weights", "update_ratio_median", LARGE_UPDATE, _SIZE),
     Persistent("small_updates", "weights", "update_ratio_median", SMALL_UPDATE, _SIZE, below=True),
-    # A loss spike is likely (arXiv:2304.13013).
-    Persistent("stale_moments", "optimizer", "rms_p95", 2.3, "Gradients are {:.3g} times what second moments expect"),
+    # A loss spike is likely from 2.3 on (arXiv:2304.13013), but value functions of healthy runs reach 3.
+    Persistent("stale_moments", "optimizer", "rms_p95", 5.0, "Gradients are {:.3g} times what second moments expect"),
     Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, "{:.0%} of second moments are < eps"),
     # An iteration could be 1.4 times as fast.
     Persistent(

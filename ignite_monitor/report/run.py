@@ -15,6 +15,14 @@ from ignite_monitor.keys import SCHEMAS
 
 Array: TypeAlias = npt.NDArray[Any]
 
+MIN_ONSET = 3  # values that make an onset
+
+LOSS = re.compile(
+    r"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer)"
+    r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$",
+    re.IGNORECASE,
+)
+
 _ORDER = {schema.kind: place for place, schema in enumerate(SCHEMAS)}
 
 
@@ -85,6 +93,18 @@ class Series(NamedTuple):
         failing = np.flatnonzero(~condition)
         return int(self.steps[min(failing[-1] + 1, len(self.steps) - 1) if len(failing) else 0])
 
+    def onset(self, condition: Array) -> tuple[int, str]:
+        """Return since when a condition holds, in words too.
+
+        To hold from a step on, it takes 3 values, and a tenth of them, with the condition and none without it.
+        """
+        count, since = int(condition.sum()), self.since(condition)
+        if condition.all() and count >= MIN_ONSET:
+            return since, "from the first measurement on"
+        if (self.steps >= since).sum() >= max(MIN_ONSET, 0.1 * len(self.steps)):
+            return since, f"since iteration {since}"
+        return int(self.steps[condition.argmax()]), f"at {count} of {len(condition)} measurements"
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -145,11 +165,59 @@ class Run:
             else:
                 key = name.removeprefix(f"{root}/") if root else name
                 monitors.setdefault((kind, root), Recorded(kind, root)).series[key] = series
+        reports = getattr(recording, "reports", ())
+        self.reports: list[Any] = list(reports() if callable(reports) else reports)
         self.monitors = sorted(monitors.values(), key=lambda monitor: (_ORDER.get(monitor.kind, 99), monitor.root))
 
     def of(self, kind: str) -> list[Recorded]:
         """Return the monitors of a kind."""
         return [monitor for monitor in self.monitors if monitor.kind == kind]
+
+    def beside(self, monitor: Recorded, kind: str) -> Recorded:
+        """Return the monitor of a kind whose tag and prefix begin as another's do; an empty one if there is none."""
+        tag = monitor.root.rpartition("/")[0]
+        same = [it for it in self.of(kind) if tag in (it.root, it.root.rpartition("/")[0])]
+        return same[0] if same else Recorded(kind, "")
+
+    @property
+    def distance(self) -> int:
+        """Usual distance of measurements, in iterations."""
+        measured = [it.steps for monitor in self.of("step") for it in monitor.series.values() if len(it.steps) > 1]
+        return int(max((np.median(np.diff(steps)) for steps in measured), default=0))
+
+    @property
+    def first_made(self) -> float:
+        """The iteration of the first optimizer step; 0 if it is not known."""
+        stepped = [monitor.get("stepped") for monitor in self.of("grad")]
+        return min((float(it.steps[it.values.argmax()]) for it in stepped if it.values.any()), default=0.0)
+
+    @property
+    def loss_name(self) -> str:
+        """Name of the loss that attach_monitors recorded, or of the first loss of the user's own; else empty."""
+        return next(iter(self.losses), "")
+
+    @property
+    def losses(self) -> dict[str, Series]:
+        """Losses that attach_monitors recorded, and the user's own, by name."""
+        recorded = {monitor.name(key): series for monitor in self.of("loss") for key, series in monitor.series.items()}
+        kept = {name: series for name, series in recorded.items() if name.endswith("/value") or is_loss(name)}
+        return kept | {name: series for name, series in self.own.items() if is_loss(name)}
+
+    @property
+    def loss(self) -> Series:
+        """The loss from the first optimizer step on."""
+        loss = self.series.get(self.loss_name, Series())
+        return loss.part(loss.steps >= self.first_made)
+
+    @property
+    def judges_loss(self) -> bool:
+        """Whether the loss has to fall: one model, whose batches the engine loads, unlike those of a GAN or DQN."""
+        return len(self.of("grad")) == 1 and any(monitor.get("items_per_s") for monitor in self.of("step"))
+
+
+def is_loss(name: str) -> bool:
+    """Check whether a metric is a loss, by the end of its name."""
+    return LOSS.search(name.rpartition("/")[2]) is not None
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

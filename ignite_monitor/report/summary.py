@@ -9,24 +9,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ignite_monitor.report import layers, training
+from ignite_monitor.report import causes, layers, training
 from ignite_monitor.report.finding import Finding, in_order, plural
 from ignite_monitor.report.gradients import gradient_findings, value_spikes
 from ignite_monitor.report.run import Recorded, Run, Series, natural
 
-VERSION = 4
+VERSION = 5
 """Version of the JSON; raised when a key changes its meaning or is removed."""
 
 MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
 
+RUN_RULES = (
+    causes.reported,
+    training.curves,
+    training.rollbacks,
+    layers.persistent,
+    causes.learning,
+    causes.overfitting,
+)
+"""Rules for the whole run."""
 RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),
     "spike": (value_spikes, training.monitored_value),
-    "weights": (layers.frozen,),
+    "weights": (layers.frozen, layers.vanishing),
     "activation": (layers.nonfinite, layers.dead, layers.outliers, layers.collapsed, layers.large_logits),
     "replicas": (training.disagreement,),
-    "step": (layers.group_rates, layers.shrinking),
+    "step": (
+        *(causes.large_updates, causes.rate_vanished, causes.clipped_away, causes.input_scale, causes.weight_changed),
+        *(layers.group_rates, layers.shrinking),
+    ),
     "spectral": (layers.spectral,),
     "noise scale": (training.noise_scale,),
     "curvature": (training.curvature,),
@@ -34,17 +46,47 @@ RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
 """Kind of monitor -> the rules for its metrics."""
 
 
-def find(run: Run) -> list[Finding]:
-    """Return the findings of a run in the order of what happened; notes last."""
-    findings = [*training.curves(run), *training.rollbacks(run), *layers.persistent(run)]
-    for monitor in run.monitors:
-        for rule in RULES.get(monitor.kind, ()):
-            findings += rule(monitor, run)
-    findings += training.rate_rises(run, findings)
+class Diagnosis(NamedTuple):
+    """Findings of a run."""
+
+    findings: list[Finding]  # causes before symptoms, notes last
+    failed: list[str]  # rules that failed, as lines
+
+
+def diagnose(run: Run) -> Diagnosis:
+    """Apply all rules to a run."""
+    findings: list[Finding] = []
+    failed: list[str] = []
+
+    def apply(rule: Callable[..., Iterator[Finding]], *arguments: Any) -> None:
+        try:
+            findings.extend(rule(*arguments))
+        except Exception as error:  # noqa: BLE001 - the other rules still say what they find
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            failed.append(f"rule {rule.__name__} failed: {text}")
+
+    with np.errstate(all="ignore"):
+        for rule in RUN_RULES:
+            apply(rule, run)
+        for monitor in run.monitors:
+            for monitor_rule in RULES.get(monitor.kind, ()):
+                apply(monitor_rule, monitor, run)
+        apply(training.rate_rises, run, [*findings])
+        apply(_not_monitored, run)
+    return Diagnosis(in_order(merged(findings), run.distance), failed)
+
+
+def merged(findings: list[Finding]) -> list[Finding]:
+    """Leave out reports of which a rule says more."""
+    told = {it.kind for it in findings if it.values}
+    return [it for it in findings if it.values or it.kind not in told]
+
+
+def _not_monitored(run: Run) -> Iterator[Finding]:
+    """A run without a GradMonitor."""
     if not any(monitor.get("norm") or monitor.get("stepped") for monitor in run.of("grad")):
         what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
-        findings.append(Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger."))
-    return in_order(findings)
+        yield Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger.")
 
 
 def measured(run: Run) -> list[str]:
@@ -78,16 +120,17 @@ class Summary:
     file: str
     first: int  # iteration
     last: int
-    findings: list[Finding]  # in the order of what happened
+    findings: list[Finding]  # causes before symptoms, notes last
+    failed: list[str]  # rules that failed, as lines
     measured: list[str]  # measurements in the file, in words
     metrics: dict[str, Statistics]  # the user's own first, those of single layers last
 
     @property
     def healthy(self) -> bool | None:
-        """True if all findings are notes; None if, in addition, the gradients were not monitored."""
+        """True if all findings are notes; None if, in addition, not all could be seen."""
         if any(finding.severity != "note" for finding in self.findings):
             return False
-        return None if any(finding.kind == "not_monitored" for finding in self.findings) else True
+        return None if self.failed or any(finding.kind == "not_monitored" for finding in self.findings) else True
 
     @property
     def assessment(self) -> str:
@@ -95,9 +138,13 @@ class Summary:
         counts = {kind: sum(finding.severity == kind for finding in self.findings) for kind in ("problem", "warning")}
         parts = [plural(count, kind) for kind, count in counts.items() if count]
         if parts:
-            return f"Needs attention: {' and '.join(parts)}."
+            first = self.findings[0]
+            sign = f" Cause unknown; the first sign was {first.kind} in iteration {first.onset}."
+            return f"Needs attention: {' and '.join(parts)}.{'' if first.is_cause else sign}"
         if not self.measured:
             return "The file has no metrics of a monitor, so little can be detected."
+        if self.failed:
+            return f"Nothing unusual, but {plural(len(self.failed), 'rule')} failed."
         if self.healthy is None:
             return "Nothing unusual, but the gradients were not monitored."
         return "Healthy: nothing in this run needs attention."
@@ -109,22 +156,25 @@ class Summary:
             "file": self.file,
             "iterations": {"first": self.first, "last": self.last},
             "healthy": self.healthy,
+            "assessment": self.assessment,
             "measured": self.measured,
             "findings": _findings_json(self),
+            "failed": self.failed,
             "metrics": {name: _plain(numbers, numbers._fields) for name, numbers in self.metrics.items()},
         }
 
 
 def summarise(file: str, run: Run) -> Summary:
-    """Summarise a run, which has one series at least."""
+    """Summarise a run."""
     names = sorted(run.own, key=natural)
     for of_parts in (False, True):
         for monitor in run.monitors:
             keys = [key for key in monitor.series if ("/" in key) is of_parts]
             names += map(monitor.name, sorted(keys, key=natural))
     metrics = {name: _statistics(run.series[name]) for name in names}
-    first, last = min(it.first_step for it in metrics.values()), max(it.last_step for it in metrics.values())
-    return Summary(file, first, last, find(run), measured(run), metrics)
+    first = min((it.first_step for it in metrics.values()), default=0)
+    last = max((it.last_step for it in metrics.values()), default=0)
+    return Summary(file, first, last, *diagnose(run), measured(run), metrics)
 
 
 def _statistics(series: Series) -> Statistics:
@@ -225,7 +275,7 @@ def _difference(name: str, *runs: Series) -> Difference:
 
 
 def _findings_json(summary: Summary) -> list[dict[str, Any]]:
-    fields = ("kind", "severity", "text", "metrics", "iterations", "values")
+    fields = ("kind", "severity", "text", "evidence")
     return [_plain(finding, fields) for finding in summary.findings]
 
 

@@ -39,6 +39,7 @@ def findings_text(summary: Summary) -> list[RenderableType]:
     style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
     parts: list[RenderableType] = [Text(summary.assessment, style)]
     parts += map(_finding, summary.findings)
+    parts += [Text(f" {printable(line)}", "bold yellow") for line in summary.failed]
     if summary.measured:
         parts.append(Text(f"Measured: {printable('; '.join(summary.measured))}.", "dim"))
     return parts
@@ -135,19 +136,29 @@ def spikes_text(path: Path) -> list[RenderableType]:
     """Describe a directory's spike files, the earliest first, or one file; ValueError if one can't be read."""
     from ignite_monitor.spike_recorder.record import ENDING, load_spike
 
-    records = [load_spike(file) for file in (path.glob(f"*{ENDING}") if path.is_dir() else [path])]
-    if not records:
+    files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
+    if not files:
         raise ValueError(f"{path} holds no spike files (*{ENDING})")
-    parts: list[RenderableType] = []
-    for record in sorted(records, key=lambda record: (record.iteration, record.name, record.rank, record.path)):
+    records: list[tuple[tuple[Any, ...], list[RenderableType]]] = []
+    failed: list[str] = []
+    for file in files:
+        try:
+            record = load_spike(file)
+        except ValueError as error:
+            failed.append(str(error))
+            continue
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in _fields(record):
             if text:
                 table.add_row(f"  {name}", Text(printable(text)))
-        parts += [Text(_title(record), style="bold"), table, Text()]
-    return [*parts, Text(plural(len(records), "record"))]
+        place = (record.iteration, record.name, record.rank, record.path)
+        records.append((place, [Text(_title(record), style="bold"), table, Text()]))
+    if not records:
+        raise ValueError(failed[0])
+    parts = [part for _, texts in sorted(records, key=lambda it: it[0]) for part in texts]
+    return [*parts, *map(Text, map(printable, failed)), Text(plural(len(records), "record"))]
 
 
 def _title(record: SpikeRecord) -> str:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import KINDS, Finding, iterations, number, times
-from ignite_monitor.report.run import Recorded, Run, Series
-
-LOSS = re.compile(
-    r"(^|[^a-z])(\w*loss|nll|perplexity|ppl|error|mse|mae|rmse|wer|cer)"
-    r"([_ .-]?(mean|avg|average|ema|total|sum|epoch|step|train|val|valid|test|\d+))*$",
-    re.IGNORECASE,
-)
-
-
-def is_loss(name: str) -> bool:
-    """Check whether a metric is a loss, by the end of its name."""
-    return LOSS.search(name.rpartition("/")[2]) is not None
+from ignite_monitor.report.finding import Finding, iterations, number, times
+from ignite_monitor.report.run import MIN_ONSET, Recorded, Run, Series, is_loss
 
 
 def curves(run: Run) -> Iterator[Finding]:
@@ -35,8 +23,9 @@ def curves(run: Run) -> Iterator[Finding]:
             what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
             severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
             yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
-        if is_loss(name):
-            yield from course(name, series)
+    for name, series in run.losses.items():
+        begun = series.part(series.steps >= run.first_made)
+        yield from course(name, begun, has_to_fall=name not in run.own and run.judges_loss)
 
 
 def monitored_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
@@ -44,8 +33,11 @@ def monitored_value(monitor: Recorded, run: Run) -> Iterator[Finding]:
     yield from course(monitor.name("value"), monitor.get("value"))
 
 
-def course(name: str, series: Series) -> Iterator[Finding]:
-    """A loss that ended far above its best, or that was far above its start for a while; a finite one."""
+def course(name: str, series: Series, has_to_fall: bool = False) -> Iterator[Finding]:
+    """A loss that ended far above its best, or that was far above its start for a while; a finite one.
+
+    Unless it has to fall, only one that fell at first is a loss: others grow with the returns of a policy.
+    """
     if len(series.values) < limits.LOSS_POINTS or not np.isfinite(series.values[-1]):
         return
     series = series.finite
@@ -56,7 +48,9 @@ def course(name: str, series: Series) -> Iterator[Finding]:
     much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
     advice = "Lower the learning rate, or use a warm-up." if lowest < len(series.head.values) else ""
-    kind, peak = "", int(series.values.argmax())
+    kind = ""
+    if not has_to_fall and not smooth.values[: max(1, len(smooth.values) // 2)].min() < begin - 2 * noise:
+        return
     if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
         kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
     elif gained > 0 and (much or far):
@@ -66,9 +60,11 @@ def course(name: str, series: Series) -> Iterator[Finding]:
         rise = smooth.since(smooth.values > best + lost / 2)  # it stays above the middle between its best and its end
         what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
         yield Finding(kind, severity, what, (name,), (rise,), {"first": begin, "best": best, "end": end}, advice)
-    elif peak >= len(series.head.values) and series.values[peak] > max(
-        limits.PEAK_FACTOR * begin, begin + limits.PEAK_NOISE * noise
-    ):
+        return
+    # One value of a heavy-tailed loss is no peak.
+    lasting = np.lib.stride_tricks.sliding_window_view(series.values, MIN_ONSET).min(1)
+    peak, least = int(lasting.argmax()), max(limits.PEAK_FACTOR * begin, begin + limits.PEAK_NOISE * noise)
+    if peak >= len(series.head.values) and lasting[peak] > least:
         size, step = float(series.values[peak]), series.steps[peak]
         what = f"{printable(name)} was {number(size)} in iteration {step}, far above its start of {number(begin)}, "
         what += f"and ended at {number(end)}."
@@ -99,7 +95,7 @@ def rollbacks(run: Run) -> Iterator[Finding]:
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Learning rates that rose far above earlier ones, with damage during the rise or soon after."""
-    follows = [it.onset for it in findings if it.severity != "note" and "rate_rose" in KINDS[it.kind].follows]
+    follows = [it.onset for it in findings if it.severity != "note" and "rate_rose" in it.about.explained_by]
     for monitor in run.of("step"):
         for group, rates in monitor.items("lr/{}").items():
             highest = np.maximum.accumulate(rates.values)
@@ -163,9 +159,8 @@ def curvature(monitor: Recorded, run: Run) -> Iterator[Finding]:
 
 def disagreement(monitor: Recorded, run: Run) -> Iterator[Finding]:
     """Ranks that are not in sync."""
-    name, series, counts = monitor.name("in_sync"), monitor.get("in_sync"), monitor.get("differing_count").finite
+    name, series = monitor.name("in_sync"), monitor.get("in_sync")
     at = series.steps[series.values == 0]
     if len(at):
-        most = f", in up to {int(counts.values.max())} tensors" if counts else ""
-        what = f"The ranks are not in sync ({name}) in {iterations(at)}{most}; the log names them."
+        what = f"The ranks are not in sync ({name}) in {iterations(at)}; the log names them."
         yield Finding("ranks_differ", "problem", what, (name,), at, {"measurements": len(at)})

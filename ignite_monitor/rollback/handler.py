@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,22 +23,22 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.tensors import count_items, loss_in
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
-from ignite_monitor.rollback.policy import LONG, Action, Event, RecoveryPolicy
-from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite
-from ignite_monitor.rollback.triggers import Findings, Triggers
-
-_UNSEEN = 20  # iterations without any trigger before a warning
+from ignite_monitor.rollback.limits import LONG_PROBATION, WARMUP, WINDOW
+from ignite_monitor.rollback.policy import RECOVERING, WATCHING, Action, Event, RecoveryPolicy
+from ignite_monitor.rollback.snapshots import LoweredRates, Snapshot, Snapshots, TrainingState, clone, finite
+from ignite_monitor.rollback.triggers import Signals, Triggers
 
 
 class RollbackHandler(Monitor, schema=ROLLBACK):
     """Restore an in-memory snapshot when training diverges, and skip the batches since (PaLM, section 5.1).
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
-    first sign is restored exactly, learning rates included, and the engine continues with its data iterator. Iterations
-    that exceed the thresholds of that time are then discarded one by one, until eight in a row are healthy. 48
-    iterations after the first sign a regime change is assumed and accepted; its losses are no instability again.
-    Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the loss, non-finite
-    state and :meth:`request`.
+    first sign is restored exactly, learning rates included, and the engine continues with its data iterator. The next
+    loss tests the restored weights. If it is healthy, training was the fault: iterations that exceed the thresholds of
+    that time are discarded one by one, until eight in a row are healthy, and nothing is accepted. If four tests fail,
+    older snapshots included, the data have changed: training continues with them, and returns to the snapshot if its
+    data return. Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the
+    loss, non-finite state and :meth:`request`. A loss that changes sign or has never fallen triggers nothing.
 
     {keys}
 
@@ -49,12 +52,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         keep: number of older snapshots; the three newest ones are kept as well.
         patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
             row if losses or gradients are not finite.
-        max_rollbacks: number of rollbacks within 1,000 iterations, after which a regime change is assumed.
-        lr_factor: factor of learning rates from the second rollback within 1,000 iterations on, in (0, 1].
+        max_rollbacks: number of rollbacks within 1,000 iterations; after it iterations are discarded, until 100 in a
+            row are healthy.
+        lr_factor: factor of the rates of optimizer steps, in (0, 1], from the second rollback within 1,000 iterations
+            on, until 100 iterations are healthy.
         where: ``"device"``, or ``"host"`` for pinned host memory.
         loss: function of the engine that returns the loss, or None; by default ``engine.state.output``, or its item
             ``"loss"``, if that is one floating-point number.
-        on_exhausted: ``"continue"``, or ``"terminate"`` to end the run instead of accepting a regime change.
+        on_exhausted: ``"continue"``, or ``"terminate"`` to end the run after ``max_rollbacks`` or changed data.
         prefix: first part of the keys.
 
     Raises:
@@ -106,6 +111,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._stepped = True  # whether an optimizer made a step in this iteration
         self._smallest_batch = 0  # items; 0 before the first batch
         self._layout: list[Any] = []
+        self._restoring: Any = None  # handle of the second restore of an iteration
 
     def request(self, reason: str) -> None:
         """Roll back when this iteration is completed.
@@ -118,9 +124,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
-        self._triggers.loss.reset()
-        for monitor in self._monitors():
-            monitor.reset_threshold()
+        self._snapshots.aside = None
+        self._reset_thresholds()
         for snapshot in self._snapshots.all:
             snapshot["thresholds"] = self._thresholds()
 
@@ -128,10 +133,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
         self._snapshots.clear()
         self._policy.reset()
-        self._triggers.loss.reset()
+        self._triggers.reset()
+        self._lr_scale = 1.0
+        if self._restoring is not None:
+            self._restoring.remove()
 
     def reset_run_state(self) -> None:
         self.forget()
+        self._triggers.start_run()
+        self._policy.rollbacks.clear()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
@@ -161,12 +171,12 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if (layout := self._training.layout()) != self._layout:
             self.forget()  # no snapshot fits the model any more
             self._layout = layout
-        if self._policy.recovering:
+        if not self._policy.watching:
             return
         self._check_batch_size(engine)
         kept = self._snapshots.all
         if not kept or (stepped and self._policy.healthy and before - kept[-1]["iteration"] >= self._snapshots.every):
-            self._snapshots.take(before, self._training.state(), self._thresholds(), self._lr_scale)
+            self._snapshots.take(before, self._training.state(), self._thresholds())
 
     def _check_batch_size(self, engine: Engine) -> None:
         """Reset thresholds at a batch with less than half as many items as any before: its values are noisier."""
@@ -187,7 +197,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         optimizers = self._training.optimizers if self._is_running else []
-        return [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
+        lowered = [LoweredRates(optimizers, self._lr_scale)] if self._lr_scale != 1.0 else []
+        return [*(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers), *lowered]
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
@@ -202,44 +213,55 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._decide(engine)
 
     def _decide(self, engine: Engine) -> None:
-        policy, triggers, snapshots = self._policy, self._triggers, self._snapshots
-        iteration, was_recovering = engine.state.iteration, policy.recovering
+        policy, triggers, iteration = self._policy, self._triggers, engine.state.iteration
         if not all(map(all_take_part, self._training.modules)):
-            self._warn_once("under join(), where not all ranks take part, no instability is detected")
+            self.report("join", "under join(), where not all ranks take part, no instability is detected")
             return
-        if not snapshots.all:  # attached during this iteration
+        if not self._snapshots.all:  # attached during this iteration
             return
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
-        findings = triggers.collect(loss, self._monitors(), device_of(self._training.modules[0]))
-        if not triggers.unhealthy and iteration >= _UNSEEN:
-            self._warn_once("only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor")
-        event, reason = self._classify(findings, iteration)
-        action, values = policy.next(event, iteration, findings.age), dict[str, float]()
-        if action != Action.NONE:
-            self._discarded_count += was_recovering
-            snapshot = self._restore(action, iteration, findings.margin)
-            self._report(engine, action, snapshot, reason)
-            values["restored_iteration"] = snapshot["iteration"]
-        elif was_recovering and not policy.recovering:
-            if policy.discarded >= LONG:  # since then the newest snapshot, healthy now, was restored
-                triggers.accept_peak(even_far=False)
-            snapshots.drop_newer(snapshots.restored)
+        signals = triggers.collect(loss, self._monitors(), device_of(self._training.modules[0]), iteration)
+        if not triggers.unhealthy and iteration >= WARMUP:
+            text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
+            self.report("no_trigger", text)
+        if all(triggers.signs):
+            text = "the loss has been negative and positive: it measures no progress, and triggers nothing"
+            self.report("loss_changes_sign", text, severity="note")
+        event, reason = self._classify(signals, iteration)
+        was_phase = policy.phase
+        action = policy.next(event, iteration, signals)
+        values = dict[str, float]()
+        if action not in (Action.NONE, Action.ACCEPT):
+            starts = was_phase == WATCHING
+            self._discarded_count += not starts
+            values["restored_iteration"] = self._restore(action, engine, signals, starts, reason)["iteration"]
+        elif action == Action.ACCEPT:
+            self._accept_data(engine)
+        if action in (Action.NONE, Action.RESUME) and policy.watching and was_phase != policy.phase:
+            if was_phase == RECOVERING:
+                self._snapshots.end()
+            else:
+                triggers.accept(policy.test_levels, iteration)
+                self._snapshots.clear()
             triggers.far.clear()
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
-        if event == Event.HEALTHY and not policy.recovering:
-            triggers.peak.clear()
+        if self._lr_scale != 1.0 and policy.watching and policy.calm >= LONG_PROBATION:
+            self._lr_scale = 1.0
+            self.report(
+                "rates_returned", "learning rates are those of their schedule again", severity="note", once=False
+            )
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
 
-    def _classify(self, findings: Findings, iteration: int) -> tuple[Event, str]:
-        if findings.is_nonfinite and (reason := self._ruin(iteration)):
+    def _classify(self, signals: Signals, iteration: int) -> tuple[Event, str]:
+        if signals.is_nonfinite and (reason := self._ruin(iteration)):
             return Event.RUINED, reason
-        if findings.reasons:
-            return Event.UNSTABLE, ", ".join(findings.reasons)
-        if findings.is_nonfinite:
+        if signals.reasons:
+            return Event.TRIGGERED, ", ".join(signals.reasons)
+        if signals.is_nonfinite:
             return Event.NONFINITE, f"{self._policy.nonfinite + 1} losses or gradients in a row were not finite"
-        return (Event.UNHEALTHY if findings.is_unhealthy else Event.HEALTHY), "the instability continues"
+        return (Event.ABOVE_THRESHOLD if signals.is_unhealthy else Event.HEALTHY), "the instability continues"
 
     def _ruin(self, iteration: int) -> str:
         """Return the reason if tensors of any rank's state are not finite that were finite in a snapshot."""
@@ -248,36 +270,62 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         on_any = max_over_ranks(torch.tensor([float(bool(ruined))], device=device_of(self._training.modules[0])))
         return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""
 
-    def _restore(self, action: Action, iteration: int, margin: int) -> Snapshot:
-        snapshot = self._snapshots.all[-1]
-        if action in (Action.ROLL_BACK, Action.DISCARD):
-            snapshot = self._snapshots.choose(iteration, self._policy.first_sign, self._policy.discarded, margin)
+    def _restore(self, action: Action, engine: Engine, signals: Signals, starts: bool, reason: str) -> Snapshot:
+        policy, snapshots, iteration = self._policy, self._snapshots, engine.state.iteration
+        if action == Action.PROBE or (action == Action.ROLL_BACK and policy.may_continue):
+            snapshots.set_aside(iteration, self._training.state(), self._thresholds())
+        if starts:
+            snapshots.start(iteration, policy.first_sign, signals.margin)
+        continues = action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)
+        snapshot = snapshots.aside if continues and snapshots.aside else snapshots.choose(iteration, policy.candidate)
+        text = f"{reason}; rolled back to iteration {snapshot['iteration']}"
         if action == Action.ROLL_BACK:
             self._count += 1
-            self._lr_scale *= self.lr_factor if len(self._policy.rollbacks) > 1 else 1.0
-            self._triggers.peak.clear()
-        if action == Action.ACCEPT:
-            self._lr_scale = snapshot["lr_scale"]
-            self._triggers.accept_peak(even_far=True)
-            self.accept()
-        else:
-            self._restore_thresholds(self._snapshots.all[-1]["thresholds"])
-        self._training.restore(snapshot["state"], self._lr_scale / snapshot["lr_scale"])
+            has_measure = self._triggers.usable or not any(self._triggers.signs) or signals.is_requested
+            self._lr_scale *= self.lr_factor if len(policy.rollbacks) > 1 and has_measure else 1.0
+            text += f", {iteration - snapshot['iteration']} batches skipped"
+            text += f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
+            self.report("rolled_back", f"{text}; restored {', '.join(self._training.things)}", once=False)
+        elif starts and action == Action.DISCARD:
+            text += f" after {self._policy.max_rollbacks} rollbacks within {WINDOW} iterations: lower the learning rate"
+            self.report("rollbacks_exhausted", text, severity="problem", once=False)
+        elif action == Action.END:
+            self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
+        self._restore_thresholds(snapshot["thresholds"])
+        if action == Action.ADAPT:
+            self._triggers.usual, self._lr_scale = dict(self._triggers.limits), 1.0
+            self._reset_thresholds()
+        self._training.restore(snapshot["state"])
+        if self._restoring is not None:
+            self._restoring.remove()
+        # After the user's handlers of this iteration: a schedule has made a step there.
+        again = functools.partial(self._restore_again, snapshot["state"])
+        self._restoring = engine.add_event_handler(Events.ITERATION_COMPLETED, again)
+        if action == Action.END or (starts and action == Action.DISCARD and self.on_exhausted == "terminate"):
+            engine.terminate()
         return snapshot
 
-    def _report(self, engine: Engine, action: Action, snapshot: Snapshot, reason: str) -> None:
-        iteration, restored = engine.state.iteration, snapshot["iteration"]
-        text = f"{self._title}: iteration {iteration}: {reason}; rolled back to iteration {restored}"
-        if action == Action.ROLL_BACK:
-            rates = f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
-            names = ", ".join(self._training.things)
-            self.logger.warning("%s, %d batches skipped%s; restored %s", text, iteration - restored, rates, names)
-        elif action == Action.ACCEPT:
-            self.logger.warning("%s a last time; assuming a regime change, all thresholds are reset", text)
-        elif action == Action.END:
-            self.logger.error("%s; the run ends", text)
-        if action == Action.END or (action == Action.ACCEPT and self.on_exhausted == "terminate"):
+    def _restore_again(self, state: Any) -> None:
+        self._restoring.remove()
+        if self._training.layout() == self._layout:
+            self._training.restore(state)
+
+    def _accept_data(self, engine: Engine) -> None:
+        before, tested = self._triggers.usual.get("loss", math.nan), fmean(self._policy.test_levels)
+        text = (
+            f"restored weights exceed the threshold on new batches too ({tested:.3g}, threshold {before:.3g}): the "
+            "data have changed; training continues with them, thresholds are reset"
+        )
+        if self.on_exhausted == "terminate":
+            self._training.restore(self._snapshots.choose(engine.state.iteration, 0)["state"])
+            text += "; the run ends"
             engine.terminate()
+        self.report("data_changed", text, once=False)
+
+    def _reset_thresholds(self) -> None:
+        self._triggers.loss.reset()
+        for monitor in self._monitors():
+            monitor.reset_threshold()
 
     def _monitors(self) -> list[Monitor]:
         """The monitors on the engine that have a threshold."""

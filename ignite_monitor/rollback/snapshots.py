@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,25 +19,17 @@ from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.transfer import transfer
+from ignite_monitor.rollback.limits import CONFIRMED, RECENT, SPACING
 
-Snapshot = dict[str, Any]  # iteration, copies of state and thresholds, and the product of all lr_factors as lr_scale
-
-_RECENT = 3  # newest snapshots, which are always kept
-_SPACING = 5  # distance of older ones, in units of ``every``
-_CONFIRMED = 20  # iterations, or ten times the delay, after which a restored snapshot is confirmed as healthy
-_RETRY = 7  # discarded iterations after which the newest snapshot is restored
-
-# Learning rates in the states of parameter groups and of torch's schedulers, and of Ignite's.
-_RATES = {"lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "max_lrs", "eta_min"}
-_RATES |= {"start_value", "end_value", "values"}
+Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds
 
 _IMMUTABLE = {float, int, bool, str, type(None)}  # deepcopy() is slower
 
 
 class Snapshots:
-    """Snapshots in order of their iterations: three recent ones, and at most ``keep`` older ones."""
+    """Snapshots in order of their iterations: the newest ones, and at most ``keep`` older ones."""
 
-    SAVED = ("all", "restored", "restored_at")
+    SAVED = ("all", "restored", "restored_at", "aside")
 
     def __init__(self, every: int, keep: int, on_host: bool) -> None:
         self.every, self.keep, self.on_host = every, keep, on_host
@@ -48,41 +40,51 @@ class Snapshots:
         self.all: list[Snapshot] = []
         self.restored = 0  # iteration of the one restored last
         self.restored_at = -math.inf  # iteration in which it was restored
+        self.aside: Snapshot | None = None  # the state before a rollback or a probe
 
-    def take(self, iteration: int, state: Any, thresholds: Any, lr_scale: float) -> None:
+    def take(self, iteration: int, state: Any, thresholds: Any) -> None:
         """Copy a state after an iteration."""
-        saved = clone(state, self.on_host)
-        self.all.append({"iteration": iteration, "state": saved, "thresholds": thresholds, "lr_scale": lr_scale})
-        older = self.all[:-_RECENT]
-        if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < _SPACING * self.every:
+        self.all.append({"iteration": iteration, "state": clone(state, self.on_host), "thresholds": thresholds})
+        older = self.all[:-RECENT]
+        if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < SPACING * self.every:
             self.all.remove(older[-1])
         elif len(older) > self.keep:
             self.all.remove(older[0])
+
+    def set_aside(self, iteration: int, state: Any, thresholds: Any) -> None:
+        """Copy a state that may be continued from."""
+        self.aside = {"iteration": iteration, "state": clone(state, self.on_host), "thresholds": thresholds}
 
     def before(self, first_sign: int) -> Snapshot:
         """Return the newest snapshot after which an iteration before the first sign was healthy, else the oldest."""
         usable = [snapshot for snapshot in self.all if snapshot["iteration"] + 1 < first_sign]
         return usable[-1] if usable else self.all[0]
 
-    def choose(self, iteration: int, first_sign: int, discarded: int, margin: int) -> Snapshot:
-        """Choose the snapshot to restore, when a recovery begins and after each of its discarded iterations.
+    def start(self, iteration: int, first_sign: int, margin: int) -> None:
+        """Drop the snapshots that an instability may have damaged.
 
-        It begins with one that is older than the first sign and the margin, and older than the one restored last
-        if that is unconfirmed. After some discarded iterations the newest one follows.
+        Those that remain are older than the first sign and the margin, and older than the one restored last if that is
+        unconfirmed. All get the thresholds of the newest one from before the first sign: older ones may have none yet.
         """
-        if not discarded:
-            newest, delay = self.before(first_sign), iteration - first_sign
-            is_confirmed = first_sign - self.restored_at >= max(_CONFIRMED, 10 * delay)
-            self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
-            self.all[-1]["thresholds"] = newest["thresholds"]  # those of an older one may not be warmed up
-            self.restored = self.before(first_sign - margin)["iteration"]
-        elif discarded >= _RETRY:
-            self.restored = self.all[-1]["iteration"]
-        self.restored_at = iteration
-        return self.before(self.restored + 2)
+        newest, delay = self.before(first_sign), iteration - first_sign
+        is_confirmed = first_sign - self.restored_at >= max(CONFIRMED, 10 * delay)
+        self._drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
+        self._drop_newer(self.before(first_sign - margin)["iteration"])
+        for snapshot in self.all:
+            snapshot["thresholds"] = newest["thresholds"]
 
-    def drop_newer(self, iteration: int) -> None:
-        """Drop the snapshots taken after an iteration, but not the oldest."""
+    def choose(self, iteration: int, candidate: int) -> Snapshot:
+        """Return the newest snapshot (candidate 0), the one before (1) or the oldest one (2) to restore it."""
+        chosen = (self.all[-1], self.all[-2:][0], self.all[0])[candidate]
+        self.restored, self.restored_at = chosen["iteration"], iteration
+        return chosen
+
+    def end(self) -> None:
+        """Drop the snapshots after the one restored last, and the state set aside."""
+        self._drop_newer(self.restored)
+        self.aside = None
+
+    def _drop_newer(self, iteration: int) -> None:
         self.all = [snapshot for snapshot in self.all if snapshot["iteration"] <= iteration] or self.all[:1]
 
 
@@ -96,17 +98,17 @@ class TrainingState:
                 raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(thing)}")
         self.things = {name: _unwrapped(thing) for name, thing in kept.items()}
         self.modules = [thing for thing in self.things.values() if isinstance(thing, nn.Module)]
-        self.optimizers = [thing for thing in self.things.values() if hasattr(thing, "register_step_post_hook")]
+        inner = [thing.optimizer if isinstance(thing, Sharded) else thing for thing in self.things.values()]
+        self.optimizers = [thing for thing in inner if hasattr(thing, "register_step_post_hook")]
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
         return {name: _state_of(thing) for name, thing in self.things.items()}
 
-    def restore(self, state: Mapping[str, Any], lr_factor: float) -> None:
-        """Restore an earlier state with its learning rates times a factor, and drop all gradients."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore an earlier state, and drop all gradients."""
         for name, thing in self.things.items():
-            has_rates = any(hasattr(thing, key) for key in ("param_groups", "get_last_lr", "simulate_values"))
-            _restore(thing, _scaled(state[name], lr_factor) if has_rates and lr_factor != 1.0 else state[name])
+            _restore(thing, state[name])
         for thing in (*self.modules, *self.optimizers):
             thing.zero_grad(set_to_none=True)
 
@@ -190,18 +192,62 @@ def _restore(thing: Any, state: Any) -> None:
         thing.load_state_dict(clone(state))
 
 
-def _scaled(state: Any, factor: float, is_rate: bool = False) -> Any:
-    """The state with its learning rates and base rates multiplied by a factor."""
-    if isinstance(state, dict):
-        others = state.get("param_name", "lr") != "lr"  # an Ignite scheduler of something else
-        return {key: _scaled(value, factor, key in _RATES and not others) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_scaled(item, factor, is_rate) for item in state)
-    return state * factor if is_rate and isinstance(state, (float, int, Tensor)) else state
+class Sharded:
+    """A ZeroRedundancyOptimizer: this rank's part, whose own ``state_dict`` needs a collective, and its groups."""
+
+    def __init__(self, sharded: Any) -> None:
+        self.optimizer: Optimizer = sharded.optim
+        self._groups = sharded.param_groups  # which every step copies into those of this rank's part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state itself, nothing copied."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        return {"optimizer": self.optimizer.state_dict(), "groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state in place."""
+        _restore(self.optimizer, state["optimizer"])
+        for group, saved in zip(self._groups, state["groups"], strict=True):
+            group.update(saved)
 
 
 def _unwrapped(thing: Any) -> Any:
-    """The torch optimizer inside of a wrapper that has no step hooks of its own, such as accelerate's."""
+    """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
+    if isinstance(thing, Optimizer) and isinstance(getattr(thing, "optim", None), Optimizer):
+        return Sharded(thing)
     inner = getattr(thing, "optimizer", None)
     is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
     return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing
+
+
+class LoweredRates:
+    """Multiplies the learning rates of optimizers during their steps: schedules and groups keep their own rates."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], factor: float) -> None:
+        self._optimizers, self._factor = optimizers, factor
+        self._handles: list[Any] = []
+        self._rates: dict[Optimizer, list[Any]] = {}
+
+    def __enter__(self) -> None:
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._lower))
+            self._handles.append(optimizer.register_step_post_hook(self._put_back))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for optimizer in [*self._rates]:  # a step has failed
+            self._put_back(optimizer)
+
+    def _lower(self, optimizer: Optimizer, *_: Any) -> None:
+        self._rates[optimizer] = [clone(group.get("lr")) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            if "lr" in group and group["lr"] is not None:
+                group["lr"] *= self._factor  # a tensor in place: a captured graph reads it
+
+    def _put_back(self, optimizer: Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates.pop(optimizer, ()), strict=False):
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            elif rate is not None:
+                group["lr"] = rate

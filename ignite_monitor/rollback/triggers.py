@@ -16,10 +16,8 @@ from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
 from ignite_monitor.monitor.transfer import transfer
+from ignite_monitor.rollback.limits import DECAY, FAR, FAR_PATIENCE, FAR_WINDOW, FIRST, MARGIN, PROGRESS, WARMUP, WINDOW
 
-_FAR = 10.0  # times the threshold
-_FAR_PATIENCE, _FAR_WINDOW = 3, 10  # iterations far above the threshold, of the last ones, that trigger a rollback
-_MARGIN = 2  # times the delay of a slow detection
 _EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
 
@@ -32,7 +30,7 @@ class LossThreshold(ThresholdRule):
     """
 
     def __init__(self) -> None:
-        super().__init__(warmup=20, decay=0.95)
+        super().__init__(warmup=WARMUP, decay=DECAY)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> float:
         *_, mu, _, first, lowest, smallest = self._rows.tolist()
@@ -55,11 +53,14 @@ class LossThreshold(ThresholdRule):
 
 
 @dataclass
-class Findings:
-    """Findings of an iteration, the same on all ranks."""
+class Signals:
+    """Signals of an iteration, the same on all ranks."""
 
     is_unhealthy: bool = False
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
+    is_requested: bool = False
+    is_usual: bool = True  # no level exceeds its threshold from before the recovery
+    level: float = math.nan  # the loss, without one a norm
     age: int = 1  # iterations since the first sign of instability
     margin: int = 0  # iterations before that sign whose weights may be damaged already
     reasons: list[str] = field(default_factory=list)  # of instability
@@ -72,30 +73,51 @@ class Findings:
 
 
 class Triggers:
-    """Collects the findings of every iteration, in one transfer from each device."""
+    """Collects the signals of every iteration, in one transfer from each device."""
 
-    SAVED = ("unhealthy", "far", "peak", "accepted")
+    SAVED = ("unhealthy", "far", "counts", "first", "signs", "measures_progress", "limits", "usual", "accepted")
 
     def __init__(self, patience: int) -> None:
-        self._patience, self.loss = patience, LossThreshold()
-        self._counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
-        self._limits: dict[str, float] = {}  # thresholds of the last iteration
+        self._patience = patience
+        self.request: str | None = None
+        self.loss = LossThreshold()
+        self.counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
+        self.start_run()
+
+    def start_run(self) -> None:
+        """Forget everything but the monitors' counts."""
+        self.reset()
+        self.first: list[float] = []  # first losses of the run
+        self.signs = [False, False]  # whether losses have been negative, positive
+        self.measures_progress = False  # whether the loss has fallen since the start
+
+    def reset(self) -> None:
+        """Forget signs, thresholds and accepted losses."""
+        self.loss.reset()
         # Name -> one bit for each of the last iterations, the newest lowest.
         self.unhealthy: dict[str, int] = {}
         self.far: dict[str, int] = {}  # far above the threshold
-        self.peak: dict[str, float] = {}  # largest unhealthy values of this instability, with the same weights
-        self.accepted: dict[str, float] = {}  # values up to these are healthy
-        self.request: str | None = None
+        self.limits: dict[str, float] = {}  # thresholds of the last iteration
+        self.usual: dict[str, float] = {}  # thresholds from before a recovery
+        self.accepted = [-math.inf, 0.0]  # losses up to the first number are healthy until the iteration that follows
 
-    def accept_peak(self, even_far: bool) -> None:
-        """Accept values up to the peak and half of its excess more; monitors reset their own threshold."""
-        for name, peak in self.peak.items():
-            limit = self._limits.get(name, math.nan)
-            if even_far or peak <= _FAR * limit:
-                self.accepted[name] = max(self.accepted.get(name, -math.inf), peak + (peak - limit) / 2.0)
+    @property
+    def usable(self) -> bool:
+        """True if a rise of the loss is a sign of instability."""
+        return self.measures_progress and not all(self.signs)
 
-    def collect(self, loss: float | Tensor | None, monitors: Sequence[Monitor], device: torch.device) -> Findings:
-        """Findings of the iteration that ends; ``device`` is that of collectives."""
+    def accept(self, levels: Sequence[float], iteration: int) -> None:
+        """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
+        limit = self.usual.get("loss", math.nan)
+        near = [level + (level - limit) / 2.0 for level in levels if level <= FAR * abs(limit)]
+        self.accepted = [max(near, default=-math.inf), float(iteration + WINDOW)]
+
+    def collect(
+        self, loss: float | Tensor | None, monitors: Sequence[Monitor], device: torch.device, iteration: int
+    ) -> Signals:
+        """Collect the signals of the iteration that ends; ``device`` is that of collectives."""
+        if iteration >= self.accepted[1]:
+            self.accepted = [-math.inf, 0.0]
         for history in (self.unhealthy, self.far):
             history.update({name: 2 * bits % 2 ** (2 * self._patience + 5) for name, bits in history.items()})
         numbers: list[Any] = [0.0 if loss is None else loss, float(loss is not None), float(self.request is not None)]
@@ -108,50 +130,65 @@ class Triggers:
         if world_size() > 1:
             numbers = sum_over_ranks(torch.tensor(numbers, dtype=wide_dtype(device), device=device)).tolist()
         total, losses, requests, *published = numbers
-        findings = Findings()
-        if requests:
-            findings.add(self.request or "requested by another rank", 1)
-            self.request = None
-        for i, monitor in enumerate(monitors):
-            self._note_monitor(findings, monitor.prefix, *published[5 * i : 5 * i + 5])
+        signals = Signals(is_requested=bool(requests))
         if losses:
-            self._detect(findings, total / losses)
-        return findings
+            self._detect(signals, total / losses, iteration)
+        for i, monitor in enumerate(monitors):
+            self._note_monitor(signals, monitor.prefix, bool(losses), *published[5 * i : 5 * i + 5])
+        if requests:
+            signals.add(self.request or "requested by another rank", 1)
+            self.request = None
+        return signals
 
-    def _note_monitor(self, findings: Findings, name: str, *numbers: float) -> None:
+    def _note_monitor(self, signals: Signals, name: str, has_loss: bool, *numbers: float) -> None:
         *counts, value, threshold = numbers
-        spike, nonfinite, reset = (a > b for a, b in zip(counts, self._counts.get(name, counts), strict=True))
-        self._counts[name] = counts
-        findings.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
-        bits = self._note(findings, name, spike or reset, value, threshold)
-        if reset and bits & 1:
-            findings.add(f"the statistics of {name} were reset", bits.bit_length(), _MARGIN * (bits.bit_length() - 1))
+        spike, nonfinite, reset = (a > b for a, b in zip(counts, self.counts.get(name, counts), strict=True))
+        self.counts[name] = counts
+        signals.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
+        # A norm alone is no instability where a loss tells whether there is one.
+        is_confirmed = bool(self.unhealthy.get("loss", 0) % 2**FAR_PATIENCE) or not (has_loss and self.usable)
+        bits = self._note(signals, name, spike or reset, value, threshold, is_confirmed)
+        if reset and is_confirmed and not (has_loss and all(self.signs)):
+            delay = bits.bit_length() - 1
+            signals.add(f"the statistics of {name} were reset", delay + 1, MARGIN * delay)
+        if not (has_loss and self.usable):
+            signals.is_usual &= not value > self.usual.get(name, math.inf)
+            signals.level = value if math.isnan(signals.level) else signals.level
 
-    def _detect(self, findings: Findings, loss: float) -> None:
+    def _detect(self, signals: Signals, loss: float, iteration: int) -> None:
         if not math.isfinite(loss):
-            findings.is_nonfinite = True
+            signals.is_nonfinite, signals.is_usual = True, False
             return
+        signals.level, signals.is_usual = loss, not loss > self.usual.get("loss", math.inf)
         limit = self.loss.statistics()[0].item()
-        bits = self._note(findings, "loss", loss > limit, loss, limit)
+        is_unhealthy = self.usable and loss > max(limit, self.accepted[0])
+        if limit < loss <= self.accepted[0]:
+            self.accepted[1] = float(iteration + WINDOW)
+        bits = self._note(signals, "loss", is_unhealthy, loss, limit, True)
         entry = torch.tensor(min(loss, limit) if bits & 1 else loss, dtype=torch.float64, device="cpu")
         # Only the first of several consecutive spikes updates the statistics.
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
             self.loss.observe(entry)
+        self.first = self.first if len(self.first) == FIRST else [*self.first, loss]
+        if not bits & 1:
+            self.signs = [self.signs[0] or loss < 0.0, self.signs[1] or loss > 0.0]
+        first, lowest = sum(self.first) / len(self.first), self.loss.state["lowest"].item()
+        has_count = self.loss.state["count"].item() >= WARMUP
+        self.measures_progress |= has_count and lowest < first - (1.0 - PROGRESS) * abs(first)
         if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
-            findings.add(f"the loss exceeded its threshold in {self._patience} iterations", age, _MARGIN * (age - 1))
+            signals.add(f"the loss exceeded its threshold in {self._patience} iterations", age, MARGIN * (age - 1))
 
-    def _note(self, findings: Findings, name: str, is_unhealthy: bool, value: float, threshold: float) -> int:
-        self._limits[name] = threshold
-        is_unhealthy &= not value <= self.accepted.get(name, -math.inf)
-        if is_unhealthy and math.isfinite(value):
-            self.peak[name] = max(self.peak.get(name, -math.inf), value)
-        is_far = is_unhealthy and math.inf > value > _FAR * threshold > 0.0
+    def _note(
+        self, signals: Signals, name: str, is_unhealthy: bool, value: float, threshold: float, is_confirmed: bool
+    ) -> int:
+        self.limits[name] = threshold
+        is_far = is_unhealthy and math.inf > value > FAR * threshold > 0.0
         bits = self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
-        findings.is_unhealthy |= is_unhealthy
-        if is_far and _lasts(far, _FAR_PATIENCE, _FAR_WINDOW):
-            text = f"{name} exceeded {_FAR:g} times its threshold in {_FAR_PATIENCE} iterations"
-            findings.add(text, far.bit_length(), max(map(len, f"{far:b}".split("1"))))  # longest gap between signs
+        signals.is_unhealthy |= is_unhealthy and is_confirmed
+        if is_far and is_confirmed and _lasts(far, FAR_PATIENCE, FAR_WINDOW):
+            text = f"{name} exceeded {FAR:g} times its threshold in {FAR_PATIENCE} iterations"
+            signals.add(text, far.bit_length(), max(map(len, f"{far:b}".split("1"))))  # longest gap between signs
         return bits
 
 

@@ -15,8 +15,9 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
-NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts: %s"
-NO_CHOICE = "only logit_max is reported of routers without an attribute top_k, the number of experts per token: %s"
+NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts"
+NO_CHOICE = "only logit_max is reported of routers without an attribute top_k, the number of experts per token"
+PROBABILITIES = "logit_max and margin are not reported of routers that return probabilities in place of logits"
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -90,10 +91,13 @@ def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -
 
     Returns:
         Tokens per expert, number of tokens with a margin, and sum of margins: of shape (experts + 2,), NaN if a logit
-        is NaN or the choice is not known, has other indices or an index twice. Largest logit: of shape (1,).
+        is NaN or the choice is not known, has other indices or an index twice. Largest logit: of shape (1,). It and the
+        sum of margins are NaN if the logits are probabilities: none is negative, and those of every token add up to 1.
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.device))
-    largest, experts = logits.amax().reshape(1), logits.shape[1]
+    # Routers of transformers 5.2 return probabilities in the place of logits.
+    are_logits = (logits < 0).any() | ~((logits.sum(1) - 1).abs() < 0.01).all()
+    largest, experts = torch.where(are_logits, logits.amax(), math.nan).reshape(1), logits.shape[1]
     if choice is None:
         return torch.full_like(logits[0, :1], math.nan).expand(experts + 2), largest
     chosen, is_known = choice.reshape(len(logits), -1), ~logits.isnan().any()
@@ -106,7 +110,7 @@ def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -
         is_known &= chosen.sum() == index.numel()
     has_margin = chosen.any(1)  # a token beyond an expert's capacity has no expert; infinite if all are chosen
     margins = torch.where(chosen, logits, math.inf).amin(1) - torch.where(chosen, -math.inf, logits).amax(1)
-    margin = torch.where(has_margin, margins, 0.0).sum()
+    margin = torch.where(are_logits, torch.where(has_margin, margins, 0.0).sum(), math.nan)
     sums = torch.cat([chosen.sum(0), has_margin.sum().reshape(1), margin.reshape(1)])
     return torch.where(is_known, sums, math.nan), largest
 

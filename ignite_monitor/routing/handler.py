@@ -18,8 +18,15 @@ from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import RankReduction, all_take_part, world_size
-from ignite_monitor.monitor.transfer import NamedValues
-from ignite_monitor.routing.decisions import NOT_LOGITS, VALUES, RouterDecisions, is_of_transformers, routing_values
+from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
+from ignite_monitor.routing.decisions import (
+    NOT_LOGITS,
+    PROBABILITIES,
+    VALUES,
+    RouterDecisions,
+    is_of_transformers,
+    routing_values,
+)
 
 
 class RoutingHandler(Monitor, schema=ROUTING):
@@ -63,6 +70,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
     def reset_run_state(self) -> None:
         self._decisions: RouterDecisions | None = None
         self._over_ranks = RankReduction()
+        self._has_probabilities = DeferredFlag()
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -92,16 +100,21 @@ class RoutingHandler(Monitor, schema=ROUTING):
             return
         for reason, names in decisions.skipped.items():
             if names:
-                self._warn_once(reason, ", ".join(sorted(names)))
+                kind = "no_logits" if reason is NOT_LOGITS else "no_choice"
+                self.report(kind, f"{reason}: {', '.join(sorted(names))}", names=sorted(names))
         if not decisions.sums and not any(decisions.skipped.values()):
-            self._warn_once("iteration %d routed no tokens in training mode", engine.state.iteration)
+            self.report("no_tokens", "no tokens were routed in training mode")
         device = device_of(self.model)
+        for sums_of_router, largest_logit in decisions.sums.values():
+            self._has_probabilities.set((largest_logit.isnan() & ~sums_of_router[:1].isnan())[0])
+        if self._has_probabilities.take():
+            self.report("probabilities", PROBABILITIES)
         measured = {name: pair for name, pair in decisions.sums.items() if name not in decisions.skipped[NOT_LOGITS]}
         sums = {name: NamedValues([name], move(own, device)[None]) for name, (own, _) in measured.items()}
         largest = {name: NamedValues([name], move(own, device)[None]) for name, (_, own) in measured.items()}
         if world_size() > 1:
             if not all_take_part(self.model):
-                self._warn_once("ranks may have run out of data under join(), so nothing is reported")
+                self.report("join", "ranks may have run out of data under join(), so nothing is reported")
                 return
             sums, largest = self._over_ranks(sums, largest, device)
         if sums:

@@ -18,7 +18,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
-from ignite_monitor.model.names import Pattern, Selection, named_parameters, tags
+from ignite_monitor.model.names import Pattern, Selection, listed, named_parameters, tags
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -33,8 +33,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
     Parameters of two dimensions or more are measured, frozen ones included and shared ones once: convolutions flattened
-    to (out, in·k…), stacked matrices (experts) of shape (n, out, in) one by one as ``{name}/{i}``. Embeddings do
-    not count in the conditions. Weights that a module computes are measured as computed.
+    to (out, in·k…), stacked matrices (experts) of shape (n, out, in) one by one as ``{name}/{i}``. Embeddings have no
+    spectral scale. Weights that a module computes are measured as computed. Complex ones are not measured.
 
     {keys}
 
@@ -87,13 +87,17 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self.top_k = check_count("top_k", top_k)
         self.per_parameter = per_parameter
         self._selection = Selection(include, exclude)
-        self._weights = SpectralMeter(method, self.logger, f"{self._title}: weights")
-        self._updates = SpectralMeter(method, self.logger, f"{self._title}: updates")
-        if not self._effective():
-            raise ValueError("Argument model should have parameters of two dimensions or more that are selected")
+        self._weights = SpectralMeter(method, "weights")
+        self._updates = SpectralMeter(method, "updates")
         names = [name for name, parameter, _ in named_parameters(model) if parameter.is_complex()]
-        if skipped := ", ".join(name for name in names if name in self._selection):
-            self._warn_once("complex weights are not reported: %s", skipped)
+        skipped = [name for name in names if name in self._selection]
+        if not self._effective():
+            reason = f"; complex ones are not measured: {listed(skipped, 5)}" if skipped else ""
+            raise ValueError(
+                f"Argument model should have real weights of two dimensions or more that are selected{reason}"
+            )
+        if skipped:
+            self.report("complex_weights", f"complex weights are not reported: {listed(skipped, 5)}", names=skipped)
         self._before: dict[str, tuple[int, Tensor]] = {}  # by name, index of an effective weight and a copy
         self._stepped = SteppedParameters({})
         self._names: list[str] = []
@@ -132,14 +136,14 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     @torch.no_grad()
     def start_iteration(self, engine: Engine) -> None:
         self._norms = None
-        self._weights.warn()
+        self._report_failures()
         if self.updates:
             weights = list(enumerate(self._effective()))
             self._stepped = SteppedParameters({id(part): i for i, weight in weights for part in weight.parameters})
             self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
 
     def reset_run_state(self) -> None:
-        self._weights.warn(wait=True)
+        self._report_failures(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})
 
@@ -152,19 +156,21 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             return
         weights = self._effective()
         if not weights:
-            self._warn_once("the model has no weight matrices any more, so nothing is published")
+            self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
         measured = self._weights.measure(part for weight in weights for part in as_weights(weight, weight.value()))
         values = _summary(measured, self._weights.steps)
+        values |= _spectral_scales("weight", measured.norms, measured.scales)
         self._names, self._norms = measured.names, measured.norms
         if self.per_parameter:
             kinds = ["embedding" if math.isnan(scale) else "norm" for scale in measured.scales]
             keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(measured.names), strict=True)]
             self.publish_table(keys, measured.norms)
         if self.updates:
-            values |= _conditions("weight", measured.norms, measured.scales) | self._update_values(weights)
+            values |= self._update_values(weights)
         self._before = {}
         self.publish(**values)
+        self._report_failures()
 
     def _update_values(self, weights: list[EffectiveWeight]) -> dict[str, Tensor]:
         shapes = {name: before.shape for name, (_, before) in self._before.items()}
@@ -193,8 +199,13 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         return {
             "update_norm_max": order_statistics(norms)[3],
             "update_error_max": order_statistics(torch.where(moved, measured.errors, torch.nan))[3],
-            **_conditions("update", norms, measured.scales),
+            **_spectral_scales("update", norms, measured.scales),
         }
+
+    def _report_failures(self, wait: bool = False) -> None:
+        for meter in (self._weights, self._updates):
+            for kind, text in meter.failures(wait):
+                self.report(kind, text)
 
     def _effective(self) -> list[EffectiveWeight]:
         reshard(self.model)
@@ -225,7 +236,7 @@ def _summary(measured: Spectra, steps: int) -> dict[str, Tensor]:
     }
 
 
-def _conditions(of: str, norms: Tensor, scales: list[float]) -> dict[str, Tensor]:
+def _spectral_scales(of: str, norms: Tensor, scales: list[float]) -> dict[str, Tensor]:
     divisors = move(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
     median, _, _, largest = order_statistics(norms / divisors).unbind()
-    return {f"{of}_condition_max": largest, f"{of}_condition_median": median}
+    return {f"{of}_spectral_scale_max": largest, f"{of}_spectral_scale_median": median}

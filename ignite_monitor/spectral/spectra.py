@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -32,12 +31,12 @@ class Spectra(NamedTuple):
 class SpectralMeter:
     """Measures spectral norms by one of ``METHODS``, and replaces a method that fails."""
 
-    def __init__(self, method: str, logger: logging.Logger, about: str) -> None:
+    def __init__(self, method: str, about: str) -> None:
         self.method = method
         self.steps = 0  # of "power" in the last measurement, for the weight that needed most
-        self._logger, self._about = logger, about
+        self._about = about
         self._failed, self._nonfinite = DeferredFlag(), DeferredFlag()
-        self._warned = False
+        self._failures: list[tuple[str, str]] = []
 
     def measure(self, weights: Iterable[Weight]) -> Spectra:
         """The norms of all weights, at least one; a large weight is not kept longer than needed."""
@@ -72,14 +71,14 @@ class SpectralMeter:
             for columns in list(zip(*results, strict=True))[:3]
         )
         self._nonfinite.set(norms.isnan().any())
-        self.warn()
         return Spectra(names, scales, norms, errors, frobenius)
 
-    def warn(self, wait: bool = False) -> None:
-        """Warn once of weights that are not finite, when that is known on the host."""
-        if self._nonfinite.take(wait) and not self._warned:
-            self._warned = True
-            self._logger.warning("%s that are not finite are not reported", self._about)
+    def failures(self, wait: bool = False) -> list[tuple[str, str]]:
+        """Return what has failed since the last call, as kinds and texts, when it is known on the host."""
+        if self._nonfinite.take(wait):
+            self._failures.append((f"nonfinite_{self._about}", f"{self._about} that are not finite are not reported"))
+        failures, self._failures = self._failures, []
+        return failures
 
     def _measure(self, matrices: Tensor, names: str) -> SpectralNorms:
         seed = fnv1a_64(names)
@@ -91,8 +90,7 @@ class SpectralMeter:
         if not self._failed.take():
             norms = result.norms.masked_fill(failed, torch.nan)
             return result._replace(norms=norms, errors=result.errors.masked_fill(failed, torch.nan))
-        self._logger.warning(
-            '%s: method "%s" gives an impossible norm; "power" replaces it from now on', self._about, self.method
-        )
+        text = f'{self._about}: method "{self.method}" gives an impossible norm; "power" replaces it from now on'
+        self._failures.append((f"replaced_method_{self._about}", text))
         self.method = "power"
         return measure(matrices, "power", seed)

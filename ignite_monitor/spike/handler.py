@@ -109,9 +109,9 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         too_low = numbers < -largest_usable(number)
         detection = self._detector.detect(numbers, numbers.masked_fill(too_low, math.inf))
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
-        lowest = detection.mean - (detection.limit - detection.mean).abs()
-        raised = torch.fmax(detection.compared, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
-        self._detector.observe(detection._replace(compared=raised))
+        lowest = detection.mean - (detection.rule_threshold - detection.mean).abs()
+        raised = torch.fmax(detection.comparable, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
+        self._detector.observe(detection._replace(comparable=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         spike, _, reset = flags = flags.any(-1) if self.direction == "both" else flags
         self._counts = move_like(self._counts, number) + flags
@@ -121,10 +121,10 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         thresholds = dict(zip(("threshold", "lower_threshold"), sides, strict=False))
         self.publish(value=number, spike=spike.to(number.dtype), spike_count=self._counts[0], **thresholds)
         if self._is_awaited_spike(spike):
-            self._fire_spike(engine, self._spike(detection), number)
+            self._fire_spike(engine, self._describe_spike(detection), number)
         self._fire_reset(engine, detection)
 
-    def _spike(self, detection: Detection) -> Spike:
+    def _describe_spike(self, detection: Detection) -> Spike:
         numbers = torch.stack((detection.spike.to(detection.value.dtype), detection.threshold, detection.value))
         sides = zip(*numbers.reshape(3, -1).tolist(), self._signs, strict=True)
         _, threshold, value, sign = max(sides, key=lambda side: side[0])  # the one with the spike

@@ -21,6 +21,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
 from ignite_monitor.model.modes import in_backward
+from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
 
@@ -108,12 +109,11 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
-    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        engine = self._attached_to()
-        if engine is None:
-            return []
+    def before_train_step(self, engine: Engine) -> None:
         self._rng_state = capture_rng_state()
         self._batch = KeptBatch(engine.state.batch) if self.batch else None
+
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         return [recording(self._record)]
 
     def reset_run_state(self) -> None:
@@ -141,7 +141,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             while len(self._files) > self.keep:
                 self._files.popleft().unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 - disk, pickling, device: training continues
-            self._warn_once("spikes can't be recorded in %s: %s; reported once", self.directory, error)
+            self.report("not_recorded", f"spikes can't be recorded in {self.directory}: {error}; reported once")
         else:
             self.logger.info("%s: iteration %d: spike recorded in %s", self._title, iteration, path)
         self.reset_run_state()
@@ -149,6 +149,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     def _values(self, engine: Engine, spike: Spike, rank: int) -> dict[str, Any]:
         optimizer = getattr(self.monitor, "optimizer", None)
+        rates = [] if optimizer is None else learning_rates(optimizer)
         return {
             "iteration": engine.state.iteration,
             "epoch": engine.state.epoch,
@@ -158,7 +159,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "threshold": float(spike.threshold),
             "culprits": {str(name): float(share) for name, share in spike.culprits.items()},
             "source": None if spike.source is None else spike.source._asdict(),
-            "lr": None if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
+            "lr": [float(rate) for rate in rates if rate is not None] or None,
             "batch": self._saved("batch", lambda: self._batch and self._batch.save(self.largest_batch)),
             "losses": self._saved("losses", lambda: torch.cat(self._losses).cpu() if self._losses else None),
             "random_state": self._rng_state,
@@ -169,5 +170,5 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             return function()
         except Exception as error:  # noqa: BLE001 - a user's tensors may fail in any way; other fields are recorded
             reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
-            self._warn_once(f"the {name} of a spike is not recorded: %s; reported once", reason)
+            self.report(f"{name}_not_recorded", f"the {name} of a spike is not recorded: {reason}; reported once")
             return None

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -38,7 +39,7 @@ class SpikeRecord:
         threshold: its threshold; inf if there was none.
         culprits: parameter -> share of the excess; empty without thresholds of single tensors.
         source: source of a non-finite value, a dictionary of ``name``, ``kind`` and ``text``; None if not located.
-        lr: learning rate of each parameter group of the monitor's optimizer; None without an optimizer.
+        lr: learning rate of each parameter group of the monitor's optimizer; None where there is none.
         batch: the batch: tensors on the CPU, mappings and dataclasses as dictionaries, named tuples as tuples; None if
             it was not saved.
         losses: loss of every sample, on the CPU, if the train step records it; else None.
@@ -104,6 +105,8 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
     path = os.fspath(path)
     content = Path(path).read_bytes()
     try:
+        if zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:  # torch.load() ignores the checksums
+            raise ValueError("a checksum is wrong")
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises errors of many types for damaged files
         raise ValueError(f"{path} is no spike file, or is damaged") from error
@@ -123,11 +126,11 @@ def _wrong_types(spike: Mapping[str, Any]) -> list[str]:
     """Names of fields whose types are not those of a :class:`SpikeRecord`."""
     if wrong := [name for name, kind in _TYPES.items() if not isinstance(spike[name], kind)]:
         return wrong
-    culprits, source, losses = spike["culprits"], spike["source"] or dict.fromkeys(_SOURCE, ""), spike["losses"]
+    culprits, source, losses = spike["culprits"], spike["source"], spike["losses"]
     valid = {
-        "culprits": _are(str, culprits) and _are(_NUMBER, culprits.values()),
-        "source": source.keys() == _SOURCE and _are(str, source.values()),
-        "lr": _are(_NUMBER, spike["lr"] or ()),
+        "culprits": _are(str, culprits) and _are(float, culprits.values()),
+        "source": source is None or (source.keys() == _SOURCE and _are(str, source.values())),
+        "lr": _are(float, spike["lr"] or ()),
         "losses": losses is None or (losses.dim() > 0 and not losses.is_complex() and losses.layout == torch.strided),
         "random_state": spike["random_state"].keys() >= {"torch", "python", "devices"},
     }
@@ -139,10 +142,10 @@ def _are(kind: Any, values: Iterable[Any]) -> bool:
 
 
 _SOURCE = {"name", "kind", "text"}
-_NUMBER, _NONE = (int, float), type(None)
+_NONE = type(None)
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("iteration", "epoch", "rank"), int),
-    **dict.fromkeys(("norm", "threshold"), _NUMBER),
+    **dict.fromkeys(("norm", "threshold"), float),
     **dict.fromkeys(("culprits", "random_state"), dict),
     "name": str,
     "source": (dict, _NONE),
@@ -156,25 +159,18 @@ def write(directory: Path, name: str, values: Mapping[str, Any]) -> Path:
     content = io.BytesIO()
     torch.save({"format": _FORMAT, "version": _VERSION, "spike": dict(values)}, content)
     directory.mkdir(parents=True, exist_ok=True)
-    path = _reserved(directory, name)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(content.getbuffer())
-        os.replace(unfinished, path)
-    except BaseException:  # an interrupt, too, must not leave an empty file
-        unfinished.unlink(missing_ok=True)
-        path.unlink()
-        raise
-    return path
-
-
-def _reserved(directory: Path, name: str) -> Path:
-    """Create an empty file of a name that no other run uses."""
     for number in count(1):
         path = directory / f"{name}{f'-{number}' if number > 1 else ''}{ENDING}"
-        with contextlib.suppress(FileExistsError):
-            path.open("xb").close()
-            return path
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        with contextlib.suppress(FileExistsError), unfinished.open("xb") as file:  # who has it may give the name
+            try:
+                if not path.exists():
+                    file.write(content.getbuffer())
+                    file.close()
+                    os.replace(unfinished, path)
+                    return path
+            finally:
+                unfinished.unlink(missing_ok=True)
     raise AssertionError
 
 

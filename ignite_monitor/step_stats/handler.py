@@ -17,10 +17,12 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.dtensor import reshard
-from ignite_monitor.model.names import held_by
+from ignite_monitor.model.dtensor import any_dtensor, reshard
+from ignite_monitor.model.modes import has_local_data
+from ignite_monitor.model.names import held_by, learning_rates, parameters_of
+from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.model.tensors import count_items
+from ignite_monitor.model.tensors import count_items, tensors_in
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, own_rank, sum_over_ranks, world_size
@@ -82,10 +84,12 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.peak_flops = peak_flops
         self.flops_per_item = flops_per_item
         self.slowest_rank = slowest_rank
+        self.measures_time = True
         self._data = DataClock()
         self._clock: StepClock | None = None
         self._items: float | Tensor | None = None
-        self._rates: list[float | Tensor] = []
+        self._rates: list[float | Tensor | None] = []
+        self._early: dict[str, float | Tensor] = {}  # values that are known before the train step ends
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         # The engine gets a batch before it starts the iteration.
@@ -105,12 +109,17 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if engine is None or self._device.type not in ("cpu", "cuda"):
             return []
         self._items = self._count_items(engine.state.batch)  # now, since the train step may change the batch
+        for place, item in tensors_in(engine.state.batch):
+            if len(self._early) < 4 and has_local_data(item) and item.is_floating_point() and item.numel():
+                part = item.detach().reshape(-1)[: 2**20]
+                norm = torch.linalg.vector_norm(part, dtype=torch.float32)
+                self._early[f"batch_rms/{place or 0}"] = norm / len(part) ** 0.5
         self._clock = StepClock(self._device)
         return [self._clock]
 
     def reset_run_state(self) -> None:
         self._clock = self._items = None
-        self._rates = []
+        self._rates, self._early = [], {}
 
     @property
     def _device(self) -> torch.device:
@@ -122,23 +131,27 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             return items.detach().clone().reshape(()) if isinstance(items, Tensor) else float(items)
         count = count_items(batch)
         if count is None:
-            self._warn_once("the batch has no tensor, so items_per_s is not reported: give items, a function of it")
+            text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"
+            self.report("unknown_items", text, severity="note")
         return count
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         # Before the step handlers may still change the rates, and after it schedulers do.
         if not self._rates and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer)):
             self._rates = self._current_rates()
+            gradients = [item.grad for item in parameters_of(self.optimizer) if item.grad is not None]
+            if gradients and not any_dtensor(gradients) and not step.optimizer.defaults.get("fused"):
+                self._early["gradient_norm"] = total_norm(gradients)
 
-    def _current_rates(self) -> list[float | Tensor]:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        return [rate.detach().clone().reshape(()) if isinstance(rate, Tensor) else rate for rate in rates]
+    def _current_rates(self) -> list[float | Tensor | None]:
+        rates = learning_rates(self.optimizer)
+        return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         reshard(self.model)
         rates = self._rates or self._current_rates()
-        values: dict[str, float | Tensor] = {f"lr/group_{i}": rate for i, rate in enumerate(rates)}
+        values = self._early | {f"lr/group_{i}": rate for i, rate in enumerate(rates) if rate is not None}
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
         if self._device.type == "cuda":

@@ -20,16 +20,21 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags
 from ignite_monitor.model.norms import order_statistics
+from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.weight_update.not_learning import FrozenParameters, UntrainedParameters
-from ignite_monitor.weight_update.train_step import MeasuredStep
+from ignite_monitor.weight_update.frozen import FrozenParameters
+from ignite_monitor.weight_update.train_step import UpdateMeasurement
 
 _ROUNDING = (
     ". Weights in bfloat16 or float16 lose small updates to rounding: keep float32 weights and use torch.autocast, or "
     "an optimizer that keeps float32 copies of them."
 )
+
+
+_ROWS = 5  # of a handler's table
+_FEW = 32  # moved elements of a sample, from which a ratio has an error of about 15 %
 
 
 class ParameterDiagnostics(NamedTuple):
@@ -62,8 +67,9 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    Parameters with more than ``sample_size`` elements are estimated from a sample. Keys with names of parameters appear
-    when a logger writes.
+    The change of a parameter with more than ``sample_size`` elements is estimated from a sample; if fewer than 32 of
+    its elements have moved, all elements are measured from the next monitored iteration on. Keys with names of
+    parameters appear when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -72,7 +78,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         sample_size: the number of elements to sample per parameter; None for all.
         vanishing_grad_threshold: the smallest gradient norm that is not vanishing.
         exploding_grad_threshold: the largest gradient norm that is not exploding.
-        frozen_update_ratio_threshold: the largest update ratio of a step that does not move a parameter.
+        frozen_update_ratio_threshold: the largest update ratio of a step that does not move a parameter; with 0 a step
+            that changes any element moves it.
         frozen_patience_steps: the number of such consecutive steps after which a parameter is frozen, with a warning.
         top_k: the number of parameters to publish by name, of each kind; 0 for no names.
         eps: :math:`\epsilon`, greater than 0.
@@ -103,7 +110,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         sample_size: int | None = 1024,
         vanishing_grad_threshold: float = 1e-7,
         exploding_grad_threshold: float = 1e2,
-        frozen_update_ratio_threshold: float = 1e-12,
+        frozen_update_ratio_threshold: float = 0.0,
         frozen_patience_steps: int = 3,
         top_k: int = 5,
         eps: float = 1e-12,
@@ -121,8 +128,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self.vanishing_grad_threshold = check_real("vanishing_grad_threshold", vanishing_grad_threshold, least=0.0)
         self.exploding_grad_threshold = check_real("exploding_grad_threshold", exploding_grad_threshold, least=0.0)
         self.frozen_patience_steps = patience = check_count("frozen_patience_steps", frozen_patience_steps, least=1)
-        still_ratio = check_real("frozen_update_ratio_threshold", frozen_update_ratio_threshold, least=0.0)
-        self.frozen_update_ratio_threshold = still_ratio
+        ratio = check_real("frozen_update_ratio_threshold", frozen_update_ratio_threshold, least=0.0)
+        self.frozen_update_ratio_threshold = ratio
         self.top_k = check_count("top_k", top_k)
         self.eps = check_real("eps", eps, above=0.0, below=math.inf)
         if vanishing_grad_threshold > exploding_grad_threshold:
@@ -132,13 +139,14 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
-        # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps.
-        self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * 3
-        self._frozen = FrozenParameters(self._names, still_ratio, patience)
-        self._untrained = UntrainedParameters(patience)
-        self._step: MeasuredStep | None = None  # while a run lasts
+        # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps, and
+        # whether few sampled elements have moved; and norms.
+        self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * _ROWS
+        self._frozen = FrozenParameters(self._names, patience)
+        self._narrow = {name for name, parameter, _ in named_parameters(model) if parameter.dtype in NARROW}
+        self._whole: set[str] = set()  # names of parameters of which all elements are measured
+        self._step: UpdateMeasurement | None = None  # while a run lasts
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
-        self._monitored_count = self._stepped_count = 0
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
@@ -154,12 +162,12 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 norm > self.exploding_grad_threshold,
                 not math.isnan(ratio) and self._frozen.is_frozen(still),
             )
-            for name, norm, ratio, still in zip(self._names, *self._rows(), strict=True)
+            for name, norm, ratio, still, *_ in zip(self._names, *self._rows(), strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return, by names and a tensor, how many monitored steps in a row have not moved each parameter."""
-        return self._frozen.state_dict()
+        """Return how many monitored steps in a row have not moved each parameter, and which are not sampled."""
+        return OrderedDict(self._frozen.state_dict(), whole=sorted(self._whole))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start at 0.
@@ -173,6 +181,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         """
         super().load_state_dict(state_dict)
         self._frozen.load_state_dict(state_dict)
+        self._whole = set(state_dict.get("whole", ()))
         self._step = None  # the counts are on the CPU: the next iteration moves them to the device
 
     def handlers(self) -> Handlers:
@@ -185,21 +194,15 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def start_iteration(self, engine: Engine) -> None:
         if self._step is None or not self._step.fits():
-            self._step = MeasuredStep(self.model, self.sample_size, self.optimizer)
+            self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer)
             samples = self._step.samples
             self._frozen.rename(samples.names, like=samples.factors)
             if samples.names != self._names:
-                self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * 3
+                self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * _ROWS
+        for index, name in enumerate(self._names if self._whole else ()):
+            if name in self._whole and self._step.samples.is_sampled(index):
+                self._step.samples.take_whole(index)
         self._step.start()
-
-    def on_run_end(self) -> None:
-        if self._monitored_count and not self._stepped_count:
-            self._warn_once(
-                "no update ratio is reported: none of %d monitored iterations had an optimizer step with a gradient of "
-                "the model. Check that the train step uses this model and optimizer, or attach with another filter.",
-                self._monitored_count,
-            )
-        self._monitored_count = self._stepped_count = 0
 
     def reset_run_state(self) -> None:
         self._step = None
@@ -207,12 +210,10 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._step is not None:
             self._step.gradients_ready(backward.reached, backward.scale(self.scaler))
-            self._untrained.observe(self._step.samples.parameters)
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
             self._step.measured_step_started(step)
-            self._untrained.observe(self._step.samples.parameters, step.optimizer)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
@@ -222,23 +223,28 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if not self._is_running or self._step is None:
             return
         if not self._step.fits():
-            text = "parameters were replaced in the train step of iteration %d, so nothing is reported of it"
-            self._warn_once(text, engine.state.iteration)
+            text = f"parameters were replaced in the train step of iteration {engine.state.iteration}, so nothing is "
+            self.report("parameters_replaced", f"{text}reported of it")
             return
-        self._monitored_count += 1
-        self._stepped_count += self._step.stepped.any
         measured = self._step.completed()
         if measured is None:
             return
         norms = measured.gradients
         if self.scaler is not None:  # which handles overflows
             norms = norms.masked_fill(norms.isinf(), math.nan)
-        ratios = torch.full_like(norms, math.nan)
+        ratios, is_few = torch.full_like(norms, math.nan), torch.zeros_like(norms)
         values: dict[str, Tensor] = {}
         if measured.moved is not None:
             ratios = measured.changes / (measured.weights + self.eps)
-            ratios = ratios.masked_fill(~measured.moved | ratios.isinf(), math.nan)
-            frozen = self._frozen.observe(ratios, measured.moved)
+            is_equal = measured.changed_counts == 0
+            # A sample of which nothing has moved says nothing of the other elements.
+            ratios = ratios.masked_fill(~measured.moved | ratios.isinf() | is_equal & measured.is_sampled, math.nan)
+            unmoved = is_equal & ~measured.is_sampled
+            if self.frozen_update_ratio_threshold:
+                unmoved |= ratios <= self.frozen_update_ratio_threshold
+            frozen = self._frozen.observe(unmoved, measured.moved)
+            limits = (self._step.samples.counts / _FEW).clamp(max=_FEW)
+            is_few = (measured.moved & measured.is_sampled & (measured.changed_counts < limits)).to(norms.dtype)
             values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
             if measured.lost is not None:
                 values["lost_update_fraction"] = measured.lost
@@ -249,14 +255,10 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
         if measured.moved is not None:
             values |= _named("update_ratio", statistics[1])
-            samples = self._step.samples
-            report = self._untrained.completed({samples.names[i]: samples.parameters[i] for i in samples.measurable})
-            if report:
-                self._warn_once("parameters with requires_grad=True that do not learn: %s", report)
-        self._table = torch.stack([norms, ratios, self._frozen.still])
+        self._table = torch.stack([norms, ratios, self._frozen.counts, is_few, measured.weights])
         self.publish(**values)
         if transfer.is_cpu(self._table):
-            self._warn_of_frozen(self._frozen.still.tolist())
+            self._learn(self._table.tolist())
 
     def deferred_tensors(self) -> list[Tensor]:
         return [self._table] if self.metrics and isinstance(self._table, Tensor) else []
@@ -265,14 +267,18 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         if not extra:
             return {}
         count = len(self._names)
-        self._table = [extra[0][i * count : (i + 1) * count] for i in range(3)]
-        norms, ratios, still = self._table
-        self._warn_of_frozen(still)
+        self._table = [extra[0][i * count : (i + 1) * count] for i in range(_ROWS)]
+        norms, ratios, still, _, weights = self._table
+        self._learn(self._table)
         names = tags(self._names)
         largest = heapq.nlargest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
+        smallest = heapq.nsmallest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
+        heaviest = heapq.nlargest(self.top_k, (i for i in range(count) if weights[i] >= 0), key=weights.__getitem__)
         frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
         longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
         values = {f"topk_grad/{names[i]}": norms[i] for i in largest}
+        values |= {f"smallest_grad/{names[i]}": norms[i] for i in smallest}
+        values |= {f"largest_weight/{names[i]}": weights[i] for i in heaviest}
         values |= {f"topk_frozen/{names[i]}": still[i] for i in longest}
         for group, members in enumerate(self._groups()):
             moved = [i for i in members if ratios[i] >= 0]
@@ -294,17 +300,25 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         # The table is still on the device if nothing is published, as after the run.
         rows: list[list[float]] = self._table.tolist() if isinstance(self._table, Tensor) else self._table
         self._table = rows
-        self._warn_of_frozen(rows[2])
+        self._learn(rows)
         return rows
 
-    def _warn_of_frozen(self, still: list[float]) -> None:
-        frozen = [name for name, count in zip(self._names, still, strict=True) if self._frozen.is_frozen(count)]
-        new = [name for name in frozen if name not in self._reported]
+    def _learn(self, rows: list[list[float]]) -> None:
+        """Report parameters that are frozen, and choose those to measure whole, when the host knows the table."""
+        new = {}
+        for name, norm, ratio, count, is_few, _ in zip(self._names, *rows, strict=True):
+            if self._frozen.is_frozen(count) and name not in self._reported:
+                new[name] = norm
+            # Updates of low-precision weights that rounding loses are no reason to copy the weights.
+            if is_few and (math.isnan(ratio) or name not in self._narrow):
+                self._whole.add(name)
         self._reported.update(new)
         if new:
             advice = _ROUNDING if self._step is not None and self._step.rounds(new) else ""
-            text = "%s: not moved by the last %d monitored steps: %s%s"
-            self.logger.warning(text, self._title, self.frozen_patience_steps, ", ".join(new), advice)
+            text = f"not moved by the last {self.frozen_patience_steps} monitored steps: {', '.join(new)}{advice}"
+            # Without a gradient it may be a part of the model that is rarely used.
+            severity = "warning" if any(norm > 0 for norm in new.values()) else "note"
+            self.report("frozen_parameters", text, severity=severity, names=tuple(new), once=False)
 
 
 def _named(name: str, statistics: Tensor) -> dict[str, Tensor]:

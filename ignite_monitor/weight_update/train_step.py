@@ -11,37 +11,44 @@ from torch import Tensor
 
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
-from ignite_monitor.model.norms import summed_values
+from ignite_monitor.model.norms import norms as norms_of
 from ignite_monitor.model.sampled_step import SampledStep
 
-_ROWS = 5  # gradient, weights, change, and the counts of lost updates and of gradients
+_SMALL = 1 << 14  # elements up to which float64 sums are no slower
+_ROWS = 7  # of UpdateMeasurement.completed()
 
 
-class StepResult(NamedTuple):
+class UpdateNorms(NamedTuple):
     """Norms over a train step by parameter, NaN where they are not known."""
 
     gradients: Tensor  # inf for gradients that are not finite
     has_gradients: bool
     weights: Tensor  # before the step
     changes: Tensor
+    changed_counts: Tensor  # number of changed elements among those that were taken
+    is_sampled: Tensor  # True where some rank took a sample
     moved: Tensor | None = None  # the parameters that were to move; None if there was no step
     lost: Tensor | None = None  # fraction of the elements with a gradient whose update was lost to rounding
 
 
-class MeasuredStep(SampledStep):
+class UpdateMeasurement(SampledStep):
     """Measures the train steps of a run, one after the other.
 
     The gradient norm of a parameter is that of the last backward before its own last step, or without a step of the
-    last backward. A gradient that no backward has left in this iteration is measured when a step starts.
+    last backward. A gradient that no backward has left in this iteration is measured when a step starts. Norms of
+    gradients and weights are those of all elements; changes are sampled.
     """
 
+    @torch.no_grad()
     def start(self) -> None:
         """Prepare for a train step."""
         super().start()
-        self._latest: dict[int, Tensor] = {}
-        self._taken: dict[int, Tensor | None] = {}
-        self._used: dict[int, Tensor | None] = {}
-        self._nonzero: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
+        self._after_backward: dict[int, Tensor] = {}  # norms of gradients
+        self._of_running_step: dict[int, Tensor | None] = {}
+        self._of_last_step: dict[int, Tensor | None] = {}
+        self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
+        sampled = [index for index in self.own if self.samples.is_sampled(index)]
+        self._whole_norms = self._norms({index: self._weight(index) for index in sampled})
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
@@ -52,50 +59,56 @@ class MeasuredStep(SampledStep):
         parameters = self.samples.parameters
         indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
         if step.tracker.reduced:  # else it is another gradient on each rank
-            self._measure((index for index in indices if index not in self._latest), step.loss_scale)
-        self._taken = {index: self._latest.get(index) for index in indices}
+            self._measure((index for index in indices if index not in self._after_backward), step.loss_scale)
+        self._of_running_step = {index: self._after_backward.get(index) for index in indices}
 
     def step_completed(self) -> None:
         """Keep the norms of the gradients that a step was made with: later ones are of other optimizers."""
-        self._used |= self._taken
-        self._taken = {}
+        self._of_last_step |= self._of_running_step
+        self._of_running_step = {}
 
     def rounds(self, names: Iterable[str]) -> bool:
         """Return True if rounding may keep a parameter, by name, from moving."""
         return any(self.is_rounded(index) for index, name in enumerate(self.samples.names) if name in set(names))
 
     @torch.no_grad()
-    def completed(self) -> StepResult | None:
+    def completed(self) -> UpdateNorms | None:
         """Measure the train step that has returned; None if there was neither a gradient nor a step."""
         samples, own = self.samples, self.own
-        known = {index: norm for index, norm in (self._latest | self._used).items() if norm is not None}
+        gradients = self._after_backward | self._of_last_step
+        known = {index: norm for index, norm in gradients.items() if norm is not None}
         if not known and not self.stepped:
             return None
+        at = move(torch.tensor(own, device="cpu"), samples.device)
         unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
         rows = [torch.stack([known.get(index, unknown) for index in own])]
-        rounded = {index for index in self._nonzero if self.is_rounded(index)}
+        rounded = {index for index in self._had_gradient if self.is_rounded(index)}
         if self.stepped:
-            changes = self.split(self.changes(own), own)
-            rows += [samples.norms(self.before(own)), samples.norms(changes)]
+            flat = self.changes(own)
+            moved = (flat != 0).to(flat.dtype)
+            sampled = torch.tensor([float(samples.is_sampled(index)) for index in own], device="cpu").to(samples.dtype)
+            weights = samples.norms(self.before(own)).unbind()
+            whole = [self._whole_norms.get(index, norm) for index, norm in zip(own, weights, strict=True)]
+            rows += [torch.stack(whole), samples.norms(self.split(flat, own)) * samples.factors[at]]
+            # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
+            rows += [samples.norms(self.split(moved, own)), move(sampled, samples.device)]
             if rounded:
-                # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
-                had = [
-                    self._nonzero[index].to(change.dtype) if index in rounded else torch.zeros_like(change)
-                    for index, change in zip(own, changes, strict=True)
-                ]
-                lost = [mask * (change == 0) for mask, change in zip(had, changes, strict=True)]
-                rows += [samples.norms(lost), samples.norms(had)]
-        at = move(torch.tensor(own, device="cpu"), samples.device)
+                none = torch.zeros_like(moved, dtype=torch.bool)
+                parts = zip(own, self.split(none, own), strict=True)
+                had = torch.cat([self._had_gradient[index] if index in rounded else part for index, part in parts])
+                lost = (had & (flat == 0)).to(flat.dtype)
+                rows += [samples.norms(self.split(part, own)) for part in (lost, had.to(flat.dtype))]
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
-        measured = samples.over_ranks(torch.stack(rows), own) * samples.factors[at]
-        table = torch.full((3, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
-        gradients, weights, changed = table.index_copy_(1, at, measured[:3]).unbind()
+        measured = samples.over_ranks(torch.stack(rows), own)
+        table = torch.full((5, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
+        norms, weight_norms, changed, counts, is_sampled = table.index_copy_(1, at, measured[:5]).unbind()
+        result = UpdateNorms(norms, bool(known), weight_norms, changed, counts.square(), is_sampled > 0)
         if not self.stepped:
-            return StepResult(gradients, bool(known), weights, changed)
-        moved = self.stepped.mask(len(samples.parameters), samples.device)
-        lost_count, had_count = (measured[3:].square() * moved[at]).sum(1).unbind()
-        return StepResult(gradients, bool(known), weights, changed, moved, lost_count / had_count if rounded else None)
+            return result
+        moves = self.stepped.mask(len(samples.parameters), samples.device)
+        lost_count, had_count = (measured[5:].square() * moves[at]).sum(1).unbind()
+        return result._replace(moved=moves, lost=lost_count / had_count if rounded else None)
 
     @torch.no_grad()
     def _measure(self, indices: Iterable[int], scale: Tensor | None) -> None:
@@ -104,16 +117,21 @@ class MeasuredStep(SampledStep):
             for index in indices
             if (parameter := self.samples.parameters[index]).requires_grad and parameter.grad is not None
         }
-        if not gradients:
-            return
-        parts = []
-        for index, gradient in gradients.items():
-            if gradient.layout != torch.strided:  # all of it is measured, so nothing is to be estimated
-                parts.append(summed_values(gradient).flatten().to(self.samples.device) / self.samples.factors[index])
-                continue
-            parts.append(self.samples.take(index, gradient))
-            if index not in self._used and self.is_rounded(index):
-                self._nonzero[index] = parts[-1] != 0
-        norms = self.samples.norms(parts).nan_to_num(math.inf, math.inf)
-        norms = norms if scale is None else norms / scale.to(norms)
-        self._latest |= zip(gradients, norms.unbind(), strict=True)
+        for index, norm in self._norms(gradients).items():
+            self._after_backward[index] = norm if scale is None else norm / scale.to(norm)
+            gradient = gradients[index]
+            if index not in self._of_last_step and gradient.layout == torch.strided and self.is_rounded(index):
+                self._had_gradient[index] = self.samples.take(index, gradient) != 0
+
+    def _norms(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Norms by index of a parameter, of all elements on this rank; inf where they are not finite."""
+        samples, norms = self.samples, dict[int, Tensor]()
+        small = [i for i, item in tensors.items() if item.layout == torch.strided and item.numel() <= _SMALL]
+        rest = [i for i in tensors if i not in small]
+        if small:
+            together = samples.norms([samples.take(i, tensors[i], whole=True) for i in small])
+            norms |= zip(small, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
+        if rest:
+            together = move(norms_of([samples.own_part(i, tensors[i]) for i in rest]), samples.device)
+            norms |= zip(rest, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
+        return norms

@@ -33,7 +33,7 @@ MONITORS: dict[str, tuple[int, int, Make]] = {
     "GradMonitor, per_parameter": (98, 115, lambda m, o: GradMonitor(m, o, per_parameter=True)),
     "WeightUpdateHandler": (130, 135, WeightUpdateHandler),
     "OptimizerStateHandler": (200, 205, OptimizerStateHandler),
-    "ActivationHandler": (90, 250, lambda m, o: ActivationHandler(m, activations=True)),
+    "ActivationHandler": (82, 255, lambda m, o: ActivationHandler(m, activations=True)),
     "ActivationHandler, attention": (110, 530, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
     "ActivationHandler, gradients and parameters": (
         910,

@@ -6,10 +6,12 @@ import contextlib
 import io
 import itertools
 import logging
+import math
 
 import pytest
 import torch
 from ignite.engine import Events
+from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
@@ -65,6 +67,23 @@ def test_a_fused_optimizer_skips_on_the_device(kind, device):
     moved = [not same(*pair) for pair in itertools.pairwise(weights)]
     overflow = [] if kind == "plain" else [2]  # the scaler's own, of the fourth iteration
     assert [place for place, item in enumerate(moved) if not item] == [*overflow, SPIKE - 1]
+
+
+@pytest.mark.parametrize("factor", [100.0, math.nan])
+def test_a_step_that_the_device_skips_leaves_no_trace_in_running_statistics(factor, device):
+    data = batches(SPIKE + 3, device.name)
+    bad = (*data[SPIKE][:2], factor)
+    states = []
+    for batch in (bad, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 64))
+        training = Training(device, fused=True, model=model)
+        training.trainer.run(data[:1])  # makes the optimizer's state
+        monitor = GradMonitor(model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")
+        training.run([monitor], [*data[:SPIKE], *([batch] if batch else []), *data[SPIKE:]])
+        assert float(monitor.metrics["grad/skipped_count"]) == (batch is not None)
+        states.append(training.state())
+    assert_same(*states)
 
 
 def test_other_optimizers_read_the_flag_once(device):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import math
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -17,8 +20,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
-from ignite_monitor.activation.attention import attention_entropy
+from ignite_monitor.activation import attention_calls
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
+from ignite_monitor.model.modes import eager
 from tests._helpers import assert_same, unset_default_device
 from tests._models import Attention, Checkpointed, Lambda
 
@@ -28,7 +32,8 @@ class Seen:
 
     def __init__(self, model):
         self.names, self.total, self.rows, self.calls, self.arguments = [], {}, {}, [], []
-        self.watch = AttentionCalls(lambda: self.names[-1], self.on_call)
+        self.watching = contextlib.ExitStack()
+        self.watching.enter_context(AttentionCalls(lambda: self.names[-1], self.on_call).during(model))
         self.name_of = {module: name for name, module in model.named_modules()}
         self.handles = [
             register_module_forward_pre_hook(self.before),
@@ -37,19 +42,16 @@ class Seen:
 
     def before(self, module, args):
         self.names.append(self.name_of.get(module))
-        self.watch.enter(module.training)
 
     def after(self, module, args, output):
-        self.watch.leave()
         self.names.pop()
 
-    def on_call(self, name, call):
+    def on_call(self, name, call, result):
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
         assert not any(item.requires_grad for item in call if torch.is_tensor(item))
         self.calls.append(name)
         self.arguments.append(call)
-        result = attention_entropy(call)
         self.total[name] = self.total.get(name, 0) + result.total
         self.rows[name] = self.rows.get(name, 0) + result.rows
 
@@ -57,6 +59,7 @@ class Seen:
         return self.total[name] / self.rows[name]
 
     def remove(self):
+        self.watching.close()
         for handle in self.handles:
             handle.remove()
 
@@ -72,7 +75,7 @@ def watch():
 
 @contextlib.contextmanager
 def running(calls):
-    calls.enter(True)
+    calls.enter()
     try:
         yield calls
     finally:
@@ -255,7 +258,70 @@ def test_what_is_not_supported_is_reported(added):
             attention(*[inputs(6, 16) if added == "unbatched" else inputs(6, 3, 16)] * 3)
     ((name, reason),) = result
     assert name == "here"
-    assert "is not measured" in reason
+    assert "is not measured" in reason.text
+
+
+class Labelled(torch.Tensor):
+    """A tensor whose class decides what functions compute."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        plain = [item.as_subclass(torch.Tensor) if isinstance(item, cls) else item for item in args]
+        return super().__torch_function__(func, types, plain, kwargs)
+
+
+BIASES = {"upper": (causal_upper_left, 6, 6, 0), "lower": (causal_lower_right, 6, 6, 0)}
+BIASES |= {"upper of more keys": (causal_upper_left, 4, 7, 0), "lower of more keys": (causal_lower_right, 4, 7, 3)}
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("bias", BIASES)
+def test_causal_biases(bias, heads):
+    """Their elements are not initialized."""
+    make, queries, keys, diagonal = BIASES[bias]
+    query, key = inputs(2, heads, queries, 8), inputs(2, heads, keys, 8, seed=2)
+    result = []
+    with running(AttentionCalls(lambda: "here", lambda name, call, entropy: result.append(entropy))):
+        F.scaled_dot_product_attention(query, key, key, attn_mask=make(queries, keys))
+    scores = (query @ key.mT).double() / math.sqrt(8)
+    scores = scores.masked_fill(~torch.ones(queries, keys, dtype=torch.bool).tril(diagonal), -math.inf)
+    torch.testing.assert_close(result[0].total / result[0].rows, of(scores.softmax(-1)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result[0].largest, scores.amax((0, 2, 3)), rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_in_the_measurement_is_reported(monkeypatch):
+    def fail(call):
+        raise torch.OutOfMemoryError(f"no memory for {call.query.shape[-2]} rows")
+
+    monkeypatch.setattr(attention_calls, "attention_entropy", fail)
+    query, result = inputs(2, 3, 4, 8), []
+    with running(AttentionCalls(lambda: "here", lambda name, *call: result.append((name, *call)))):
+        output = F.scaled_dot_product_attention(query, query, query)
+    assert torch.equal(output, F.scaled_dot_product_attention(query, query, query))
+    ((name, (kind, text)),) = result
+    assert (name, kind) == ("here", "failed_attention")
+    assert text.endswith("OutOfMemoryError: no memory for 4 rows")
+
+
+def test_tensors_whose_class_decides_are_not_measured():
+    result = []
+    with running(AttentionCalls(lambda: "here", lambda name, *call: result.append(call))):
+        F.scaled_dot_product_attention(*inputs(3, 1, 2, 4, 8), attn_mask=torch.ones(4, 4).as_subclass(Labelled))
+    assert result == [(NOT_PLAIN,)]
+
+
+def test_a_fast_path_is_left_to_torch_in_the_model_and_beside_it(watch, monkeypatch):
+    fast, calls = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
+    model, teacher = mixed(), mixed()[0]
+    for watched in (False, True):
+        seen = watch(model) if watched else None
+        calls.clear()
+        with torch.no_grad():
+            teacher(inputs(3, 6, 16))
+        model(inputs(3, 6, 16))
+        assert len(calls) == 2
+    assert seen.calls == ["1", "2.self_attn"]
 
 
 def mixed():
@@ -343,11 +409,8 @@ def test_an_exception_in_the_forward(error, watch):
     seen = watch(model := nn.Sequential(Attention(16, 4), nn.Sequential(Lambda(fail))))
     with pytest.raises(error, match="mine"):
         model(inputs(2, 6, 16))
-    if error is KeyboardInterrupt:  # torch runs no hook then
-        assert _get_current_function_mode_stack() == [seen.watch]
-        seen.watch.leave(), seen.watch.leave(), seen.watch.leave()
-    assert clean()
-    seen.watch.leave()
+    assert not clean()  # torch runs no hook then
+    seen.remove()
     assert clean()
 
 
@@ -365,14 +428,14 @@ def test_modes_of_others_stay_as_they_are():
     calls = AttentionCalls(lambda: "here", ignore)
     first, second, third = Mine(), Mine(), Mine()
     with first:
-        calls.enter(True)
+        calls.enter()
         with second:
             assert _get_current_function_mode_stack() == [calls, first, second]
         third.__enter__()
         calls.leave()
         assert _get_current_function_mode_stack() == [first, third]
         third.__exit__(None, None, None)
-        calls.enter(True)
+        calls.enter()
     assert _get_current_function_mode_stack() == [calls]
     calls.leave()
     assert clean()
@@ -385,7 +448,7 @@ def test_a_default_device_set_and_unset_in_a_forward(inside):
     try:
         if not inside:
             torch.set_default_device("cpu")
-        calls.enter(True)
+        calls.enter()
         with mode:
             torch.set_default_device("meta")
             assert torch.ones(1).is_meta
@@ -402,7 +465,7 @@ def test_a_default_device_set_and_unset_in_a_forward(inside):
 
 def test_a_default_device_does_not_reach_the_function():
     result = []
-    calls = AttentionCalls(lambda: "here", lambda name, call: result.append((call.query, torch.ones(1))))
+    calls = AttentionCalls(lambda: "here", lambda name, call, entropy: result.append((call.query, torch.ones(1))))
     x = inputs(3, 1, 2, 4, 8)
     with torch.device("meta"), running(calls):
         F.scaled_dot_product_attention(*x)
@@ -423,7 +486,7 @@ def test_other_threads_are_not_watched():
         assert result == []
         calls.leave()
         assert clean()
-        calls.enter(True)
+        calls.enter()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -437,6 +500,15 @@ def test_tensors_without_values_are_reported_as_such():
         F.scaled_dot_product_attention(nested, nested, nested)
         F.scaled_dot_product_attention(*x[:3].to("meta"))
     assert result == [NOT_PLAIN] * 3
+
+
+def test_functions_that_are_compiled_are_named_once(caplog):
+    compiled = torch.compile(lambda x: x.sin(), backend="eager")
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "ignite_monitor"), eager():
+            compiled(torch.ones(3))
+    (line,) = caplog.messages
+    assert "test_functions_that_are_compiled_are_named_once.<locals>.<lambda> is compiled, and runs eagerly" in line
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

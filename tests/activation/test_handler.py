@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
+from ignite_monitor.activation.measurement import Measurement
 from tests._helpers import assert_same, in_turn, make_step, run_monitored, square_loss
 from tests._models import FrozenEncoder, Lambda, make_model
 from tests._truth import statistics
 
 
 def expected(parts):
-    return statistics([part.detach() for part in parts], True)
+    return statistics([part.detach() for part in parts], -1 if parts[0].ndim > 1 else None)
 
 
 def run(model, step=None, batches=1, size=8, event=None, kind=ActivationHandler, options=None, **kwargs):
@@ -164,7 +165,7 @@ def test_nonfinite_activations_are_counted_and_nothing_else_is_published_of_them
 
 
 def expected_of_weights(parts):
-    return statistics([part.detach() for part in parts], False)
+    return statistics([part.detach() for part in parts], None)
 
 
 def gradients_of(model, x, pieces=1):
@@ -211,9 +212,10 @@ def test_gradients_that_a_backward_does_not_reach_are_not_measured_for_having_be
         assert part(published, f"gradient_after_clip/{name}")["max_abs"] < 1e-2
 
 
-def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted():
+@pytest.mark.parametrize("scale", [1024.0, 700.3])
+def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted(scale):
     model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     gradients = gradients_of(model, data())
     options = {"scaler": scaler, "factor": lambda engine: math.inf if engine.state.iteration == 2 else 1.0}
     published = run(model, batches=2, options=options, gradients=True, scaler=scaler)
@@ -222,6 +224,31 @@ def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted():
         assert part(published[0], f"gradient/{name}") == pytest.approx(wanted, rel=1e-4, abs=1e-9)
         assert set(part(published[1], f"gradient/{name}")) == {"nonfinite_count"}
     assert not part(published[0], "gradient_after_clip")
+
+
+def test_only_backwards_that_may_be_the_last_are_measured(monkeypatch):
+    """Of four, and of more; what is not known in an iteration with fewer is absent."""
+    measured, add = [], Measurement.add
+    monkeypatch.setattr(
+        Measurement, "add", lambda self, *args, **kwargs: measured.append(1) or add(self, *args, **kwargs)
+    )
+    model, counts, truth, calls = mlp(), [4, 5, 2, 3, 2], [], []
+
+    def step(handler, optimizer, x):
+        measured.clear()
+        optimizer.zero_grad()
+        for _ in range(counts[len(truth)]):
+            model(x).square().mean().backward()
+        truth.append({name: item.grad.norm().item() for name, item in model.named_parameters()})
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        calls.append(len(measured))
+
+    published = run(model, step, batches=5, gradients={"n": torch.norm})
+    assert calls == [20, 12, 0, 12, 8]  # four parameters, after backwards and at the step
+    for values, norms, is_known in zip(published, truth, [True, True, False, True, True], strict=True):
+        wanted = {f"{name}/n": norm for name, norm in norms.items()} if is_known else {}
+        assert part(values, "gradient") == pytest.approx(wanted, rel=1e-5)
 
 
 def test_gradients_of_an_earlier_iteration_are_none():
@@ -525,6 +552,73 @@ def test_dead_units_of_convolutions_are_channels(kind, batch):
     assert result == [0.0, 0.5, 0.5]
 
 
+class Gated(nn.Module):
+    """An activation of one's own."""
+
+    def forward(self, x):
+        return x * (x > 0)
+
+
+UNITS = {  # input, model, and the share of dead units by module; three of eight are 0
+    "features last": ((2, 5, 6, 8), [nn.Linear(8, 8), nn.SiLU(), nn.ReLU(), nn.Dropout(0.0)], [0, 3 / 8, 3 / 8, 3 / 8]),
+    "channels": ((2, 3, 6, 5), [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), Gated()], [0, 0, 3 / 8]),
+    "as many channels as pixels": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), Gated()], [0, None]),
+    "the same, of torch": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), nn.ReLU()], [0, 3 / 8]),
+    "several dimensions": ((2, 6, 8), [nn.LayerNorm((6, 8)), nn.ReLU()], [None, None]),
+    "weights of attention": ((2, 6, 8), [nn.Embedding(4, 8)], [0]),
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_units_are_those_of_the_layer_that_made_a_tensor(case):
+    shape, layers, wanted = UNITS[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(*copy.deepcopy(layers))
+    with torch.no_grad():
+        for layer in model:
+            if getattr(layer, "bias", None) is not None and layer.bias.shape == (8,):
+                layer.bias[:3], layer.bias[3:] = -1e3, 1e3
+    x = torch.randint(4, (2, 6)) if isinstance(layers[0], nn.Embedding) else torch.randn(*shape)
+    (published,) = run(model, lambda handler, optimizer, _: model(x), activations={"dead_fraction": True})
+    result = [published.get(f"activation/{i}/dead_fraction") for i in range(len(layers))]
+    assert result == pytest.approx([item if item is None else float(item) for item in wanted])
+    assert published.get("activation/_root_/dead_fraction") == result[-1]
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(10, 3 / 8), (8, None)])
+def test_units_after_a_transposition_that_the_shape_does_not_show(length, wanted):
+    """Features of both layers are as many as positions, or other."""
+    act, layers = nn.ReLU(), {"stem": nn.Conv1d(3, 8, 1), "mine": Gated(), "last": nn.Linear(8, 8)}
+    model = Lambda(lambda self, x: self.mine(self.last(self.act(self.stem(x)).transpose(1, 2))), act=act, **layers)
+    with torch.no_grad():
+        model.last.bias[:3], model.last.bias[3:] = -1e3, 1e3
+    x = torch.randn(4, 3, length)
+    (published,) = run(model, lambda handler, optimizer, _: model(x), activations={"dead_fraction": True})
+    assert published.get("activation/mine/dead_fraction") == wanted
+
+
+@pytest.mark.parametrize("scale", [1e-170, 1e165])
+def test_statistics_whose_squares_leave_the_range_of_float64_are_absent(scale):
+    x = scale * torch.randn(8, 6, dtype=torch.float64)
+    model = nn.Sequential(nn.Identity(), nn.Linear(6, 1).double())
+    step = lambda handler, optimizer, _: model(x)  # noqa: E731
+    (published,) = run(
+        model, step, activations=dict.fromkeys(["kurtosis", "std", "max_over_rms", "max_abs", "l2_norm"], True)
+    )
+    assert part(published, "activation/0") == {"max_abs": x.abs().max().item()}
+
+
+def test_values_recorded_outside_of_the_model_are_reported(caplog):
+    model, other = mlp(), nn.Linear(6, 1)
+
+    def step(handler, optimizer, x):
+        record("loss", model(x).mean())
+        record("other", 1.0, module=other)
+
+    assert run(model, step, batches=2) == [{}] * 2
+    assert [("skipped loss, other" in text, "module=" in text) for text in caplog.messages] == [(True, True)]
+
+
 @pytest.mark.parametrize("aggregate", ["mean", "sum", "max", "min"])
 def test_an_empty_micro_batch_has_weight_0(aggregate):
     def step(micro_batches):
@@ -648,8 +742,8 @@ def test_complex_parameters_have_no_built_in_statistics(size, caplog):
         assert not any(name.startswith("recorded/") for name in values)
     reason, unrecorded = "complex numbers have no built-in metrics", "recorded values should be real numbers"
     assert [item.getMessage() for item in caplog.records if "ActivationHandler" in item.name] == [
-        f"ActivationHandler: skipped stored, large: {reason}",
-        f"ActivationHandler: skipped _root_: {unrecorded}, or tensors or arrays of them",
+        f"ActivationHandler: iteration 1: skipped stored, large: {reason}",
+        f"ActivationHandler: iteration 1: skipped _root_: {unrecorded}, or tensors or arrays of them",
     ]
 
 
@@ -681,20 +775,20 @@ def test_float8_is_measured_as_what_it_stands_for(rows):
     stored = expected_of_weights([model.stored.double()])
     assert part(values, "parameter/stored") == pytest.approx(stored, rel=1e-6)
     assert part(values, "parameter_difference/stored") == pytest.approx(stored, rel=1e-6)
-    cast = expected([data().to(torch.float8_e4m3fn).double()])
+    cast = expected_of_weights([data().to(torch.float8_e4m3fn).double()])  # whose units are not known
     assert part(values, "activation/cast") == pytest.approx(cast, rel=1e-6)
     assert part(values, "activation_difference/cast")["max_abs"] == 0
 
 
 def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
     layers = {"early": nn.Linear(6, 6), "late": nn.Linear(6, 6)}
-    model = Lambda(lambda self, x: self.late(x) if self.turned else self.early(x), turned=False, **layers)
+    model = Lambda(lambda self, x: self.late(x) if self.turned else self.early(x), turned=(), **layers)
     differences = {"norm": lambda actual, references: (actual - references).norm()}
     handlers = [
         ActivationHandler(model, activation_differences=differences, reference="init", prefix=prefix)
         for prefix in ("a", "b")
     ]
-    model.turned = True
+    model.turned = (1,)
     engine = Engine(lambda _, x: model(x).sum().backward())
     for handler in handlers:
         handler.attach(engine)
@@ -702,7 +796,9 @@ def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
         engine.run([data()] * 2, max_epochs=epoch + 1)
     reported = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
     reason = "is not compared: it is called other than in the reference"
-    expected = [f"ActivationHandler ({prefix}): {name} {reason}" for prefix in "ab" for name in ("early", "late")]
+    expected = [
+        f"ActivationHandler ({prefix}): iteration 1: {name} {reason}" for prefix in "ab" for name in ("early", "late")
+    ]
     assert sorted(reported) == expected  # each handler for itself
 
 

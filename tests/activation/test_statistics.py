@@ -14,14 +14,17 @@ from ignite_monitor.monitor.transfer import NamedValues
 from tests import _truth
 
 
+def unit_of(tensor):
+    return (1 if tensor.ndim > 3 else tensor.ndim - 1) if tensor.ndim > 1 else None
+
+
 def measured(parts, together=True, unit=True, how="mean", **options):
     """Name -> the statistics of its parts, which are measured one after the other, of all names in turns."""
     measurement = Measurement("x", MetricSet("activations", True, how))
     for i in range(max(map(len, parts.values()))):
         for name, tensors in parts.items():
             for tensor in tensors[i : i + 1]:
-                dim = (1 if tensor.ndim > 3 else tensor.ndim - 1) if unit and tensor.ndim > 1 else None
-                measurement.add(name, name, tensor, unit=dim, **options)
+                measurement.add(name, name, tensor, unit=unit_of(tensor) if unit else None, **options)
                 if not together:
                     measurement.flush()
         measurement.flush()
@@ -51,6 +54,18 @@ def test_kurtosis_is_that_of_float64_over_micro_batches(piece, monkeypatch):
         expected = {"kurtosis": truth.item()} if len(flat) > 1 and name not in ("zeros", "far from 0") else {}
         assert result.pop(name, {}) == pytest.approx(expected, rel=1e-6), name
     assert result == {}
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0, 100.0])
+def test_kurtosis_of_devices_without_float64(shift):
+    """Right to three digits, or absent."""
+    x = shift + randn(5000) ** 3
+    sums = torch.stack([torch.tensor(5000.0), *((x**i).sum() for i in (1, 2, 3, 4))])
+    centred = x.double() - x.double().mean()
+    result = statistics.kurtosis(sums[None]).item()
+    assert math.isnan(result) == (shift == 100)
+    truth = ((centred**4).mean() / (centred**2).mean() ** 2).item()
+    assert math.isnan(result) or result == pytest.approx(truth, rel=2e-3)
 
 
 def by_name(measurement, rows=None):
@@ -98,7 +113,7 @@ def test_statistics_are_those_of_float64(together, piece, monkeypatch):
     monkeypatch.setattr(statistics, "PIECE", piece)
     result = measured(CASES, together)
     for name, parts in CASES.items():
-        truth = _truth.statistics([part.double() for part in parts], True)
+        truth = _truth.statistics([part.double() for part in parts], unit_of(parts[0]))
         assert result[name] == pytest.approx(truth, rel=1e-6, abs=1e-300), name
 
 
@@ -170,7 +185,7 @@ def test_names_in_another_order_each_time():
         measurement.flush()
     result = by_name(measurement)
     for name in "abcd":
-        assert result[name] == pytest.approx(_truth.statistics(parts[name], True), rel=1e-6), name
+        assert result[name] == pytest.approx(_truth.statistics(parts[name], unit_of(parts[name][0])), rel=1e-6), name
 
 
 @pytest.mark.parametrize("count", [1, 3, 50])

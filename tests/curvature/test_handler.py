@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
 from ignite_monitor.curvature.handler import start_vector
 from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
+from ignite_monitor.curvature.preconditioner import adam_preconditioner, stability_limit
 from tests._helpers import assert_same, make_step, mse_loss, run_monitored, same
 from tests._models import Attention, Checkpointed, Lambda, Net
 
@@ -68,7 +69,7 @@ def test_as_the_exact_hessian(dtype):
         assert result["curvature/hessian_max_eigenvalue"] == pytest.approx(
             float(torch.linalg.eigvalsh(matrix)[-1]), rel=1e-4
         )
-        assert result["curvature/hessian_max_eigenvalue_error"] < 1e-3
+        assert result["curvature/hessian_max_eigenvalue_residual"] < 1e-3
         assert result["curvature/stability_threshold"] == pytest.approx(3.8 / 0.05)
         assert "curvature/hessian_max_eigenvalue_preconditioned" not in result
         assert all(type(value) is float for value in result.values())
@@ -205,6 +206,9 @@ class Closing(nn.Sequential):
         super().__init__(*layers)
         self.function = lambda x: self[0](x)
 
+    def forward(self, x):
+        return self.function(x)
+
 
 NOT_MEASURED = {
     "complex": (make_complex, mse_loss, "a parameter is complex"),
@@ -216,7 +220,7 @@ NOT_MEASURED = {
     ),
     "no graph": (lambda: nn.Linear(4, 1), lambda model, batch: batch[1].mean(), "does not require grad"),
     "error": (lambda: nn.Linear(4, 1), lambda model, batch: model(batch), "must be Tensor"),
-    "no copy": (lambda: Closing(nn.Linear(4, 1)), mse_loss, "a function over a module of the model"),
+    "no copy": (lambda: Closing(nn.Linear(4, 1)), mse_loss, "calls 0 of the model that trains"),
 }
 
 
@@ -287,9 +291,56 @@ def test_along_the_step_of_adam():
     assert result == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_forward_hooks_that_the_copy_lacks_are_warned_of_once(caplog):
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_of_a_model_with_hooks_of_the_user_nothing_is_reported(kind, caplog):
     model = make_net()
-    model.first.register_forward_hook(lambda module, args, output: 2 * output)
-    with caplog.at_level(logging.WARNING):
-        three_iterations(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert caplog.text.count("without its forward hooks") == 1
+    getattr(model.first, kind)(lambda *args: None)
+    seen, _ = three_iterations(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert seen == [{}] * 3
+    assert caplog.text.count("a Linear has a forward hook") == 1
+
+
+def test_the_loss_may_change_its_batch():
+    def loss_of(model, batch):
+        target = batch.pop("target")
+        return F.mse_loss(model(batch["x"].mul_(0.5)), target)
+
+    model = make_net()
+    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), data()
+    monitor = CurvatureHandler(model, optimizer, loss=loss_of)
+    batch, seen = {"x": x.clone(), "target": y}, []
+    run_monitored(lambda engine, batch: seen.extend([sorted(batch), torch.equal(batch["x"], x)]), [batch], monitor)
+    assert seen == [["target", "x"], True]
+    assert "curvature/hessian_max_eigenvalue" in monitor.metrics
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_preconditioner_is_that_of_a_step_with_l2_penalty(maximize):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(6).double())
+    optimizer = torch.optim.Adam([weight], 1e-3, betas=(0.9, 0.9), weight_decay=3.0, maximize=maximize)
+    for _ in range(4):
+        gradient = torch.randn(6).double()
+        preconditioner = adam_preconditioner(optimizer, [weight], gradient)
+        weight.grad = gradient
+        optimizer.step()
+        state = optimizer.state[weight]
+        second = state["exp_avg_sq"] / (1 - 0.9 ** float(state["step"]))
+        torch.testing.assert_close(preconditioner, second.sqrt() + 1e-8)
+    assert bool(stability_limit(optimizer, [weight]).isnan()) is maximize
+
+
+def test_a_subclass_with_a_step_of_its_own_has_no_threshold():
+    class Halving(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["lr"] /= 2
+            return super().step(closure)
+
+    class Renamed(torch.optim.SGD):
+        pass
+
+    for kind in (Halving, Renamed):
+        model = nn.Linear(4, 1)
+        seen, _ = three_iterations(model, kind(model.parameters(), 0.01))
+        assert [("curvature/stability_threshold" in item) for item in seen] == [kind is Renamed] * 3

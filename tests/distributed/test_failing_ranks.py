@@ -266,7 +266,7 @@ def test_no_collective_is_added_where_only_some_ranks_come(results, name):
     first, second = results(name)
     assert first == second
     added = {with_them - without for with_them, without in zip(first["monitored"], first["plain"], strict=True)}
-    assert 0 < max(added) <= min(added) + 1  # one more where the replica check exchanges names
+    assert 0 < max(added) <= min(added) + 4  # where the replica check names what differs
 
 
 def test_ranks_that_have_run_out_of_data_delay_no_rank(results):

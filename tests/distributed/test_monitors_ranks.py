@@ -414,6 +414,52 @@ def branch(rank: int | None) -> dict[str, Any]:
     return {"published": train(branching, conditional, rank, data, monitors, step=make_train_step, rows=1).rows}
 
 
+class Repeating(nn.Module):
+    """Calls its layer a second time, on one rank in the first copy alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.times = nn.Linear(6, 4), nn.Linear(4, 3), [1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return torch.stack([self.second(x) for _ in range(self.times[0])]).sum(0)
+
+
+def incomparable(rank: int) -> dict[str, Any]:
+    """The second layer of rank 1 is called more often than in the reference."""
+
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        differences = ActivationHandler(model, activation_differences={"mean": True, "n": torch.dist}, reference="init")
+        handlers = [RCCHandler(model), differences]
+        model.module.times[0] += rank
+        return handlers
+
+    return {"published": train(Repeating, ddp, rank, make_batches(2), monitors).rows}
+
+
+def some_steps(rank: int) -> dict[str, Any]:
+    """Rank 1 makes no step of its optimizer."""
+
+    def make_train_step(model: nn.Module, optimizer: Any) -> Any:
+        def step(engine: Engine, batch: Any) -> None:
+            optimizer.zero_grad()
+            model(batch[0]).square().mean().backward()
+            if not rank:
+                optimizer.step()
+
+        return step
+
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        return [HistogramHandler(model)]
+
+    return {
+        "drawn": [
+            *train(dense, sharded(), rank, make_batches(2), monitors, step=make_train_step).monitors[0].histograms
+        ]
+    }
+
+
 def refused(rank: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"^Argument reference should be a module, since the model"):
         RCCHandler(fsdp(seeded(attending)))
@@ -430,6 +476,19 @@ def test_a_rank_that_cannot_measure_delays_no_rank(results):
     first, second = results("failing")
     assert [bool(values) for values in first["published"]] == [True] * COUNT
     assert second == first
+
+
+def test_a_layer_that_one_rank_cannot_compare_is_published_by_none(results):
+    first, second = results("incomparable")
+    assert first == second
+    for row in first["published"]:
+        assert {"rcc/weight_update/first", "activation_difference/first/mean"} <= row.keys()
+        assert not any("/second" in key for key in row)
+
+
+def test_histograms_wait_for_no_rank_that_makes_no_step(results):
+    drawn = [{name.split("/")[1] for name in item["drawn"]} for item in results("some steps")]
+    assert drawn == [{"weights", "activations", "gradients"}, {"weights", "activations"}]
 
 
 def test_a_layer_that_one_rank_alone_reaches_is_published_by_both(results):
@@ -544,7 +603,7 @@ def healthy_checkpoint(rank: int, joined: bool = False) -> dict[str, Any]:
             trainers.append,
             lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED, finish),
             GradMonitor(model, optimizer, threshold=1e4, on_spike="skip"),
-            lambda engine: engine.add_event_handler(Events.ITERATION_COMPLETED(every=10), checkpoint),
+            lambda engine: checkpoint.attach(engine, Events.ITERATION_COMPLETED(every=10)),
         ]
 
     data = [
@@ -560,8 +619,8 @@ def healthy_checkpoint(rank: int, joined: bool = False) -> dict[str, Any]:
 
 
 def test_all_ranks_save_together_or_none(results):
-    assert results("checkpoint") == [{"saved": [15, 23, 30, 40]}] * WORLD
-    assert results("checkpoint join") == [{"saved": [15, 20]}, {"saved": [15, 23, 30, 40]}]
+    assert results("checkpoint") == [{"saved": [14, 23, 30, 40]}] * WORLD
+    assert results("checkpoint join") == [{"saved": [14, 20]}, {"saved": [14, 23, 30, 40]}]
 
 
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -569,6 +628,8 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{f"clipped {name}": functools.partial(clipped, wrap) for name, wrap in WRAPS.items()},
     **{f"histograms {name}": functools.partial(histograms, wrap) for name, wrap in WRAPS.items()},
     "branch": branch,
+    "incomparable": incomparable,
+    "some steps": some_steps,
     "local steps": local_steps,
     "refused": refused,
     # The reference of one rank can't be run.

@@ -81,8 +81,14 @@ def watched(
 
     make_train_step = functools.partial(make_step, after_backward=note, **step)
     run = train(make, wrap, rank, batches(spike, count), monitors, optimizer=optimizer, step=make_train_step)
-    parameters = [*map(whole, run.model.parameters())]
-    return {"seen": run.rows, "fired": fired, "norms": norms, "parameters": parameters, "all_reduces": run.all_reduces}
+    return {
+        "seen": run.rows,
+        "fired": fired,
+        "norms": norms,
+        "parameters": [*map(whole, run.model.parameters())],
+        "buffers": [*run.model.buffers()],
+        "all_reduces": run.all_reduces,
+    }
 
 
 # A spike's step is skipped by the train step; and four iterations to a step, the first one of the fifth is a spike.
@@ -107,11 +113,17 @@ def loss_at(iteration: int) -> float:
     return 100.0 if iteration == LOSS_SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
 
 
-def skipping(wrap, rank: int, optimizer: Callable[[Any], Any] = sgd) -> dict[str, Any]:
-    skipped = watched(wrap, rank, spike=SPIKE, on_spike="skip", optimizer=optimizer)
+# Every rank has running statistics of its own; before a forward pass DDP overwrites them by those of rank 0.
+NORMALIZED = functools.partial(Net, norm=nn.BatchNorm1d)
+
+
+def skipping(
+    wrap, rank: int, optimizer: Callable[[Any], Any] = sgd, make: Callable[[], nn.Module] = Net
+) -> dict[str, Any]:
+    skipped = watched(wrap, rank, make=make, spike=SPIKE, on_spike="skip", optimizer=optimizer)
     others = [batch for place, batch in enumerate(batches(SPIKE), 1) if place != SPIKE]
-    model = train(Net, wrap, rank, others, optimizer=optimizer).model
-    return {**skipped, "without the batch": [*map(whole, model.parameters())]}
+    model = train(make, wrap, rank, others, optimizer=optimizer).model
+    return {**skipped, "without the batch": ([*map(whole, model.parameters())], [*model.buffers()])}
 
 
 class OneTensor(nn.Module):
@@ -331,6 +343,10 @@ SCENARIOS: dict[str, Any] = {
     "skip ddp fused": functools.partial(skipping, ddp, optimizer=fused),
     "skip fsdp": functools.partial(skipping, fsdp_net),
     "skip fsdp fused": functools.partial(skipping, fsdp_net, optimizer=fused),
+    "skip ddp statistics": functools.partial(skipping, ddp, make=NORMALIZED),
+    "skip ddp statistics fused": functools.partial(skipping, ddp, optimizer=fused, make=NORMALIZED),
+    "skip fsdp statistics": functools.partial(skipping, fsdp, make=NORMALIZED),
+    "skip fsdp statistics fused": functools.partial(skipping, fsdp, optimizer=fused, make=NORMALIZED),
     "tensors ddp": functools.partial(single_tensors, ddp),
     "tensors fsdp": functools.partial(single_tensors, fsdp),
     "tensors clip fsdp": functools.partial(single_tensors, fsdp, on_spike="clip"),
@@ -489,12 +505,12 @@ def test_ranks_agree_on_a_loss_that_is_a_spike_on_one_of_them(results, name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("skip")])
-def test_a_skipped_step_leaves_the_parameters_as_without_the_batch(results, name):
+def test_a_skipped_step_leaves_parameters_and_running_statistics_as_without_the_batch(results, name):
     first, second = results(name)
     assert first["seen"][SPIKE - 1]["flag"]
     assert first["seen"][-1]["grad/skipped_count"] == 1.0
     for result in (first, second):
-        assert_same(result["parameters"], result["without the batch"])
+        assert_same((result["parameters"], result["buffers"]), result["without the batch"])
         assert_same(result["parameters"], first["parameters"])
 
 

@@ -84,6 +84,41 @@ def test_with_accumulation_scaler_and_closures(name, options):
     assert sum(factor < 1 for factor in factors) == 1 == recorder.of("grad/clipped_count")[-1]
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "fused AdamW"])
+@pytest.mark.parametrize("own", [4.0, 200.0])
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_beside_the_users_own_clipping_the_smaller_norm_is_used(name, own, in_hook):
+    """The user clips before the step, or in a hook of the optimizer."""
+    model, optimizer = build(name)
+    used = []
+
+    def clip(*_):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), own)
+
+    if in_hook:
+        optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda *_: used.append(grad_norm(model)))
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip")
+    train(make_step(model, optimizer, clip=None if in_hook else own), mlp_batches(4, [3], 1e5), monitor)
+    assert used[2] == pytest.approx(min(own, LIMIT), rel=1e-4)
+
+
+def test_a_threshold_that_is_not_positive_is_reported_and_reverses_no_gradient():
+    model, factors = make_mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    before = []
+    optimizer.register_step_post_hook(lambda *_: factors.append(float(model[0].weight.grad.sum() / before[-1])))
+    monitor = GradMonitor(model, optimizer, threshold=lambda mean, std, count: mean - 9 * std, on_spike="clip")
+    step = make_step(model, optimizer, after_backward=lambda _: before.append(float(model[0].weight.grad.sum())))
+    train(step, mlp_batches(20, [5, 12], 50), monitor)
+    assert min(factors) > 0
+    [report] = [report for report in monitor.reports if report.kind == "threshold_not_positive"]
+    assert report.severity == "problem"
+    for number in (-1.0, 0.0, math.nan):
+        with pytest.raises(ValueError, match="threshold"):
+            GradMonitor(model, optimizer, threshold=number)
+
+
 @pytest.mark.parametrize("name", [*FEW, "Adafactor", *({"Muon"} & OPTIMIZERS.keys())])
 def test_without_a_spike_training_is_bitwise_the_same(name):
     for options in ({}, {"scaler": True}, {"every": 3}):

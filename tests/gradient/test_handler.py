@@ -12,7 +12,7 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
+from ignite_monitor import GradMonitor, MeanStdThreshold, MonitorEvents, StaticThreshold
 from tests._helpers import Recorder, grad_norm, make_step, mlp_batches, mse_loss, square_loss, train
 from tests._models import make_mlp
 from tests._oracle import mean_of
@@ -175,13 +175,13 @@ def test_no_gradients_at_all_publish_nothing_and_warn_once_saying_what_to_do(cap
     model, other = make_mlp(), make_mlp(1)
     optimizer = sgd(other)
     monitor = GradMonitor(model, sgd(model) if with_optimizer else None)
-    with caplog.at_level(logging.WARNING):
-        recorder = train(plain_step(other, optimizer), mlp_batches(5), monitor)
-    assert recorder.metrics == [{}] * 5
-    assert recorder.flags == [False] * 5
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "optimizer" in record.getMessage()
+    recorder = train(plain_step(other, optimizer), mlp_batches(25), monitor)
+    assert recorder.metrics == [{}] * 25
+    assert recorder.flags == [False] * 25
+    (report,) = monitor.reports
+    assert (report.iteration, report.kind, report.severity) == (20, "no_gradient", "note")
+    assert "optimizer" in report.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_another_engine_that_trains_the_model_between_iterations_is_not_watched():
@@ -201,19 +201,31 @@ def test_tied_weights_count_once():
     check_against_own_truth(model, model)
 
 
-def test_every_segment_checkpointed_reentrantly():
+@pytest.mark.parametrize("plain", [(), (0,), (2,)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_segments_checkpointed_reentrantly_are_one_backward(plain, nested):
+    """Plain segments are before or after those that call a backward within the backward, or in none at all."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer, ready, truth = sgd(model), [], []
 
     def forward(x):
         x = x.clone().requires_grad_()
-        for layer in model:
-            x = checkpoint(layer, x, use_reentrant=True)
+        for i, layer in enumerate(model):
+            if nested and i not in plain:
+                inner = lambda x, layer=layer: checkpoint(layer, x, use_reentrant=True)  # noqa: E731
+                x = checkpoint(lambda x, inner=inner: torch.tanh(inner(x)), x, use_reentrant=True)
+            else:
+                x = layer(x) if i in plain else checkpoint(layer, x, use_reentrant=True)
         return x
 
-    check_against_own_truth(forward, model)
+    engine = Engine(make_step(forward, optimizer, after_backward=lambda engine: truth.append(grad_norm(model))))
+    GradMonitor(model, optimizer).attach(engine)
+    engine.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda engine: ready.append(float(engine.state.grad_norm)))
+    engine.run(mlp_batches(3))
+    assert ready == pytest.approx(truth, **CLOSE)
 
 
-def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_is_published(caplog):
+def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_is_published():
     model = make_mlp()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
 
@@ -223,10 +235,11 @@ def test_optimizer_steps_inside_of_backward_leave_no_whole_gradient_and_nothing_
 
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(step_at_once)
-    recorder = train(lambda _, batch: mse_loss(model, batch).backward(), mlp_batches(3), GradMonitor(model))
-    assert recorder.metrics == [{}] * 3
-    assert recorder.flags == [False] * 3
-    assert len([record for record in caplog.records if "no gradient of the model" in record.getMessage()]) == 1
+    monitor = GradMonitor(model)
+    recorder = train(lambda _, batch: mse_loss(model, batch).backward(), mlp_batches(22), monitor)
+    assert recorder.metrics == [{}] * 22
+    assert recorder.flags == [False] * 22
+    assert [report.kind for report in monitor.reports] == ["no_gradient"]
 
 
 def test_blocks_of_parameters_that_take_turns_in_the_optimizer():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -184,6 +185,72 @@ def test_functions_of_other_arguments_are_refused_at_once():
     }.items():
         with pytest.raises(TypeError, match=rf"Argument {argument} should be .*a function of .*: "):
             make(lambda: None)
+
+
+def compared(monitor):
+    """What the monitor compares of the losses, from now on."""
+    values, detect = [], monitor._detector.detect
+
+    def note(*arguments):
+        detection = detect(*arguments)
+        values.append(float(detection.loss.value.exp()))
+        return detection
+
+    monitor._detector.detect = note
+    return values
+
+
+@pytest.mark.parametrize("how", ["guard", "retry"])
+def test_a_loss_that_no_backward_uses_is_none_of_the_step(how):
+    """The train step returns at a loss that is not finite, or computes it anew with a smaller batch."""
+    training, used = Training("module", on_spike="skip"), []
+    values = compared(training.monitor)
+
+    def step(engine, batch):
+        training.optimizer.zero_grad()
+        scale = {10: 1e6, 30: math.inf}.get(engine.state.iteration, 1.0)
+        loss = training.criterion(training.model(batch[0]), batch[1] * scale)
+        if scale > 1:
+            if how == "guard":
+                return
+            loss = training.criterion(training.model(batch[0][:2]), batch[1][:2])
+        loss.backward()
+        used.append(float(loss.detach().double()))
+        training.optimizer.step()
+
+    recorder = train(step, batches_of(50), training.monitor)
+    assert values == pytest.approx(used, rel=1e-6)
+    assert recorder.of("grad/spike_count")[-1] == 0
+
+
+def test_of_a_shared_criterion_each_model_has_the_losses_of_its_own_backward():
+    generator, discriminator, criterion = nn.Linear(2, 4), nn.Linear(4, 1), nn.BCEWithLogitsLoss()
+    adversarial = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in (generator, discriminator)]
+    losses = {"generator": [], "discriminator": []}
+
+    def step(engine, real):
+        noise = torch.ones(3, 2) * engine.state.iteration
+        for name, label in (("discriminator", 0.0), ("generator", 1.0)):
+            for optimizer in adversarial:
+                optimizer.zero_grad()
+            made = generator(noise)
+            logits = discriminator(made.detach() if name == "discriminator" else made)
+            loss = criterion(logits, torch.full((3, 1), label))
+            if name == "discriminator":
+                loss = loss + criterion(discriminator(real), torch.ones(3, 1))
+            loss.backward()
+            losses[name].append(float(loss.detach().double()) / (2 if name == "discriminator" else 1))
+            adversarial[name == "discriminator"].step()
+
+    engine = Engine(step)
+    values = []
+    for model, optimizer, name in zip((generator, discriminator), adversarial, losses, strict=True):
+        monitor = GradMonitor(model, optimizer, loss=criterion, prefix=name, flag=name)
+        values.append(compared(monitor))
+        monitor.attach(engine)
+    engine.run([torch.ones(3, 4) * i for i in range(4)], max_epochs=1)
+    assert values[0] == pytest.approx(losses["generator"], rel=1e-6)
+    assert values[1] == pytest.approx(losses["discriminator"], rel=1e-6)
 
 
 @pytest.mark.parametrize("unseen", [True, False])

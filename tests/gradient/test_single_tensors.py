@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
-from ignite_monitor.gradient.detector import SpikeNumbers
+from ignite_monitor.gradient.detection import SpikeNumbers
 from tests._helpers import assert_same, make_step, mlp_batches, train, training_state
 from tests._models import make_mlp
 from tests._oracle import Oracle, mean_of, robust, shared_growth

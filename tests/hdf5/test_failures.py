@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import importlib
 import logging
@@ -16,7 +17,7 @@ import pytest
 from ignite.engine import Events
 
 from ignite_monitor import HDF5Logger, read_hdf5
-from ignite_monitor.hdf5 import double_buffer, writer
+from ignite_monitor.hdf5 import double_buffer, reader, writer
 from tests.hdf5._runs import as_lists, engine_of, log_output, run
 
 
@@ -81,6 +82,16 @@ def test_a_second_writer_is_refused(path, mode):
     first.close()
     assert as_lists(path)["train/loss"][0] == [1, 2, 3, 4, 5]
     HDF5Logger(path, mode).close()
+
+
+def test_a_file_that_another_program_writes(path, monkeypatch):
+    monkeypatch.setattr(reader, "RETRIES", 2)
+    run(path, 3)
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError) as caught:
+            read_hdf5(path)
+    assert str(caught.value) == f"{path} is being written by a program other than HDF5Logger"
 
 
 # While a run is going on
@@ -238,6 +249,8 @@ WHERE = [
     "double_buffer.os.posix_fallocate",
     "writer.Writer._patch",
     "writer.islice",
+    "writer.Writer._find_continued",
+    "writer.Writer._index_of",
 ]
 
 
@@ -246,7 +259,12 @@ WHERE = [
 @pytest.mark.parametrize("where", WHERE)
 def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, after):
     """Ctrl-C in a notebook, where training then goes on with the same logger: nothing is lost, twice or misnamed."""
-    calls, engine = [], engine_of(lambda iteration: {f"{iteration % 7}": iteration % 7, "step": iteration})
+
+    def output(iteration):
+        late = {f"late/{iteration % 7}": iteration % 7} if iteration > 46 else {}
+        return {f"{iteration % 7}": iteration % 7, "step": iteration} | late
+
+    calls, engine = [], engine_of(output)
     *owner, name = f"ignite_monitor.hdf5.{where}".split(".")
     target = functools.reduce(getattr, owner[3:], importlib.import_module(".".join(owner[:3])))
     original = getattr(target, name)

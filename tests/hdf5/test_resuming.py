@@ -189,6 +189,68 @@ def test_an_evaluator_of_a_trainer_that_is_not_attached_and_is_rewound(path):
     assert read_hdf5(path)["train/accuracy"].steps.tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_evaluators_between_runs_of_the_trainer(path, sessions):
+    """By its steps an evaluator says that it follows another engine; without such steps its iterations are added."""
+    for session in range(sessions):
+        trainer, own = engine_of(), engine_of(lambda _: {"own": 1.0})
+        Monitor(NoModel(), "own").attach(trainer)
+        follower = engine_of(lambda _, trainer=trainer: {"accuracy": trainer.state.iteration / 8})
+        with HDF5Logger(path, "a", flush_every=7) as logger:
+            log_output(logger, trainer)
+            log_output(logger, own, Events.EPOCH_COMPLETED, tag="own")
+            step = global_step_from_engine(trainer)
+            log_output(logger, follower, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=step)
+            first = max(0, 3 * session - 1)  # resumed one epoch before the last
+            if first:
+                trainer.load_state_dict({"iteration": 5 * first, "epoch_length": 5, "max_epochs": first})
+            for epoch in range(first, 3 * session + 3):
+                trainer.run(range(5), max_epochs=epoch + 1)
+                own.run(range(2))
+                follower.run(range(3))
+    read, count = read_hdf5(path), 3 * sessions
+    assert read["train/loss"].steps.tolist() == list(range(1, 5 * count + 1))
+    assert read["valid/accuracy"].steps.tolist() == list(range(1, count + 1))
+    assert read.iterations("valid/accuracy").tolist() == [5 * epoch for epoch in range(1, count + 1)]
+    assert read["valid/accuracy"].values.tolist() == [5 * epoch / 8 for epoch in range(1, count + 1)]
+    runs = 3 if sessions == 1 else 4
+    assert read.iterations("own/own").tolist() == [2 * (i + 1) for i in range(runs)]
+
+
+@pytest.mark.parametrize("flush_every", [1, 50])
+def test_a_second_training_under_the_same_names_is_kept_apart(path, flush_every, caplog):
+    with HDF5Logger(path, flush_every=flush_every) as logger:
+        for scale in (1.0, 100.0):
+            engine = engine_of(lambda i, scale=scale: {"loss": scale / i} | ({"rare": i} if scale == 1 else {}))
+            other = engine_of(lambda i: {"other": float(i)})
+            log_output(logger, engine)
+            log_output(logger, other)
+            engine.run(range(30), max_epochs=1)
+            other.run(range(3), max_epochs=1) if scale == 1 else None
+    second, first = read_hdf5(path), read_hdf5(path, before_run=2)
+    assert second["train/loss"].values.tolist() == [100 / i for i in range(1, 31)]
+    assert set(second) == {"train/loss", "train/other"}
+    assert set(second.runs("train/loss")) == {2}
+    assert first["train/loss"].values.tolist() == [1 / i for i in range(1, 31)]
+    assert first["train/rare"].values.tolist() == list(range(1, 31))
+    assert read_hdf5(path, before_run=0) == {}
+    [warning] = caplog.messages
+    assert "a second training writes under the names of run 0: read_hdf5(path) returns the second" in warning
+    with pytest.raises(ValueError, match="Argument before_run should be at least 0"):
+        read_hdf5(path, before_run=-1)
+
+
+def test_a_training_whose_steps_go_on_is_added(path):
+    for mode, offset in (("x", 0), ("a", 20)):
+        engine = engine_of()
+        with HDF5Logger(path, mode) as logger:
+            step = lambda engine, _, offset=offset: engine.state.iteration + offset  # noqa: E731
+            log_output(logger, engine, global_step_transform=step)
+            engine.run(range(20), max_epochs=1)
+    read = read_hdf5(path)
+    assert read["train/loss"].steps.tolist() == read.iterations("train/loss").tolist() == list(range(1, 41))
+
+
 # Runs that restore a checkpoint while their logger stays
 
 

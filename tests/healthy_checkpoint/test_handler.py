@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, global_step_from_engine
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler
-from tests._helpers import make_step, square_loss
+from tests._helpers import assert_same, make_step, square_loss
 
 
 class Run:
@@ -26,7 +32,8 @@ class Run:
         self.trainer = Engine(make_step(self.model, self.optimizer, loss_of=square_loss, factor=factor))
         self.saved = []
         if monitored:
-            GradMonitor(self.model, self.optimizer, threshold=100.0, on_spike="skip").attach(self.trainer)
+            self.monitor = GradMonitor(self.model, self.optimizer, threshold=100.0, on_spike="skip")
+            self.monitor.attach(self.trainer)
         to_save = {"model": self.model, "optimizer": self.optimizer}
         self.checkpoint = HealthyCheckpoint(to_save, self.save, **{"quiet": 5, "n_saved": None} | arguments)
 
@@ -34,7 +41,7 @@ class Run:
         self.saved.append(filename)
 
     def run(self, iterations=40, event=None, epochs=1):
-        self.trainer.add_event_handler(event or Events.ITERATION_COMPLETED(every=10), self.checkpoint)
+        self.checkpoint.attach(self.trainer, event or Events.ITERATION_COMPLETED(every=10))
         self.trainer.run(torch.randn(iterations, 8, 4), max_epochs=epochs)
         return [int(name.split("_")[-1].split(".")[0]) for name in self.saved]
 
@@ -54,8 +61,55 @@ def test_a_spike_before_the_last_quiet_iterations_delays_nothing():
     assert Run({15: 1e4}).run() == [10, 20, 30, 40]
 
 
-def test_spikes_before_the_first_call_are_not_known_to_be_long_ago():
-    assert Run({1: 1e4}).run() == [15, 20, 30, 40]
+def test_spikes_before_the_first_call_or_another_run_are_not_known():
+    run = Run({8: 1e4})
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), run.checkpoint)
+    run.trainer.run(torch.randn(20, 8, 4))
+    assert run.saved == ["checkpoint_10.pt", "checkpoint_20.pt"]
+    resumed = Run()
+    resumed.checkpoint.attach(resumed.trainer, None)
+    resumed.monitor.load_state_dict(run.monitor.state_dict())
+    assert resumed.run(2, Events.ITERATION_COMPLETED) == [1, 2]
+
+
+@pytest.mark.parametrize("ruin", ["spike", "weights"])
+@pytest.mark.parametrize(("last", "kept"), [(34, 30), (197, 185), (12, 10), (4, None)])
+def test_a_run_that_ends_unhealthy_saves_the_newest_healthy_state_and_says_which(ruin, last, kept, caplog):
+    """Copies are a tenth of the run old at most."""
+    run, seen, states = Run({last - 1: 1e4} if ruin == "spike" else {}), {}, []
+    run.checkpoint.save_handler = lambda checkpoint, name, metadata=None: states.append(
+        (name, copy.deepcopy(checkpoint))
+    )
+
+    @run.trainer.on(Events.ITERATION_COMPLETED)
+    def look(engine):
+        seen[engine.state.iteration] = copy.deepcopy(run.model.state_dict())
+        if ruin == "weights" and engine.state.iteration == last:
+            run.model.weight.data.fill_(torch.nan)
+
+    run.run(last, Events.COMPLETED)
+    assert [name for name, _ in states] == ([] if kept is None else [f"checkpoint_{kept}.pt"])
+    for _, checkpoint in states:
+        assert_same(checkpoint["model"], seen[kept])
+    reason = "grad had a spike in the last 5 iterations" if ruin == "spike" else "model.tensors.weight is not finite"
+    which = "nor is another" if kept is None else f"the newest healthy state is that of iteration {kept}"
+    assert (
+        caplog.messages[-1] == f"HealthyCheckpoint: iteration {last}: this state is not saved, since {reason}; {which}"
+    )
+    assert (run.trainer.state.iteration, run.trainer.last_event_name) == (last, Events.COMPLETED)
+
+
+def test_a_second_run_keeps_copies_of_its_own():
+    run = Run({48: 1e4})
+    assert run.run(50, Events.COMPLETED) == [45]
+    run.scales = {19: 1e4}
+    run.trainer.run(torch.randn(20, 8, 4), max_epochs=1)
+    assert run.saved == ["checkpoint_45.pt", "checkpoint_15.pt"]
+
+
+def test_the_end_of_a_run_names_the_file_that_holds_the_newest_healthy_state(caplog):
+    assert Run({39: 1e4}).run() == [10, 20, 30]
+    assert caplog.messages[-1].endswith("in the last 5 iterations; the newest healthy state is that of iteration 30")
 
 
 def test_a_run_that_stays_unhealthy_keeps_its_last_good_file(caplog):
@@ -117,6 +171,52 @@ def test_it_is_ignites_checkpoint(tmp_path):
     other.register_buffer("mask", torch.zeros(2, 2))
     Checkpoint.load_objects({"model": other}, torch.load(tmp_path / "good_model_40.pt", weights_only=True))
     assert torch.equal(other.weight, run.model.weight)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    idist.finalize()  # Ignite, too, forgets the group
+
+
+@pytest.mark.parametrize("kind", ["zero", "fsdp", "ema"])
+def test_sharded_optimizers_and_models_and_averages(one_rank, kind):
+    """Saved as by Ignite, from the trainer's state and from the copy; a ruined tensor of a part is found."""
+    model, states = nn.Linear(4, 1), []
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    if kind == "fsdp":
+        fully_shard(model)
+    if kind == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    trainer = Engine(make_step(model, optimizer, loss_of=square_loss))
+    to_save = {"model": model, "optimizer": optimizer, "average": average}
+    save = lambda checkpoint, name, metadata=None: states.append((name, copy.deepcopy(checkpoint)))  # noqa: E731
+    checkpoint = HealthyCheckpoint(to_save, save, quiet=4, n_saved=None)
+    seen = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def update(engine):
+        average.update_parameters(model) if kind == "ema" else None
+        if engine.state.iteration == 28:
+            optimizer.consolidate_state_dict() if kind == "zero" else None
+            seen.append(copy.deepcopy({name: thing.state_dict() for name, thing in to_save.items()}))
+        if engine.state.iteration == 29:
+            inner = optimizer.optim if kind == "zero" else optimizer
+            parameter = next(iter(average.parameters() if kind == "ema" else model.parameters()))
+            ruined = inner.state[parameter]["exp_avg"] if kind == "zero" else parameter.data
+            ruined.fill_(torch.nan)
+
+    checkpoint.attach(trainer, Events.ITERATION_COMPLETED(once=30))
+    trainer.run(torch.randn(30, 8, 4))
+    [(name, saved)] = states
+    assert name == "checkpoint_28.pt"
+    assert_same(saved, seen[0])
 
 
 def test_bad_input():

@@ -63,26 +63,30 @@ def test_a_state_of_devices_that_do_not_exist_is_restored_without_them():
     restore_rng_state(state | {"devices": {"cuda:99": torch.zeros(16, dtype=torch.uint8)}})
 
 
+GLOBAL = torch.Generator()
+
+
 class Drawing(nn.Module):
     """Holds generators in every place that is searched."""
+
+    shared = torch.Generator()
 
     def __init__(self):
         super().__init__()
         of_torch, of_python, of_numpy = (torch.Generator() for _ in range(5)), random.Random(1), np.random.default_rng
-        self.own, listed, closed, bound, deep = of_torch
-        self.listed, self.queue = [{"a": listed}], collections.deque([of_python])
+        self.own, listed, closed, bound, late = of_torch
+        self.listed, self.queue, self.one = [listed], collections.deque([of_python]), {late}
         self.function = lambda: torch.rand((), generator=closed)
-        self.partial = functools.partial(torch.rand, generator=bound)
-        self.holder = type("Holder", (), {})()
-        self.holder.deep, self.holder.older = (deep, of_numpy(2)), np.random.RandomState(3)
+        self.partial = functools.partial(torch.rand, (), generator=bound)
+        self.many = {str(i): None for i in range(1001)} | {"last": of_numpy(2)}
+        self.older = np.random.RandomState(3)
         self.inner = nn.Dropout()
         self.register_buffer("calls", torch.zeros(()))
-        self.generators = [self.own, listed, closed, bound, deep]
+        self.generators = self.own, listed, closed, bound, late, self.shared
 
     def forward(self):
-        values = [float(torch.rand((), generator=item)) for item in self.generators]
-        numpy, older = self.holder.deep[1], self.holder.older
-        values += [self.queue[0].random(), float(numpy.random()), float(older.rand())]
+        values = [float(torch.rand((), generator=item)) for item in (*self.generators, GLOBAL)]
+        values += [self.queue[0].random(), float(self.many["last"].random()), float(self.older.rand())]
         self.calls += 1
         self.calls = self.calls.clone()
         self.inner.eval()
@@ -91,7 +95,7 @@ class Drawing(nn.Module):
 
 def test_an_isolated_pass_restores_generators_buffers_and_flags():
     model = Drawing()
-    assert len(generators_of(model)) == 8
+    assert len({id(item) for item in generators_of(model).values()}) == 10
     calls = model.calls
     state = capture_rng_state()
     expected = draws()
@@ -106,6 +110,45 @@ def test_an_isolated_pass_restores_generators_buffers_and_flags():
     assert model.inner.training
     assert draws() == expected
     assert model() == first
+
+
+class Counting(nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        self.register_buffer("total", buffer)
+
+    def forward(self, x):
+        self.total += x
+        return self.total.clone()
+
+
+def test_a_buffer_of_several_modules_is_one_in_an_isolated_pass():
+    total = torch.zeros(2)
+    model = nn.Sequential(Counting(total), Counting(total))
+    x = torch.tensor([1.0, -2.0])
+    with isolated_pass(model):
+        assert model[0].total is model[1].total
+        assert torch.equal(model(x), 2 * x)  # x + x; a copy of each module would count x alone
+    assert model[0].total is model[1].total is total
+    assert not total.any()
+
+
+def test_a_scripted_module_keeps_its_buffers():
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    before = {name: item.clone() for name, item in model.named_buffers()}
+    with isolated_pass(model):
+        model(torch.randn(5, 3))
+    assert all(torch.equal(item, before[name]) for name, item in model.named_buffers())
+
+
+@pytest.mark.parametrize("generator", [torch.Generator(), random.Random(), np.random.default_rng()], ids=type)
+def test_generators_that_the_user_names_are_restored(generator):
+    def draw():
+        return torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+    with isolated_pass(nn.Linear(1, 1), generators=[generator]):
+        inside = draw()
+    assert inside == draw()
 
 
 @pytest.mark.parametrize(("training", "frozen", "excluded"), [(0, 1, True), (1, 1, False), (0, 0, True)])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
 from torch import nn
 
 from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
 from ignite_monitor.monitor import ranks
 from ignite_monitor.monitor.transfer import NamedValues
-from tests._helpers import make_batches, make_trainer
+from tests._handlers import ClippingMonitor
+from tests._helpers import footprint, make_batches, make_trainer
 
 
 class Smallest(Monitor, schema=Schema("smallest", "smallest", (Key("one", "the number 1"), Key("{name}", "any")))):
@@ -72,12 +75,59 @@ def test_a_monitor_without_state_works_in_a_checkpoint_and_beside_rollback_handl
     assert saved["monitor"] == {}
 
 
-def test_a_warning_is_given_once_per_text_whatever_the_values(caplog):
+def test_the_latest_value_of_a_name_wins_on_a_device(on_a_device):
     monitor = Smallest(make_trainer()[0])
-    for value in (1, 2):
-        monitor._warn_once("layer %d is skipped", value)
-        monitor._warn_once("other")
-    assert caplog.messages == ["Smallest (smallest): layer 1 is skipped", "Smallest (smallest): other"]
+    monitor.publish(one=torch.tensor(1.0), two=torch.tensor(1.0), three=torch.tensor(1.0), four=3.0)
+    monitor.publish(one=2.0, two=torch.tensor(2.0), three=float("nan"), four=torch.tensor(2.0))
+    assert monitor.on_host() == {f"smallest/{name}": 2.0 for name in ("one", "two", "four")}
+
+
+@pytest.mark.parametrize(
+    ("handlers", "engine_handlers", "error"),
+    [
+        ([(MonitorEvents.GRADIENTS_READY, lambda engine, backward: None)], [], TypeError),
+        ([(MonitorEvents.GRADIENTS_READY, functools.partial(print, 3))], [], TypeError),
+        ([(Events.ITERATION_COMPLETED, print)], [], ValueError),
+        ([], [(MonitorEvents.GRADIENTS_READY, print)], ValueError),
+        ([], [(Events.STARTED, 3)], ValueError),
+    ],
+)
+def test_refused_handlers_leave_nothing(handlers, engine_handlers, error):
+    model, optimizer, trainer = make_trainer()
+    monitor, before = Smallest(model), footprint(trainer, model, optimizer)
+    monitor.handlers, monitor.engine_handlers = lambda: handlers, lambda: engine_handlers
+    with pytest.raises(error, match="handlers"):
+        monitor.attach(trainer)
+    assert footprint(trainer, model, optimizer) == before
+    del monitor.handlers
+    calls = []
+    monitor.engine_handlers = lambda: [(Events.ITERATION_COMPLETED, lambda: calls.append(1))]  # is Ignite's to call
+    with monitor.attach(trainer):
+        trainer.run(make_batches(2))
+    assert len(calls) == 2
+    trainer.run(make_batches(2))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("one", "other"), [("a", "a/b"), ("a/b", "a"), ("a/b", "a/b")])
+def test_a_prefix_inside_of_another_is_refused(one, other):
+    model, _, trainer = make_trainer()
+    Smallest(model, one).attach(trainer)
+    Smallest(model, f"{one}_b").attach(trainer)
+    with pytest.raises(ValueError, match=f"prefix '{one}'"):
+        Smallest(model, other).attach(trainer)
+
+
+def test_an_error_at_the_end_of_a_with_block_detaches():
+    class Lost(Smallest):
+        def resolve_deferred(self, extra):
+            raise RuntimeError("device lost")
+
+    model, optimizer, trainer = make_trainer()
+    before = footprint(trainer, model, optimizer)["handlers"]
+    with pytest.raises(RuntimeError, match="device lost"), Lost(model).attach(trainer):
+        trainer.run(make_batches(1))
+    assert footprint(trainer, model, optimizer)["handlers"] == before
 
 
 def test_removing_a_progress_bar_keeps_the_user_s_own_closing_handler():
@@ -99,6 +149,60 @@ def test_a_number_that_turns_non_finite_is_no_longer_reported(number):
     monitor.publish(one=1.0, other=2.0)
     monitor.publish(one=number)
     assert monitor.metrics == trainer.state.metrics == {"smallest/other": 2.0}
+
+
+# The monitor of the guide
+
+
+@pytest.mark.parametrize("order", ["gd", "dg"])
+def test_the_monitor_of_the_guide_in_a_gan(order):
+    torch.manual_seed(0)
+    models = {"g": nn.Linear(3, 4), "d": nn.Linear(4, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    expected = {}
+
+    def train_step(engine, batch):
+        for name in order:
+            optimizers[name].zero_grad()
+            fake = models["g"](batch)
+            loss = -models["d"](fake).mean() if name == "g" else models["d"](fake.detach()).square().mean()
+            loss.backward()
+            total = torch.stack([p.grad.double().norm() for p in models[name].parameters()]).norm()
+            expected[f"{name}/kept"] = pytest.approx(min(1.0, 0.1 / float(total)), rel=1e-4)
+            nn.utils.clip_grad_norm_(models[name].parameters(), 0.1)
+            optimizers[name].step()
+
+    trainer = Engine(train_step)
+    for name, model in models.items():
+        ClippingMonitor(model, optimizers[name], prefix=name).attach(trainer)
+    trainer.run(list(torch.randn(3, 8, 3)))
+    assert trainer.state.metrics == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_the_monitor_of_the_guide_with_a_scaler_and_accumulation(fused, unscaled):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    kept = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        for part in batch.chunk(2):
+            scaler.scale(model(part).square().mean() / 2).backward()
+        kept[:] = [1.0]
+        if unscaled:
+            scaler.unscale_(optimizer)
+            kept[:] = [min(1.0, 0.1 / float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))]
+        scaler.step(optimizer)
+        scaler.update()
+
+    trainer = Engine(train_step)
+    ClippingMonitor(model, optimizer, scaler=scaler).attach(trainer)
+    trainer.run(list(torch.randn(3, 8, 3)))
+    assert trainer.state.metrics == {"clipping/kept": pytest.approx(kept[0], rel=1e-4)}
 
 
 # Ranks

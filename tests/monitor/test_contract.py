@@ -56,6 +56,7 @@ from ignite_monitor import (
     StepStatsHandler,
 )
 from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.scaling import AlignmentHandler
 from tests._handlers import HANDLERS
@@ -189,7 +190,7 @@ def test_log_to_is_removed_by_detach(setup, attached):
     assert footprint(trainer, model, optimizer) == before
 
 
-def test_values_of_a_with_block_stay_until_a_monitor_is_attached_again(setup):
+def test_values_of_a_with_block_stay_until_their_names_are_taken_again(setup):
     _, _, trainer, monitor = setup
     with monitor.attach(trainer):
         trainer.run(make_batches(3))
@@ -197,6 +198,8 @@ def test_values_of_a_with_block_stay_until_a_monitor_is_attached_again(setup):
     assert trainer.state.metrics == last
     assert all(type(value) is float for value in trainer.state.metrics.values())
     GradMonitor(make_model(), prefix="other", flag="other").attach(trainer)
+    assert trainer.state.metrics == last
+    monitor.attach(trainer)
     assert trainer.state.metrics == {}
 
 
@@ -238,6 +241,7 @@ def test_exceptions_leave_no_hook_and_the_next_run_works(factory):
             fail("after backward")
         optimizer.step()
         fail("after step")
+        return loss.item()
 
     class Data(list):
         def __iter__(self):
@@ -825,7 +829,7 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.update(synchronisations))
     trainer.run(make_batches(15), max_epochs=2)  # the log line at its end reads counts
     counts.pop("nonzero", None)
-    assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"__bool__": 30}}.get(type(monitor), {})
+    assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"tolist": 30}}.get(type(monitor), {})
 
 
 def test_a_logger_without_attach_is_reported_once(factory, caplog):
@@ -848,7 +852,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     monitor = factory(model, optimizer)
     if isinstance(monitor, RollbackHandler):
         pytest.skip("decides on the host, and publishes numbers")
-    looks = skips(monitor) or isinstance(monitor, ReplayCheckHandler)  # of every second pass
+    looks = skips(monitor)
     unused = torch.optim.SGD(other_model.parameters(), lr=0.1)
     engine = Engine(in_turn(make_step(other_model, unused, leave_out=lambda _: True), trainer._process_function))
     reads = []
@@ -868,7 +872,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     assert len(sizes) == (7 if publishes(monitor) else 4) * 6
     for counts in reads:
         counts.pop("nonzero", None)
-        assert counts.pop("tolist", 0) in ([1] if publishes(monitor) else [0, 1])
+        second_pass = isinstance(monitor, ReplayCheckHandler)  # its result is read
+        assert counts.pop("tolist", 0) - second_pass in ([1] if publishes(monitor) else [0, 1])
         if isinstance(monitor, CurvatureHandler):
             counts.pop("__float__", None)  # of tensors that it has made on the host
         assert sum(counts.values()) <= looks
@@ -974,7 +979,7 @@ def test_parameters_without_data_are_skipped(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
-    if isinstance(factory(*make_trainer()[:2]), (SpikeMonitor, DriftMonitor, RollbackHandler)):
+    if isinstance(factory(*make_trainer()[:2]), (SpikeMonitor, DriftMonitor, RollbackHandler, LossRecorder)):
         pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):

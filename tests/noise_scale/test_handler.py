@@ -11,6 +11,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradientNoiseScaleHandler
 from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
@@ -207,10 +208,40 @@ def test_a_step_that_is_made_otherwise_is_reported_once(caplog):
     with caplog.at_level(logging.WARNING):
         result, _ = watched(step_of(model, optimizer, parts=2), model, optimizer, batches(x, y, 16, 60))
     assert [message for message in caplog.messages if "noise_scale" in message] == [
-        "GradientNoiseScaleHandler (noise_scale): no value after 50 optimizer steps: the last was made from 2 backward "
-        "passes in monitored iterations, and micro_batches is 4"
+        "GradientNoiseScaleHandler (noise_scale): iteration 50: no value after 50 optimizer steps: the last was made "
+        "from 2 backward passes in monitored iterations, and micro_batches is 4"
     ]
     assert not any(result)
+
+
+def test_the_loss_scale_does_not_weigh_the_steps(caplog):
+    """The noise grows when the scale falls: with a scale within the gradients the earlier steps would count alone."""
+
+    def data(x):
+        for number, (part, _) in enumerate(batches(x, x, 64, 240)):
+            yield part, part[:, :1] * 2 + (0.3 if number < 120 else 3.0) * torch.randn(64, 1)
+
+    def train(how):
+        model, x, _ = problem()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=10**6) if how != "plain" else None
+
+        def change(engine):
+            if engine.state.iteration == 120 and scaler is not None:
+                scaler.update(2.0**6)
+
+        step = step_of(model, optimizer, scaler=scaler)
+        given = {"scaler": scaler} if how == "given" else {}
+        both = in_turn(step, lambda engine, batch: change(engine))
+        return watched(both, model, optimizer, data(x), decay=0.97, **given)[0]
+
+    expected, actual = train("plain"), train("given")
+    assert expected[-1]["value"] > 2 * expected[110]["value"]
+    for one, other in zip(actual, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert not caplog.messages
+    assert not any(train("not given"))
+    assert "give the argument scaler" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["zeroed", "zeroed in place", "clipped"])
@@ -292,3 +323,26 @@ def test_backward_in_a_compiled_function():
     assert result[0][0]
     torch.testing.assert_close(*result)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_backward_with_others_inside_of_it_is_one(use_reentrant):
+    """Reentrant checkpoints, one of which holds the first gradients of the backward, and one the last but one."""
+
+    def train(checkpointed):
+        model, x, y = problem()
+        optimizer = torch.optim.SGD(model.parameters(), 0.001)
+        first, middle, last = model
+
+        def run(module, x):
+            return checkpoint(module, x, use_reentrant=use_reentrant) if checkpointed else module(x)
+
+        def loss_of(_, batch):
+            return mse_loss(lambda x: run(last, run(middle, run(first, x.clone().requires_grad_()))), batch)
+
+        return watched(step_of(model, optimizer, loss_of=loss_of), model, optimizer, batches(x, y, 64, 60))[0]
+
+    expected, actual = train(False), train(True)
+    assert expected[-1]
+    for one, other in zip(actual, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -242,15 +243,94 @@ def test_nan_in_the_data_is_no_modules():
     assert [(item.kind, item.name) for item in trained(make(Careless, ""), batches)[0]] == [("input", "")]
 
 
+@pytest.mark.parametrize("planting", [None, planted_in("norm", IN_BACKWARD["sqrt_at_zero"])])
 @pytest.mark.parametrize("of_loss", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt() + loss])
-def test_what_starts_in_the_loss(of_loss):
+def test_what_starts_in_the_loss(of_loss, planting):
+    """Also where the model's backward would make another one."""
     counter = iter(range(9))
     result, _ = trained(
-        make(nn.Linear, 4, 3),
+        make(Careless, ""),
         vectors(4),
         lambda model, batch: of_loss(loss_of(model, batch)) if next(counter) == 1 else loss_of(model, batch),
+        planting=planting,
     )
     assert [(item.kind, item.name) for item in result] == [("loss", "")]
+
+
+def test_what_a_hook_of_the_user_makes_is_not_the_loss(caplog):
+    model = make(nn.Sequential, nn.Linear(4, 4), nn.Linear(4, 3))
+    model.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * math.nan,))
+    result, _ = trained(model, vectors(1), lambda model, batch: loss_of(model, (batch[0].requires_grad_(), batch[1])))
+    assert result == [None]
+    assert "could not be located: hooks may have changed the gradient of the model's outputs" in caplog.text
+
+
+class Parts(nn.Module):
+    """Outputs that the loss uses, and others."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.extra = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, batch):
+        x = self.body(batch["x"] * 1).relu()
+        return {"logits": self.head(x), "extra": [self.extra(x), (x * 0).square().sum(-1).sqrt()]}
+
+
+def test_outputs_and_calls_that_the_loss_does_not_use_are_no_source():
+    """One has a non-finite backward, one is not finite itself, and one call had a non-finite input."""
+
+    def loss(model, batch, factor=math.nan):
+        model({"x": batch[0] * math.inf})
+        return F.cross_entropy(model({"x": batch[0]})["logits"], batch[1]) * factor
+
+    cases = [(loss, None), (loss, fill("extra.weight")), (partial(loss, factor=2.0), fill("head.bias"))]
+    results = [trained(make(Parts), vectors(1), loss, planting=planting, at=1)[0] for loss, planting in cases]
+    assert [[(item.kind, item.name) for item in result] for result in results] == [
+        [("loss", "")], [("loss", "")], [("forward", "head")]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_opaque", [False, True])
+def test_inputs_that_may_have_changed_are_not_run_again(is_opaque, caplog):
+    """In place, in a dict, after the call; and in an object, in which no tensor is seen."""
+
+    def loss(model, batch):
+        held = {"x": batch[0].clone()} | ({"of": Unlike} if not is_opaque else {"of": Opaque()})
+        logits = model(held)["logits"]
+        if not is_opaque:
+            held["x"].zero_()
+        return F.cross_entropy(logits, batch[1]) * math.nan
+
+    result, _ = trained(make(Parts), vectors(1), loss)
+    assert result == [None]
+    assert ("inputs have been changed in place" in caplog.text) != is_opaque
+    assert ("changes of the model's inputs can't be seen" in caplog.text) == is_opaque
+
+
+class Opaque:
+    pass
+
+
+def test_a_hook_of_the_model_on_its_own_output_is_not_the_loss():
+    result, _ = trained(make(Careless, ""), vectors(3), planting=planted_in("last", IN_BACKWARD["gradient_hook"]))
+    assert [item.kind for item in result] == ["backward"]
+
+
+def test_frozen_parts_are_named_as_far_as_their_use_is_seen():
+    """Their outputs have no graph; the second has one made for it, the first is under no_grad()."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.backbone(x)
+        return self.head(self.frozen(x))
+
+    for name, wanted in (("backbone.0", "backbone"), ("frozen", "frozen")):
+        layers = {"backbone": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "frozen": nn.Linear(4, 4)}
+        model = make(Lambda, forward, **layers, head=nn.Linear(4, 3))
+        model.frozen.requires_grad_(False)
+        result, _ = trained(model, vectors(2), planting=fill(f"{name}.bias"))
+        assert [(item.kind, item.name) for item in result] == [("forward", wanted)]
 
 
 def hook_on_gradient(parameter):
@@ -355,7 +435,7 @@ def test_a_row_is_inspected_once(caplog):
     assert [item.kind for item in result] == ["input"] * 4
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[1].strip() for line in lines] == ["iteration 2", "iteration 6"]
-    assert all("It comes from the model's inputs, which are not finite" in line for line in lines)
+    assert all("The model's inputs are not finite" in line for line in lines)
 
 
 def test_an_overflow_is_reported_only_where_forward_is_not_finite(caplog):
@@ -440,8 +520,8 @@ def test_activation_checkpointing(hook, reentrant):
         for monitored in (False, True)
     ]
     assert same(outcome, plain)
-    if hook is nan_in_output:
-        assert [(item.kind, item.name) for item in result] == [("forward", "blocks.0.mlp.1")]
+    if hook is nan_in_output:  # reentrant checkpointing makes no graph in forward, which would show what is used
+        assert [(item.kind, item.name) for item in result] == [("forward", "_root_" if reentrant else "blocks.0.mlp.1")]
     elif reentrant:  # its graph is made in backward
         assert {(item.kind, item.name) for item in result} == {("backward", "_root_")}
         assert "CheckpointFunctionBackward" in result[0].text

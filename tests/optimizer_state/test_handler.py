@@ -44,6 +44,9 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "Adam, fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, betas=(0.5, 0.9)),
     "AMSGrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, betas=(0.5, 0.9)),
+    "Adam, maximize, decay": lambda p: torch.optim.Adam(p, lr=1e-2, maximize=True, weight_decay=0.3),
+    "SGD, maximize, decay": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, maximize=True, weight_decay=2.0),
+    "RAdam, decay": lambda p: torch.optim.RAdam(p, lr=1e-2, weight_decay=0.5),
     "NAdam, large eps": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=0.03),
     "no eps": lambda p: torch.optim.Adam(p, lr=1e-2, eps=0.0),
     "tensor betas": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), betas=(torch.tensor(0.5), torch.tensor(0.9))),
@@ -83,9 +86,34 @@ def test_values_are_those_of_float64(name):
     for actual, expected in zip(published, true, strict=True):
         assert actual == pytest.approx(expected, rel=2e-4, abs=1e-7)
     has = {name.partition("/")[2].partition("_")[0] for name in true[-1]}
-    assert has >= ({"update", "momentum"} if name in ("SGD", "RMSprop", "Adamax") else {"rms", "epsilon", "momentum"})
+    assert has >= (
+        {"update", "momentum"}
+        if name in ("SGD", "SGD, maximize, decay", "RMSprop", "Adamax")
+        else {"rms", "epsilon", "momentum"}
+    )
     if name == "NAdam, large eps":
         assert 0 < true[1]["optimizer/epsilon_dominated_median"] < 1
+
+
+def test_weight_decay_of_an_optimizer_of_an_unknown_class(caplog):
+    model = make_model()
+    optimizer = Own(model.parameters(), weight_decay=0.1)
+    handler = OptimizerStateHandler(model, optimizer)
+    published = run_monitored(make_step(model, optimizer), make_batches(3), handler)
+    assert [set(values) for values in published] == [{"optimizer/update_norm"}] * 3
+    assert [(report.kind, report.severity) for report in handler.reports] == [("unknown_weight_decay", "note")]
+    assert not caplog.messages
+
+
+def test_without_bias_correction():
+    model, gradients = nn.Linear(6, 3, bias=False), []
+    optimizer = Own(model.parameters(), bias_correction=False)
+    handler = OptimizerStateHandler(model, optimizer)
+    keep = lambda _: gradients.append(model.weight.grad.clone())  # noqa: E731
+    run_monitored(make_step(model, optimizer, before_step=keep), make_batches(1), handler)
+    root = gradients[0].abs() / math.sqrt(20)  # after one step, with a second beta of 0.95
+    expected = float((gradients[0] / root.clamp(min=1e-3)).square().mean().sqrt())
+    assert handler.metrics["optimizer/rms_max"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -217,13 +245,6 @@ def test_what_is_not_kept_is_absent_and_reported_once(caplog):
         handler = OptimizerStateHandler(model, optimizer)
         assert run_monitored(make_step(model, optimizer), make_batches(3), handler) == [{}] * 3
         assert len([item for item in caplog.messages if "exp_avg" in item]) == 1
-
-
-def test_an_optimizer_that_makes_no_step_is_reported(caplog):
-    model = make_model()
-    handler = OptimizerStateHandler(model, torch.optim.Adam(model.parameters()))
-    run_monitored(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), make_batches(3), handler)
-    assert len([item for item in caplog.messages if "no step" in item]) == 1
 
 
 def test_second_moments_of_another_basis_are_no_squares_of_the_gradient():

@@ -59,6 +59,17 @@ class Attention(nn.MultiheadAttention):
         return super().forward(x, key=x, value=x)[:1]
 
 
+class Packed(nn.Module):
+    """A recurrent layer and sequences of several lengths."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.conv = layer
+
+    def forward(self, x):
+        return self.conv(nn.utils.rnn.pack_padded_sequence(x, [4, 5, 2], enforce_sorted=False))[0].data
+
+
 class OutputSize(nn.Module):
     def __init__(self):
         super().__init__()
@@ -86,12 +97,16 @@ LAYERS = {
     "ConvTranspose3d": (lambda: nn.ConvTranspose3d(4, 6, 2, bias=False), (2, 4, 3, 4, 3)),
     "BatchNorm": (lambda: nn.BatchNorm2d(4), (5, 4, 3, 3)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
+    "InstanceNorm, one sample": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 9)),
+    "InstanceNorm": (lambda: nn.InstanceNorm2d(4, affine=True), (5, 4, 3, 3)),
     "PReLU": (lambda: nn.PReLU(4), (5, 4, 3)),
     "a user's": (Scale, (7, 6)),
     "a user's, of one number": (lambda: Scale(()), ()),
     "MultiheadAttention": (lambda: Attention(6, 2, batch_first=True), (3, 5, 6)),
     "GRU": (lambda: nn.GRU(6, 4, batch_first=True), (3, 5, 6)),
     "LSTM": (lambda: nn.LSTM(6, 4, num_layers=2), (3, 5, 6)),
+    "GRU of packed sequences": (lambda: Packed(nn.GRU(6, 4)), (5, 3, 6)),
+    "LSTM of packed sequences": (lambda: Packed(nn.LSTM(6, 4, bidirectional=True)), (5, 3, 6)),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ignite_monitor import RCCHandler
 from ignite_monitor.reference.reference import Reference, separate_copy
 from tests._helpers import assert_same, same
 from tests.reference._recorder import watch
@@ -55,6 +54,8 @@ REFUSED = {
     "a default": lambda model: lambda x, inner=model.inner: inner(x),
     "a partial's function": lambda model: functools.partial(captured(model)),
     "a bound method in a closure": lambda model: (lambda method: lambda x: method(x))(model.inner.forward),
+    "the forward of a layer": lambda model: (lambda method: lambda x: method(x))(model.inner[0].forward),
+    "a normalization": lambda model: (lambda method: lambda x: method(x))(model.inner[1].forward),
     "a list": lambda model: [captured(model)],
     "an object": lambda model: Holder(captured(model)),
     "a recursive function": nested,
@@ -72,10 +73,15 @@ COPIED = {
 
 
 @pytest.mark.parametrize("keep", REFUSED.values(), ids=REFUSED)
-def test_functions_over_own_modules_have_no_copy(keep):
+def test_functions_over_own_modules_are_not_compared_with_a_copy(keep):
     model = Keeper(keep)
-    with pytest.raises(ValueError, match=r"Argument reference should be a module.*attribute 'kept' of the root module"):
-        RCCHandler(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    passes, recorder, warnings = watch(model)
+    with passes.watched(), torch.no_grad():
+        model(torch.randn(8, 4))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items() if "." not in name)
+    assert {*before} == {*model.state_dict()}
+    assert (recorder.passes, len(warnings)) == ([], 1)
     plain = Keeper()
     plain.kept = keep(plain)
     assert measure_difference(model, plain) > 0
@@ -192,10 +198,7 @@ def test_a_reference_is_stopped_before_it_calls_the_training_model(kind, given):
     assert outcomes[0][0] == 9
     assert recorder.passes == []
     assert passes.incomplete == {"", "inner", "inner.0", "inner.1", "inner.2", "last"}
-    assert warnings == [
-        "the reference calls inner of the model that trains: give a module as the argument reference, so nothing is "
-        "compared"
-    ]
+    assert warnings == ["a copy calls inner of the model that trains, so nothing is compared"]
 
 
 def test_the_next_pass_is_compared_where_the_training_model_is_not_called():

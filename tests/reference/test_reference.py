@@ -83,6 +83,18 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     assert_same(x, untouched * 2)  # by the model alone
 
 
+def test_numbers_that_are_scheduled_are_those_of_the_model():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.LeakyReLU(0.1)), torch.randn(3, 4)
+    reference = Reference(model, "init")
+    for p, slope in ((0.5, 0.3), (0.0, 0.2)):
+        model[1].p, model[2].negative_slope = p, slope
+        reference.match_model()
+        before = torch.get_rng_state()
+        actual = reference.run("", (x,), {})
+        torch.set_rng_state(before)
+        torch.testing.assert_close(actual, model(x), rtol=0, atol=0)
+
+
 def test_autocast_hands_no_weight_without_gradient_on():
     """A twin that trains as well, and inputs that want gradients: casts are cached by tensor."""
     model = nn.Linear(4, 4)
@@ -106,7 +118,7 @@ def test_copy_shares_nothing():
     assert type(reference.module) is nn.Sequential
     assert reference.module[0].weight is reference.module[1].weight
     model[0].weight.requires_grad_(False)
-    reference.follow()
+    reference.match_model()
     assert not reference.module[1].weight.requires_grad
     with torch.no_grad():
         model[0].weight.zero_()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
-from ignite_monitor import GradMonitor, MonitorEvents, ReplayCheckHandler, StaticThreshold
+from ignite_monitor import MonitorEvents, ReplayCheckHandler
 from ignite_monitor.model.isolation import in_second_pass
 from tests._handlers import HANDLERS
 from tests._helpers import make_batches, make_step, mse_loss, run_monitored, same
@@ -154,7 +156,7 @@ def test_a_flipped_bit_in_one_pass_is_found(name, parts):
 
     def draw(parameters):
         calls.clear()
-        expected.append({KEY: float(len(expected) > 0 and chance.random() < 0.3)})
+        expected.append({KEY: float(len(expected) < 3 or chance.random() < 0.3)})
         fault.update(parameter=chance.choice(parameters), in_second=chance.random() < 0.5, bit=chance.choice(bits))
 
     def hook(parameter):
@@ -168,65 +170,9 @@ def test_a_flipped_bit_in_one_pass_is_found(name, parts):
     assert rows == expected
 
 
-# fault -> results of iterations 4, 6, 8; part of the warning
-AT_SPIKES = {
-    "none": ({4: 1.0, 6: 1.0, 8: 1.0}, ""),
-    "second pass": ({4: 1.0, 6: 0.0, 8: 1.0}, "gave other gradients: 0.weight (by up to 1)"),
-    "before any pass": ({}, "another state"),
-    "over iterations": ({4: 1.0, 8: 1.0}, "another state"),
-    "changed between": ({4: 1.0, 8: 1.0}, "another state"),
-}
-
-
-@pytest.mark.parametrize("fault", AT_SPIKES)
-def test_a_spike_between_monitored_iterations_is_replayed(fault, caplog):
-    """Iterations 4 and 8 are monitored, 6 has a spike, at which a handler sets the gradients to zero."""
-    model = make_model()
-    optimizer = sgd(model)
-    handler = ReplayCheckHandler(model, optimizer)
-    if fault in ("second pass", "before any pass"):
-        model[0].weight.register_post_accumulate_grad_hook(
-            lambda item: [item.grad.add_(in_second_pass() and trainer.state.iteration == 6)].clear()
-        )
-    parts, every = 2 if fault == "changed between" else 1, 3 if fault == "over iterations" else 1
-    trainer, published = Engine(make_step(model, optimizer, parts, every=every)), {}
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(100.0), on_spike="skip")
-    if fault == "none":  # then it detects the spike, at which gradients change, before the handler sees the gradients
-        monitor.attach(trainer)
-    handler.attach(trainer, Events.ITERATION_STARTED(every=100 if fault == "before any pass" else 4))
-    if fault != "none":
-        monitor.attach(trainer)
-
-    @trainer.on(MonitorEvents.SPIKE_DETECTED)
-    def clear():
-        for item in model.parameters():
-            item.grad.zero_()
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def note(engine):
-        if KEY in engine.state.metrics:
-            published[engine.state.iteration] = engine.state.metrics[KEY]
-
-    trainer.run(make_batches(9, spikes=[6]))
-    expected, cause = AT_SPIKES[fault]
-    assert published == expected
-    assert [cause in text for text in caplog.messages if "ReplayCheck" in text] == [True] * (fault != "none")
-
-
 def changing_batch(model, optimizer):
     step = make_step(model, optimizer)
     return lambda engine, batch: (batch[0].mul_(0.5), step(engine, batch))
-
-
-def perturbing(model, optimizer):
-    """The weights move past version counters."""
-
-    def loss_of(model, batch):
-        for item in model.parameters():
-            item.data.mul_(1.001)
-        return mse_loss(model, batch)
-
-    return make_step(model, optimizer, loss_of=loss_of)
 
 
 def inside_backward(model, optimizer):
@@ -234,6 +180,67 @@ def inside_backward(model, optimizer):
     own = torch.optim.SGD([parameter], lr=0.1)
     parameter.register_post_accumulate_grad_hook(lambda _: own.step() if next(is_last) else None)
     return make_step(model, torch.optim.SGD([*model.parameters()][1:], lr=0.1), parts=2)
+
+
+def failing_twice(model, optimizer):
+    step = make_step(model, optimizer)
+    return lambda engine, batch: {}["once"] if in_second_pass() else step(engine, batch)
+
+
+def inside_autocast(model, optimizer):
+    return torch.autocast("cpu", torch.bfloat16)(make_step(model, optimizer))
+
+
+def pruned(model, optimizer):
+    """Removes a buffer in the first iteration."""
+    step = make_step(model, optimizer)
+
+    def removing(engine, batch):
+        model._buffers.pop("mask", None)
+        step(engine, batch)
+
+    model.register_buffer("mask", torch.ones(1))
+    return removing
+
+
+def drawing(model, optimizer):
+    noise = iter(torch.linspace(0, 1, 50))
+    return make_step(model, optimizer, loss_of=lambda *args: mse_loss(*args) * (1 + next(noise)))
+
+
+def replacing(model, optimizer):
+    """Replaces a module by one with other weights, of the same name."""
+    step = make_step(model, optimizer)
+
+    def replace(engine, batch):
+        model[0] = nn.Linear(6, model[0].out_features)
+        step(engine, batch)
+
+    return replace
+
+
+UNREPORTED = {
+    "drawing": (drawing, "a second pass may draw from an iterator: variable noise"),
+    "replacing": (replacing, "replaces modules, parameters or buffers"),
+    "inside autocast": (inside_autocast, "inside of backward or autocast"),
+    "changing batch": (changing_batch, "the train step changes its batch"),
+    "inside backward": (inside_backward, "inside of backward or autocast"),
+    "failing twice": (failing_twice, "the second pass raised KeyError: 'once'"),
+    "closure": (functools.partial(make_step, closure=True), "before any backward"),
+    "pruned": (pruned, "adds, removes or replaces modules, parameters or buffers"),
+}
+
+
+@pytest.mark.parametrize("name", UNREPORTED)
+def test_what_cannot_be_repeated_switches_off_with_the_reason(name, caplog):
+    step_of, cause = UNREPORTED[name]
+    rows, state = train((make_model, sgd, step_of), make_batches(5), ReplayCheckHandler)
+    assert rows == [{}] * 5
+    (message,) = [text for text in caplog.messages if "ReplayCheck" in text]
+    assert message.startswith("ReplayCheckHandler (replay): iteration 1: off for the rest of the run: ")
+    assert cause in message
+    assert not torch.is_autocast_enabled("cpu")
+    assert same(state, train((make_model, sgd, step_of), make_batches(5))[1])
 
 
 def overflowing(model, optimizer):
@@ -247,52 +254,182 @@ def overflowing(model, optimizer):
     return make_step(model, optimizer, scaler=scaler, loss_of=loss_of)
 
 
-def failing_twice(model, optimizer):
-    step = make_step(model, optimizer)
-    return lambda engine, batch: {}["once"] if in_second_pass() else step(engine, batch)
+def test_of_a_step_that_overflows_nothing_is_reported(caplog):
+    rows, _ = train((make_model, sgd, overflowing), make_batches(3), ReplayCheckHandler)
+    assert rows == [{}] * 3
+    assert caplog.messages == []
 
 
-def inside_autocast(model, optimizer):
-    return torch.autocast("cpu", torch.bfloat16)(make_step(model, optimizer))
+COUNTER = [0.0]
 
 
-UNREPORTED = {
-    "inside autocast": (inside_autocast, "inside of backward, autocast"),
-    "changing batch": (changing_batch, "another state"),
-    "perturbing": (perturbing, "another state"),
-    "inside backward": (inside_backward, "inside of backward"),
-    "overflowing": (overflowing, "another state"),
-    "failing twice": (failing_twice, "KeyError: 'once'"),
-    "closure": (functools.partial(make_step, closure=True), "before any backward"),
+class Carrying(nn.Module):
+    """Its hidden state goes on from batch to batch, kept in any of several places."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.cell, self.head, self.place = nn.GRUCell(6, 4), nn.Linear(4, 3), place
+        self.hidden, self.states, self.memory = torch.zeros(8, 4), {"hidden": torch.zeros(8, 4)}, torch.zeros(8, 4)
+
+    def forward(self, x):
+        before = {"attribute": self.hidden, "dictionary": self.states["hidden"], "in place": self.memory}
+        hidden = self.cell(x, before[self.place].clone())
+        if self.place == "attribute":
+            self.hidden = hidden.detach()
+        elif self.place == "dictionary":
+            self.states["hidden"] = hidden.detach()
+        else:
+            self.memory.copy_(hidden.detach())
+        return self.head(hidden)
+
+
+def counting(place):
+    """A train step that keeps a number, which its loss uses."""
+
+    def step_of(model, optimizer):
+        count, history, scheduler = 0.0, [], torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def loss_of(model, batch):
+            return mse_loss(model, batch) * (1 + count + len(history) + COUNTER[0])
+
+        inner = make_step(model, optimizer, loss_of=loss_of)
+
+        def step(engine, batch):
+            nonlocal count
+            if place == "variable":
+                count += 1.0
+            elif place == "list":
+                history.append(0.1)
+            elif place == "scheduler":
+                scheduler.step()
+            elif place == "state":
+                vars(engine.state).setdefault("sums", []).append(0.1)
+            else:
+                COUNTER[0] += 1.0
+            return inner(engine, batch)
+
+        return step
+
+    return step_of
+
+
+KEEPS = {
+    "attribute": "attribute hidden of Carrying",
+    "dictionary": "attribute states of Carrying",
+    "in place": "attribute memory of Carrying",
+    "variable": "variable count",
+    "list": "variable history",
+    "scheduler": "setting lr of SGD",
+    "state": "the engine's state",
+    "global": "global COUNTER",
 }
 
 
-@pytest.mark.parametrize("name", UNREPORTED)
-def test_what_cannot_be_repeated_is_not_reported_with_one_warning(name, caplog):
-    """Even after a second pass that was the same."""
-    step_of, cause = UNREPORTED[name]
+@pytest.mark.parametrize("place", KEEPS)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_step_that_keeps_state_trains_as_without_and_switches_off_with_the_state(place, caplog):
+    steps = (functools.partial(Carrying, place), sgd, make_step)
+    if place not in ("attribute", "dictionary", "in place"):
+        steps = (make_model, sgd, counting(place))
+    COUNTER[0] = 0.0
+    rows, state = train(steps, make_batches(5), ReplayCheckHandler)
+    COUNTER[0] = 0.0
+    assert same(state, train(steps, make_batches(5))[1])
+    first = [SAME] * (place == "state")  # which it does not have before
+    assert rows == first + [{}] * (5 - len(first))
+    (message,) = caplog.messages
+    assert "off for the rest of the run: the train step keeps state" in message
+    assert KEEPS[place] in message
 
-    def loaded(model, optimizer):
-        handler = ReplayCheckHandler(model, optimizer)
-        handler.load_state_dict({"same_count": 1})
-        return handler
 
-    rows, state = train((make_model, sgd, step_of), make_batches(5), loaded)
-    assert rows == [{}] * 5
-    assert [cause in text for text in caplog.messages if "ReplayCheck" in text] == [True]
-    assert not torch.is_autocast_enabled("cpu")
-    if name != "changing batch":
-        assert same(state, train((make_model, sgd, step_of), make_batches(5))[1])
+def test_attributes_that_every_forward_makes_anew_are_no_kept_state():
+    """Outputs and losses that the model stashes, and the weight that the older spectral norm computes."""
+
+    class Stashing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.utils.spectral_norm(nn.Linear(6, 3))
+            self.outputs, self.loss = [], None
+
+        def forward(self, x):
+            self.outputs = [self.layer(x)]
+            self.loss = {"norm": self.outputs[0].square().mean()}
+            return self.outputs[0]
+
+    def step_of(model, optimizer):
+        return make_step(model, optimizer, loss_of=lambda model, batch: mse_loss(model, batch) + model.loss["norm"])
+
+    steps = (Stashing, sgd, step_of)
+    rows, state = train(steps, make_batches(4), ReplayCheckHandler)
+    assert rows == [SAME] * 4
+    assert same(state[:1], train(steps, make_batches(4))[1][:1])
 
 
-def test_side_effects_before_the_last_backward_happen_twice_and_no_others():
+@pytest.mark.parametrize("same_before", [0, 2, 3, 5])
+def test_a_fault_is_suspected_after_three_passes_of_this_run_that_were_the_same(same_before, caplog):
+    def disturbed(model, optimizer):
+        calls = []
+
+        def disturb(module, args, output):
+            calls.append(in_second_pass())
+            return output * (1.001 if in_second_pass() and sum(calls) == same_before + 1 else 1.0)
+
+        model.register_forward_hook(disturb)
+        return make_step(model, optimizer)
+
+    rows, _ = train((make_model, sgd, disturbed), make_batches(7), ReplayCheckHandler)
+    is_suspect = same_before >= 3
+    assert rows == [SAME] * same_before + [{KEY: 0.0}] + [SAME if is_suspect else {}] * (6 - same_before)
+    (message,) = caplog.messages
+    assert ("hardware" in message) is is_suspect
+    assert ("off for the rest of the run" in message) is not is_suspect
+    assert f"{same_before} earlier ones of this run gave the same" in message
+
+
+def test_an_error_of_a_signal_handler_ends_training():
+    def step_of(model, optimizer):
+        step = make_step(model, optimizer)
+        return lambda engine, batch: (in_second_pass() and signal.raise_signal(signal.SIGUSR1), step(engine, batch))
+
+    def stop(number, frame):
+        raise TimeoutError("out of time")
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(TimeoutError, match="out of time"):
+            train((make_model, sgd, step_of), make_batches(2), ReplayCheckHandler)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_backward_passes_inside_of_a_backward(parts):
+    """Reentrant checkpoints, the last of which holds all parameters that the outer backward reaches."""
+
+    class Recomputing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            hidden = checkpoint(self.middle, torch.tanh(self.first(x)), use_reentrant=True)
+            return checkpoint(self.last, F.dropout(hidden, 0.2), use_reentrant=True)
+
+    steps = (Recomputing, sgd, functools.partial(make_step, parts=parts))
+    rows, state = train(steps, make_batches(4), ReplayCheckHandler)
+    assert rows == [SAME] * 4
+    assert same(state, train(steps, make_batches(4))[1])
+
+
+def test_handlers_of_events_do_not_see_the_second_pass():
     calls, model = [], make_model()
-    step = make_step(model, optimizer := sgd(model), 2, before_step=lambda engine: calls.append("after"))
-    trainer = Engine(lambda engine, batch: (calls.append("before"), step(engine, batch)))
+    step = make_step(model, optimizer := sgd(model), before_step=lambda engine: calls.append("after"))
+    trainer = Engine(lambda engine, batch: step(engine, batch))
     ReplayCheckHandler(model, optimizer).attach(trainer)
     trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda: calls.append("event"))
     trainer.run(make_batches(1))
-    assert calls == ["before", "event", "event", "after", "before"]
+    assert calls == ["event", "after"]
+    assert trainer.state.metrics == SAME
 
 
 def test_what_only_the_train_step_knows_is_restored():

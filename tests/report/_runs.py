@@ -6,7 +6,7 @@ import numpy as np
 
 from ignite_monitor.keys import ACTIVATION, SCHEMAS
 from ignite_monitor.report.run import Run
-from ignite_monitor.report.summary import find, summarise
+from ignite_monitor.report.summary import diagnose, summarise
 
 SIGNS = {"grad": ("spike", "norm"), "spike": ("spike", "value"), "rollback": ("count", "discarded_count")}
 
@@ -41,12 +41,12 @@ def summary(series):
 
 def found(series, *kinds):
     """The findings of some kinds, or all but that there is no GradMonitor."""
-    every = find(make_run(series))
+    every = diagnose(make_run(series)).findings
     return [finding for finding in every if (finding.kind in kinds if kinds else finding.kind != "not_monitored")]
 
 
-def only(series, kind):
-    findings = found(series, kind)
+def only(series, *kinds):
+    findings = found(series, *kinds)
     assert len(findings) == 1, findings
     return findings[0]
 

@@ -36,7 +36,7 @@ def write(path, run):
 
     recorded = runs.Recording(run)
     origin = lambda self, engine, published, name: Name(name, *recorded.monitor(name))  # noqa: E731
-    attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._origin", origin)
+    attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._make_origin", origin)
     with HDF5Logger(path) as logger, attributed:
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
         trainer.run([0], epoch_length=last)
@@ -113,14 +113,16 @@ def test_a_terminal_has_colours_and_whole_numbers(files):
 def test_summary_for_machines(files, capsys):
     assert main(["summary", str(files / "hurt.h5"), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert set(summary) == {"version", "file", "iterations", "healthy", "measured", "findings", "metrics"}
+    assert set(summary) == {
+        *("version", "file", "iterations", "healthy", "assessment", "failed", "measured", "findings", "metrics")
+    }
     assert summary["iterations"] == {"first": 1, "last": 60}
     assert summary["healthy"] is False
     assert [finding["kind"] for finding in summary["findings"][:3]] == [
-        *("nonfinite_metric", "spikes", "nonfinite_metric")
+        *("nonfinite_metric", "bad_batches", "nonfinite_metric")
     ]
-    assert set(summary["findings"][0]) == {"kind", "severity", "text", "metrics", "iterations", "values"}
-    assert summary["findings"][1]["iterations"] == [50]
+    assert set(summary["findings"][0]) == {"kind", "severity", "text", "evidence"}
+    assert summary["findings"][1]["evidence"]["iterations"] == [50]
     assert summary["metrics"]["train/loss"]["last"] is None
     assert summary["metrics"]["grad/norm"]["max"] == 60
     assert set(summary["metrics"]["grad/norm"]) == {
@@ -301,7 +303,7 @@ def test_demo(tmp_path, capsys):
     assert all(len(line) <= 80 for line in reported.splitlines())
     recording = read_hdf5(tmp_path / "run_2.h5")
     assert recording["grad/skipped_count"].values[-1] >= 20
-    assert recording["rollback/count"].values[-1] == 1
+    assert recording["rollback/count"].values[-1] >= 1
     assert len(recording["train/loss"].steps) == 200
     assert list((tmp_path / "tensorboard" / "run_2").iterdir())
     commands = re.findall(r"^    (?:python -m ignite_monitor) (.*)$", commands, flags=re.MULTILINE)

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
+from ignite_monitor.report.run import is_loss
 from ignite_monitor.report.summary import compare
-from ignite_monitor.report.training import is_loss
 from tests.report import _runs as runs
 from tests.report._runs import make_run
 
@@ -67,7 +67,7 @@ def test_metrics_of_one_run_and_spikes_of_each():
     assert comparison.only[0] == sorted(a)
     assert comparison.only[1] == ["only/b"]
     kinds = [[finding.kind for finding in run.findings] for run in comparison.runs]
-    assert kinds == [["spikes"], ["not_monitored"]]
+    assert kinds == [["bad_batches"], ["not_monitored"]]
     assert comparison.differences == []
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, SEVERITIES, iterations, listed, number, times
-from ignite_monitor.report.summary import find, measured
+from ignite_monitor.report.summary import diagnose, measured
 from tests.report import _runs as runs
 from tests.report._runs import found, make_run, only, rollback, series, summary, weights
 
@@ -37,9 +37,9 @@ def std(**modules):
     return {f"activation/{module}/std": every(value) for module, value in modules.items()}
 
 
-def vanishing(begin, end, modules=0):
-    run = weights() | {"monitor/vanishing_count": series([0] + [begin] * 19 + [end] * 20, 5)}
-    return run | {f"activation/blocks.{i}/std": every(1.0) for i in range(modules)}
+def vanishing(share, name="0.weight"):
+    """The smallest gradient in the second half, as a share of the largest."""
+    return {"monitor/grad_max": every(2.0), f"monitor/smallest_grad/{name}": every(np.where(HALF, 1.0, 2 * share))}
 
 
 def largest(factors):
@@ -77,7 +77,7 @@ def jump(factor, at=100):
 
 def peak(size, at=150):
     values = np.linspace(3, 1, 200)
-    values[at - 1] = size
+    values[at - 1 : at + 2] = size
     return {"train/loss": series(values)}
 
 
@@ -140,28 +140,24 @@ CASES = {
     ),
     "exploding_gradients: four": (
         weights() | {"monitor/exploding_count": late(0.6, 4), "monitor/topk_grad/a": every(1e9)},
-        *("warning", "exploding gradients: 4 (monitor/exploding_count), to the end; largest in a."),
+        *("warning", "exploding gradients: 4 (monitor/exploding_count), since iteration 175; largest in a."),
     ),
-    "vanishing_gradients: at times": (weights() | {"monitor/vanishing_count": late(0.4, 4)}, None, ""),
-    "vanishing_gradients: at the end": (weights() | {"monitor/vanishing_count": late(0.6, 4)}, "warning", "to the end"),
-    "vanishing_gradients: two vanish from the start": (vanishing(2, 2), "note", "from the beginning"),
-    "vanishing_gradients: three": (vanishing(3, 3), "warning", ""),
-    "vanishing_gradients: a third": (vanishing(8, 8, 24), "note", ""),
-    "vanishing_gradients: more than a third": (vanishing(9, 9, 24), "warning", ""),
-    "vanishing_gradients: it grows": (vanishing(1, 2, 24), "warning", ""),
+    "vanishing_gradients: weights": (vanishing(1e-9), "warning", "0.weight (1e-09, since iteration 105)"),
+    "vanishing_gradients: 1e-6": (vanishing(1e-6), None, ""),
+    "vanishing_gradients: biases that a normalization cancels": (vanishing(1e-9, "0.bias"), None, ""),
     "lost_updates: 90 %": (weights() | {"monitor/lost_update_fraction": every(0.9)}, "warning", "takes 90% of"),
-    "stale_moments: 4 times": (
-        {"optimizer/rms_p95": every(4.0), "optimizer/topk_rms/a.w": every(9.0)},
-        *("warning", "4 times what|largest in a.w"),
+    "stale_moments: 6 times": (
+        {"optimizer/rms_p95": every(6.0), "optimizer/topk_rms/a.w": every(9.0)},
+        *("warning", "6 times what|largest in a.w"),
     ),
     "dead_units: healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, None, ""),
     "dead_units: from the start": (
-        {"t/activation/a/dead_fraction": series(np.full(40, 0.55))},
-        *("warning", "a (0.55, from the first measurement on)|Raise the biases|lower the learning rate"),
+        {"t/activation/a/dead_fraction": series(np.full(40, 0.55))} | {"grad/stepped": series(np.ones(200))},
+        *("warning", "a (0.55, from the first measurement on)|Raise the biases"),
     ),
     "dead_units: died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},
-        *("problem", "a (0.95, since iteration 105)|Lower the learning rate"),
+        *("problem", "a (0.95, since iteration 105)|lower learning rate"),
     ),
     "activation_outlier: 90 times": (std(a=0.5, b=1.0, c=1.5, d=90.0, e=1.0), None, ""),
     "activation_outlier: 110 times": (
@@ -192,10 +188,7 @@ CASES = {
     "spectral_growth: 9 times": ({"spectral/norm_max": every(GROWN)}, None, ""),
     "spectral_growth: 11 times": ({"spectral/norm_max": every([0.8, *GROWN[1:]])}, "warning", "grew 11 times"),
     "ranks_differ: in sync": ({"replicas/in_sync": every(1.0)}, None, ""),
-    "ranks_differ: out of sync": (
-        {"replicas/in_sync": every(HALF), "replicas/differing_count": every(3 * ~HALF)},
-        *("problem", "in up to 3 tensors"),
-    ),
+    "ranks_differ: out of sync": ({"replicas/in_sync": every(HALF)}, "problem", "the log names them"),
     "batch_size: small": (
         noise_scale(300, 200, 400),
         *("note", "300 items (200 to 400, |a step uses 32|Use larger batches"),
@@ -273,12 +266,10 @@ def test_limits(case):
 
 
 PERSISTENT = {
-    "vanishing_gradients": 0,
     "exploding_gradients": 0,
     "lost_updates": 0.5,
-    "large_updates": 0.1,
     "small_updates": 1e-6,
-    "stale_moments": 2.3,
+    "stale_moments": 5.0,
     "epsilon_dominated": 0.5,
     "data_wait": 0.3,
 }
@@ -350,14 +341,14 @@ def test_the_first_event_comes_first():
     run = runs.grad(runs.with_spike([50]), [50]) | weights(frozen=2) | {"step/data_wait_share": every(0.6)}
     run |= nan_from(101, count=200)
     kinds = [finding.kind for finding in found(run)]
-    assert kinds == ["frozen_parameters", "spikes", "nonfinite_metric", "data_wait"]
+    assert kinds == ["frozen_parameters", "bad_batches", "nonfinite_metric", "data_wait"]
 
 
 def test_no_advice_contradicts_another():
     """Dead units, from iteration 105 on; parameters that no longer move and small updates follow."""
     run = {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))} | runs.grad(runs.calm_norms())
     run |= weights(frozen=np.where(np.arange(40) < 22, 0, 2), median=5e-7)
-    findings = find(make_run(run))
+    findings = diagnose(make_run(run)).findings
     assert [finding.kind for finding in findings] == ["small_updates", "dead_units", "frozen_parameters"]
     assert [finding.action[:5] for finding in findings] == ["Raise", "Follo", "Proba"]
 
@@ -366,7 +357,7 @@ def test_form_of_findings():
     run = runs.grad(runs.with_spike([50], math.nan), [50]) | weights(frozen=2, median=0.5, spread=1e4)
     run |= std(a=1, b=1, c=1, d=1e5) | {"activation/x/dead_fraction": series([1.0] * 5)}
     findings = found(run | {"\x1b[31mloss": series([1.0, math.nan])})
-    assert len(findings) > 5
+    assert len(findings) > 4
     for finding in findings:
         assert finding.kind in KINDS
         assert finding.severity in SEVERITIES

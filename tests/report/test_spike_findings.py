@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from ignite_monitor.report.gradients import norms
-from ignite_monitor.report.summary import find
+from ignite_monitor.report.summary import diagnose
 from tests.report._runs import calm_norms, found, grad, make_run, only, series, summary, weights, with_spike
 
 ALL = range(1, 201)
+KINDS = "spikes", "bad_batches", "periodic_spikes"
 
 
 # name: run, severities of "spikes", what the text says (or not, with a minus)
@@ -47,7 +48,7 @@ SPIKES = {
         ["warning"],
         "its threshold of 6 (share of the excess: head.weight 70 %)",
     ),
-    "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 iterations"),
+    "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 optimizer steps"),
     "not periodic": (grad(with_spike([50, 90, 97, 160]), [50, 90, 97, 160]), ["warning"], "-every"),
     "prefix": (grad(with_spike([120]), [120], root="a/b/generator"), ["warning"], "(a/b/generator/norm)"),
     "loss alone": (grad(calm_norms(), [50]) | {"grad/loss_spike": series(np.isin(ALL, [50]))}, [], ""),
@@ -69,7 +70,7 @@ SPIKES = {
 @pytest.mark.parametrize("name", SPIKES)
 def test_spikes(name):
     run, severities, words = SPIKES[name]
-    findings = found(run, "spikes")
+    findings = found(run, *KINDS)
     assert [finding.severity for finding in findings] == severities
     for word in words.split("|") if findings else ():
         assert (word.removeprefix("-") in findings[0].text) is not word.startswith("-"), findings[0].text
@@ -79,9 +80,9 @@ def test_spikes_in_iterations_that_are_not_in_the_file_are_counted():
     run = {
         name: (at[99::100], values[99::100]) for name, (at, values) in grad(with_spike([50, 120]), [50, 120]).items()
     }
-    assert "2 gradient spikes (grad/norm): all in iterations that are not in the file." in only(run, "spikes").text
+    assert "2 gradient spikes (grad/norm): all in iterations that are not in the file." in only(run, *KINDS).text
     run["grad/spike"][1][0] = 1
-    finding = only(run, "spikes")
+    finding = only(run, *KINDS)
     assert finding.values["count"] == 2
     assert "1 of them in iterations that are not in the file" in finding.text
 
@@ -98,7 +99,7 @@ def test_spikes_of_partial_gradients_count_once_per_step():
     run = grad(np.tile([1.0, 2.0, 3.0, 4.0], 100), thresholds=100.0, made=range(4, 401, 4), skipped=False)
     run |= {"grad/spike": series(flags), "grad/spike_count": series(counts)}
     assert (flags.sum(), counts[-1]) == (27, 11)
-    assert only(run, "spikes").values["count"] == 11
+    assert only(run, *KINDS).values["count"] == 11
     assert norms(make_run(run).of("grad")[0]).norm.steps.tolist() == [*range(4, 401, 4)]
 
 
@@ -109,7 +110,7 @@ def test_finite_and_nonfinite_spikes_are_counted_apart():
     norms = with_spike([50, 80, 110])
     norms[99] = np.nan
     run = grad(norms, [50, 80, 100, 110])
-    assert "Of these steps 3 skipped." in only(run, "spikes").text
+    assert "Of these steps 3 skipped." in only(run, *KINDS).text
     finding = only(run, "nonfinite_gradients")
     assert (finding.severity, finding.iterations) == ("warning", (100,))
     assert "1 gradient with inf or NaN (grad/norm): iteration 100. Of these steps 1 skipped." in finding.text
@@ -188,7 +189,7 @@ def test_a_run_without_a_threshold_is_not_called_healthy():
         (warming_up, "None of 15 gradient norms (grad/norm) was compared with a threshold"),
         (weights(), "the file has no metrics of a GradMonitor"),
     ):
-        (finding,) = find(make_run(run))
+        (finding,) = diagnose(make_run(run)).findings
         assert (finding.kind, finding.severity) == ("not_monitored", "note")
         assert words in finding.text
         assert summary(run).healthy is None

@@ -71,17 +71,24 @@ def test_one_file_is_shown(tmp_path, capsys):
     assert text.endswith("\n1 record\n")
 
 
-@pytest.mark.parametrize("path", ["none", "empty", "other", "mixed"])
+@pytest.mark.parametrize("path", ["none", "empty", "other"])
 def test_bad_input_is_one_line(tmp_path, path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").write_text("text")
-    put(tmp_path / "mixed")
-    (tmp_path / "mixed" / "b.spike.pt").write_bytes(b"nothing")
     assert main(["spike", str(tmp_path / path)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert len(output.err.splitlines()) == 1
     assert str(tmp_path / path) in output.err
+
+
+def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
+    put(tmp_path)
+    (tmp_path / "b.spike.pt").write_bytes(b"")
+    text = shown(capsys, tmp_path)
+    assert text.startswith("iteration 340")
+    assert text.endswith("1 record\n")
+    assert str(tmp_path / "b.spike.pt") in text
 
 
 def test_control_characters_are_escaped(tmp_path, capsys):

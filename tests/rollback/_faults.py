@@ -16,7 +16,7 @@ from tests._helpers import make_step
 
 START, AFTER = 220, 30
 # name -> how many iterations it lasts
-FAULTS = {"labels": 30, "lr x100": 3, "lr grows": 100, "nan": 1}
+FAULTS = {"labels": 30, "lr x100": 3, "lr grows": 100, "lr by hand": 100, "nan": 1}
 MODES = ("sgd", "adamw", "amp", "accumulation")
 
 
@@ -98,6 +98,8 @@ def train(
         iteration = engine.state.iteration
         if fault == "lr grows" and iteration in disturbed:
             optimizer.param_groups[0]["lr"] *= 1.06
+        elif fault == "lr by hand":
+            optimizer.param_groups[0]["lr"] = base * (1.06 ** (iteration - START) if iteration in disturbed else 1.0)
         elif fault == "lr x100":
             optimizer.param_groups[0]["lr"] = base * (100.0 if iteration in disturbed else 1.0)
         elif fault == "labels" and iteration in disturbed:

@@ -10,7 +10,10 @@ import functools
 import os
 
 import pytest
+import torch
+from ignite.engine import Engine
 
+from ignite_monitor import GradMonitor, RollbackHandler
 from tests._helpers import assert_same
 from tests._ranks import launched
 from tests.rollback._faults import FAULTS, MODES, train
@@ -24,6 +27,8 @@ CASES = (
         ("labels", "amp", False, 0),
         ("lr x100", "adamw", True, 1),
         ("lr grows", "accumulation", True, 0),
+        ("lr by hand", "adamw", True, 0),
+        ("lr by hand", "sgd", False, 1),
         ("nan", "amp", True, 1),
     ]
 )
@@ -38,7 +43,7 @@ def undisturbed(mode, seed, fault):
 def test_training_comes_back(fault, mode, skip_step, seed):
     result = train(mode, seed, fault, skip_step=skip_step)
     assert result["rollbacks"] >= 1
-    assert result["accuracy"] >= undisturbed(mode, seed, fault) - 0.02
+    assert result["accuracy"] >= undisturbed(mode, seed, fault) - (0.04 if fault == "lr by hand" else 0.02)
 
 
 @pytest.mark.parametrize("mode", ["sgd", "adamw"] if FULL else ["sgd"])
@@ -48,7 +53,7 @@ def test_a_regime_change_ends_as_well_as_without(mode, seed):
     without = train(mode, seed, "labels", length=200, after=0, handler=False)
     result = train(mode, seed, "labels", length=200, after=0)
     assert result["rollbacks"] == 1
-    assert result["discarded"] <= 50
+    assert result["discarded"] <= 20
     assert without["accuracy"] > 0.9
     assert result["accuracy"] >= without["accuracy"] - 0.02
 
@@ -73,3 +78,33 @@ def test_all_ranks_roll_back_if_one_diverges(kind, how, ranks):
 def test_healthy_runs_are_never_rolled_back(healthy):
     for seed in range(10 if FULL else 1):
         assert train("sgd", seed, after=1280 if FULL else 80, **healthy)["rollbacks"] == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_policy_gradient_is_never_rolled_back(seed):
+    """Its loss changes sign, and measures no progress: the run is that without handlers."""
+    ends = []
+    for handler in (False, True):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        states, good, baseline = torch.eye(8).repeat(4, 1), torch.arange(8).repeat(4), [0.0]
+
+        def train_step(engine, batch):
+            logs = model(states).log_softmax(-1)  # noqa: B023
+            action = torch.multinomial(logs.exp(), 1)
+            reward = (action[:, 0] == good).float()  # noqa: B023
+            loss = -((reward - baseline[0]) * logs.gather(1, action)[:, 0]).mean()  # noqa: B023
+            baseline[0] += 0.05 * (float(reward.mean()) - baseline[0])  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+            loss.backward()
+            optimizer.step()  # noqa: B023
+            return loss.item()
+
+        trainer = Engine(train_step)
+        if handler:
+            GradMonitor(model, optimizer).attach(trainer)
+            RollbackHandler({"model": model, "optimizer": optimizer}).attach(trainer)
+        trainer.run(range(600), max_epochs=1)
+        ends.append([model.state_dict(), optimizer.state_dict()])
+    assert_same(ends[1], ends[0])

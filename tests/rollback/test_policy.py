@@ -1,4 +1,4 @@
-"""The table of the recovery policy, row by row."""
+"""The recovery policy, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,40 @@ import pytest
 
 from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshots
+from ignite_monitor.rollback.triggers import Signals
 
-LETTERS = {"h": Event.HEALTHY, "u": Event.UNHEALTHY, "n": Event.NONFINITE, "t": Event.UNSTABLE, "r": Event.RUINED}
+# h: healthy; u: above the threshold; n: not finite; t: triggered; r: state not finite. Losses of 1, 8 and NaN.
+LETTERS = {
+    "h": Event.HEALTHY,
+    "u": Event.ABOVE_THRESHOLD,
+    "n": Event.NONFINITE,
+    "t": Event.TRIGGERED,
+    "r": Event.RUINED,
+}
 H = "h" * 8
-ACTIONS = {".": Action.NONE, "B": Action.ROLL_BACK, "D": Action.DISCARD, "A": Action.ACCEPT, "E": Action.END}
+ACTIONS = {
+    ".": Action.NONE,
+    "B": Action.ROLL_BACK,
+    "D": Action.DISCARD,
+    "T": Action.ADAPT,
+    "A": Action.ACCEPT,
+    "P": Action.PROBE,
+    "R": Action.RESUME,
+    "E": Action.END,
+}
+CHANGED = "h" * 5 + "t" + "u" * 4  # the data change: four tests fail
 
 
 def make_policy():
     return RecoveryPolicy(patience=3, max_rollbacks=2)
+
+
+def follow(policy, events, start=1, level=8.0):
+    actions = []
+    for i, letter in enumerate(events, start=start):
+        signals = Signals(level=1.0 if letter == "h" else level, is_usual=letter == "h")
+        actions.append(policy.next(LETTERS[letter], i, signals))
+    return actions
 
 
 @pytest.mark.parametrize(
@@ -24,46 +50,85 @@ def make_policy():
         ("hr", ".B"),
         ("nnn", ".BD"),  # a non-finite batch is left to the train step, half of the patience in a row are not
         ("nunhn", "....."),
-        ("tuuhu" + "h" * 8 + "u", "BDD.D" + "." * 9),  # one healthy iteration does not end the recovery, eight do
-        ("tu" + "h" * 7 + "u" + "h" * 8 + "u", "BD" + "." * 7 + "D" + "." * 9),
+        ("th" + "u" + "h" * 8 + "u", "B.D" + "." * 9),  # a healthy iteration does not end the recovery, eight do
+        ("th" + "uh" * 60 + "u", "B." + "D." * 60 + "D"),  # the restored weights do well: nothing is ever accepted
+        ("tuuhu" + H, "BDD.D" + "." * 8),  # three failed tests do not count if the next one is passed
+        ("t" + "huuh" * 4 + "huu", "B" + ".DD." * 4 + ".DT"),  # five failed tests of ten: noisier data
         ("tnrt", "BDDD"),
-        ("t" + "u" * 50, "B" + "D" * 47 + "A.."),  # accepted 48 iterations after the first sign
-        ("t" + "n" * 49, "B" + "D" * 47 + "E."),  # non-finite values are never accepted
-        ("t" + "u" * 46 + "nu", "B" + "D" * 47 + "A"),
-        ("t" + "u" * 46 + "nnn", "B" + "D" * 46 + "DDE"),
-        (f"t{H}t{H}t", "B........B........A"),  # max_rollbacks
+        ("t" + "n" * 48, "B" + "D" * 47 + "E"),  # non-finite values are never accepted
+        (f"t{H}t{H}t{H}t", "B........B........D........D"),  # max_rollbacks
         (f"t{H}t{H}r", "B........B........E"),
-        (f"t{H}t{H}nnn", "B........B..........E"),  # here all of it
+        (f"t{H}t{H}t{H}uhu", "B........B........D........" + ".." + "D"),  # a long probation allows for one
         (f"t{H}t" + "h" * 990 + "t", "B........B" + "." * 990 + "B"),  # the first is 1,000 iterations ago
-        (f"t{H}t" + "h" * 989 + "t", "B........B" + "." * 989 + "A"),
+        (f"t{H}t" + "h" * 989 + "t", "B........B" + "." * 989 + "D"),
+        (CHANGED + "u" * 11, ".....BDDDT" + "." * 9 + "AP"),
+        (CHANGED + "u" * 11 + "u", ".....BDDDT" + "." * 9 + "AP" + "R"),
+        (CHANGED + "u" * 11 + "hh" + H, ".....BDDDT" + "." * 9 + "AP" + "DD" + "." * 8),  # the earlier data are back
+        (CHANGED + "u" * 11 + "hu", ".....BDDDT" + "." * 9 + "AP" + "DR"),
+        (CHANGED + "u" * 3 + "t", ".....BDDDT" + "..." + "D"),  # training on the changed data diverges
+        (CHANGED + "h" * 8 + "t", ".....BDDDT" + "." * 8 + "D"),  # learnt, and not settled yet
+        (CHANGED + "h" * 56 + "ut", ".....BDDDT" + "." * 9 + "A" + "." * 45 + "PRB"),  # learnt, and settled
+        (CHANGED + "h" * 67 + "t", ".....BDDDT" + "." * 9 + "A" + "." * 45 + "PDD" + "." * 9 + "B"),  # they are back
     ],
 )
 def test_table(events, actions):
+    assert follow(make_policy(), events) == [ACTIONS[letter] for letter in actions]
+
+
+def test_rollbacks_are_counted_through_accepted_data():
     policy = make_policy()
-    done = [policy.next(LETTERS[letter], i) for i, letter in enumerate(events, start=1)]
-    assert done == [ACTIONS[letter] for letter in actions]
+    events = CHANGED + H + "ht" + H + "h" * 5 + "t"
+    assert follow(policy, events).count(Action.ROLL_BACK) == 2
 
 
-def test_a_slow_trigger_counts_from_its_first_sign():
+@pytest.mark.parametrize(("before", "keeps"), [(8.7, True), (8.9, False)])
+def test_the_state_before_the_rollback_is_kept_if_it_does_as_well_on_the_changed_data(before, keeps):
     policy = make_policy()
-    assert policy.next(Event.UNSTABLE, 60, age=15) == Action.ROLL_BACK
-    done = [policy.next(Event.UNHEALTHY, i) for i in range(61, 96)]
-    assert done == [Action.DISCARD] * 33 + [Action.ACCEPT, Action.NONE]
+    follow(policy, "uuuut", level=before)
+    follow(policy, "uuuu", start=6)
+    assert policy.keeps_current == keeps
 
 
-@pytest.mark.parametrize("cut", range(1, 14))
+@pytest.mark.parametrize(("level", "phase"), [(11.9, "adapting"), (12.1, "recovering")])
+def test_a_trial_fails_if_the_loss_rises(level, phase):
+    policy = make_policy()
+    follow(policy, CHANGED)
+    follow(policy, "u" * 10, start=11, level=level)
+    assert policy.phase == phase
+
+
+def test_snapshots_are_tested_from_the_newest_to_the_oldest_and_retried():
+    policy = make_policy()
+    tested = []
+    for i, letter in enumerate("tuuuh" + "uh" * 12, start=1):
+        policy.next(LETTERS[letter], i, Signals(level=8.0))
+        tested.append(policy.candidate)
+        if len(tested) == 4:
+            break
+    assert tested[:3] == [0, 0, 1]
+    policy = make_policy()
+    follow(policy, "th")
+    retried = []
+    for i in range(11):
+        follow(policy, "u", start=3 + 2 * i)
+        retried.append(policy.candidate)
+        follow(policy, "h", start=4 + 2 * i)
+    assert retried == [0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cut", range(1, 24))
 def test_it_continues_from_its_state(cut):
-    events = [LETTERS[letter] for letter in "tuuhuhhthunuuu"]
+    events = "tuuhuhhthunuuuuuuhuuuuuuu"
     whole, first, second = make_policy(), make_policy(), make_policy()
-    expected = [whole.next(event, i) for i, event in enumerate(events)]
-    for i, event in enumerate(events[:cut]):
-        first.next(event, i)
+    expected = follow(whole, events)
+    follow(first, events[:cut])
     vars(second).update({name: getattr(first, name) for name in RecoveryPolicy.SAVED})
-    assert [second.next(event, cut + i) for i, event in enumerate(events[cut:])] == expected[cut:]
+    assert follow(second, events[cut:], start=cut + 1) == expected[cut:]
 
 
 @pytest.mark.parametrize(("first_sign", "margin", "restored"), [(95, 0, 90), (92, 0, 90), (91, 0, 85), (91, 18, 70)])
 def test_the_restored_snapshot_is_older_than_the_first_sign_and_the_margin(first_sign, margin, restored):
     snapshots = Snapshots(every=5, keep=20, on_host=False)
     snapshots.all = [{"iteration": i, "thresholds": {}} for i in range(0, 101, 5)]
-    assert snapshots.choose(100, first_sign, 0, margin)["iteration"] == restored
+    snapshots.start(100, first_sign, margin)
+    assert snapshots.choose(100, 0)["iteration"] == restored

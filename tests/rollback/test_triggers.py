@@ -30,16 +30,19 @@ def expected_losses(losses, patience):
 
 
 class Watch:
-    def __init__(self, patience=10):
+    """Triggers of a loss that has fallen, which is a measure of progress."""
+
+    def __init__(self, patience=10, measures_progress=True):
         self.triggers = Triggers(patience)
+        self.triggers.measures_progress = measures_progress
         self.loss = self.triggers.loss
 
     def __call__(self, loss=None):
-        findings = self.collect(loss)
-        return findings.is_unhealthy, bool(findings.reasons)
+        signals = self.collect(loss)
+        return signals.is_unhealthy, bool(signals.reasons)
 
     def collect(self, loss=None, monitors=()):
-        return self.triggers.collect(loss, monitors, torch.device("cpu"))
+        return self.triggers.collect(loss, monitors, torch.device("cpu"), 1)
 
     def state(self):
         return copy.deepcopy([self.loss.state_dict(), {name: getattr(self.triggers, name) for name in Triggers.SAVED}])
@@ -76,7 +79,7 @@ def test_slow_growth_is_noticed_before_a_quarter_of_the_descent_is_lost_twice():
 
 
 @pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
-def test_signed_losses(shift):
+def test_negative_losses(shift):
     generator = torch.Generator().manual_seed(0)
     watch = Watch()
     for noise in torch.randn(60, generator=generator).tolist():
@@ -118,12 +121,12 @@ def test_first_sign_and_margin_of_a_reset():
     watch, monitor = Watch(), Monitor()
     for i in range(5):
         monitor.seen = i, 0, i // 4  # spikes, non-finite norms, resets
-        findings = watch.collect(None, [monitor])
-    assert (findings.age, findings.margin) == (4, 6)
-    findings.add("a reason with an earlier first sign", 9, 16)
-    assert (findings.age, findings.margin) == (4, 6)
-    findings.add("a reason with a later one", 3)
-    assert (findings.age, findings.margin) == (3, 0)
+        signals = watch.collect(None, [monitor])
+    assert (signals.age, signals.margin) == (4, 6)
+    signals.add("a reason with an earlier first sign", 9, 16)
+    assert (signals.age, signals.margin) == (4, 6)
+    signals.add("a reason with a later one", 3)
+    assert (signals.age, signals.margin) == (3, 0)
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
@@ -132,17 +135,17 @@ def test_a_nonfinite_loss_updates_nothing(loss):
     for _ in range(30):
         watch(1.0)
     state = watch.loss.state_dict()
-    findings = watch.collect(loss)
-    assert (findings.is_nonfinite, findings.is_unhealthy) == (True, False)
+    signals = watch.collect(loss)
+    assert (signals.is_nonfinite, signals.is_unhealthy) == (True, False)
     assert watch.loss.state_dict() == state
 
 
-@pytest.mark.parametrize("huge", [1e200, -1e200])
-def test_losses_whose_square_overflows_update_nothing(huge):
+@pytest.mark.parametrize(("huge", "shift"), [(1e200, 0.0), (-1e200, -10.0)])
+def test_losses_whose_square_overflows_update_nothing(huge, shift):
     watch = Watch()
     for loss in (huge, *[1.0, 1.1, 0.9] * 10):
-        watch(loss)
-    assert watch(3.0) == (True, False)
+        watch(loss + shift)
+    assert watch(3.0 + shift) == (True, False)
 
 
 class Monitor:
@@ -162,32 +165,50 @@ def test_an_overflow_that_a_scaler_handles_is_no_nonfinite_iteration():
     assert result == [False, False, True, False]
 
 
-def test_a_reset_at_an_accepted_value_is_no_instability():
-    watch, monitor, reasons = Watch(), Monitor(), []
-    for i, value in enumerate((1.0, 5.0, 5.0, 7.0, 7.1)):
-        monitor.seen = i, 0, max(i - 1, 0)  # spikes, non-finite norms, resets
-        monitor.metrics = {"grad/norm": value, "grad/threshold": 3.0}
-        reasons.append(watch.collect(None, [monitor]).reasons)
-        if value == 7.0:
-            watch.triggers.accept_peak(even_far=True)  # values up to 9
-    assert reasons == [[], [], *[["the statistics of grad were reset"]] * 2, []]
+@pytest.mark.parametrize(
+    ("losses", "is_measure"),
+    [
+        ([1.0] * 60, False),  # has never fallen
+        ([0.0] * 30 + [0.01 * i for i in range(60)], False),  # TD error: rises while values are learnt
+        ([3.0 * 0.9**i + 1.0 for i in range(60)], True),
+        ([3.0 * 0.9**i - 9.0 for i in range(60)], True),  # negative throughout
+        ([3.0 * 0.9**i - 1.0 for i in range(60)], False),  # changes sign
+        ([0.5 * (-1) ** i for i in range(60)], False),  # policy gradient with a baseline
+    ],
+)
+def test_a_loss_triggers_only_if_it_measures_progress(losses, is_measure):
+    watch = Watch(measures_progress=False)
+    for loss in losses:
+        assert watch(loss) == (False, False)
+    assert any(watch(1000.0)[1] for _ in range(10)) == is_measure
 
 
-@pytest.mark.parametrize(("shift", "peak", "even_far"), [(0.0, 5.0, False), (0.0, 50.0, True), (-100.0, 5.0, True)])
-def test_accepted_values_are_healthy_and_larger_ones_are_not(shift, peak, even_far):
-    """The peak and half of its excess above the threshold are accepted; far values by a regime change only."""
+@pytest.mark.parametrize(
+    ("loss", "triggers"),
+    [(None, True), (2.0, False), (9.0, True)],  # no loss, a healthy one, one above its threshold
+)
+def test_a_norm_alone_triggers_only_without_a_loss(loss, triggers):
+    watch, monitor = Watch(), Monitor()
+    for i in range(40):
+        monitor.seen = 0, 0, 0
+        monitor.metrics = {"grad/norm": 1.0, "grad/threshold": 3.0}
+        watch.collect(None if loss is None else 2.0 + 0.01 * (i % 3), [monitor])
+    monitor.seen = 1, 0, 1
+    assert bool(watch.collect(loss, [monitor]).reasons) == triggers
+
+
+@pytest.mark.parametrize(("shift", "peak", "accepted"), [(0.0, 5.0, True), (0.0, 50.0, False), (-100.0, 5.0, True)])
+def test_losses_of_accepted_data_are_healthy_for_1000_iterations(shift, peak, accepted):
+    """The largest loss and half of its excess above the threshold; values far above the threshold never are."""
     watch = Watch()
     for i in range(30):
         watch(shift + 1.0 + 0.01 * (i % 3))
-    assert [watch(loss + shift)[0] for loss in (4.9, peak)] == [True, True]
-    accepted = 1.5 * (peak + shift) - 0.5 * watch.loss.statistics()[0].item()
-    watch.triggers.accept_peak(even_far=False)
-    assert watch(peak + shift)[0] == even_far
-    watch.triggers.accept_peak(even_far=True)
-    watch.loss.reset()
-    for i in range(30):
-        watch(shift + 1.0 + 0.01 * (i % 3))
-    assert [watch(loss)[0] for loss in (accepted + 1e-6, accepted - 1e-6)] == [True, False]
+    limit = watch.loss.statistics()[0].item()
+    watch.triggers.usual = {"loss": limit}
+    watch.triggers.accept([4.9 + shift, peak + shift], iteration=1)
+    edge = peak + shift + (peak + shift - limit) / 2.0
+    assert [watch(loss)[0] for loss in (edge + 1e-6, edge - 1e-6)] == [True, not accepted]
+    assert watch.triggers.collect(edge - 1e-6, (), torch.device("cpu"), 1001).is_unhealthy
 
 
 def test_state_continues():

@@ -173,6 +173,29 @@ def test_routers_of_transformers_report_the_experts_that_they_chose():
     assert not of_layer(row, "not_one")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_not_taken_for_logits(dtype, caplog):
+    """Routers of transformers 5.2 return the softmax of their logits; a router of zeros returns logits."""
+
+    def softmax(self, x):
+        probabilities = (x * 40).softmax(-1).to(dtype)
+        return probabilities, probabilities.topk(2).values, probabilities.topk(2).indices
+
+    model = Lambda(
+        lambda self, x: (self.some(x.flatten(0, 1) * self.scale), self.zeros(x.flatten(0, 1)), x * self.scale)[2],
+        scale=nn.Parameter(torch.ones(())),
+        some=router_class("SomeTopKRouter", softmax)(),
+        zeros=router_class("ZeroTopKRouter", lambda self, x: (0 * x, x, (0 * x).topk(1).indices))(),
+    )
+    rows = run_monitored(train_step(model), batches(), RoutingHandler(model))
+    for row in rows:
+        assert of_layer(row, "some").keys() == {"load_entropy", "max_share", "dead_share"}
+        assert row["routing/logit_max/zeros"] == row["routing/margin/zeros"] == 0.0
+    assert [message.partition("iteration 1: ")[2] for message in caplog.messages] == [
+        "logit_max and margin are not reported of routers that return probabilities in place of logits"
+    ]
+
+
 def test_all_experts_chosen_have_no_margin():
     (row,) = run_monitored(train_step(model := Model(k=EXPERTS)), batches(1), RoutingHandler(model, routers="gate$"))
     assert of_layer(row, "blocks.0.gate").keys() == {"load_entropy", "max_share", "dead_share", "logit_max"}
@@ -225,8 +248,8 @@ def test_number_of_experts_per_token(place, caplog):
     else:
         assert row == {name: value for name, value in expected.items() if "logit_max" in name}
         assert caplog.messages == [
-            "RoutingHandler (routing): only logit_max is reported of routers without an attribute top_k, the number of "
-            "experts per token: blocks.0.gate"
+            "RoutingHandler (routing): iteration 1: only logit_max is reported of routers without an attribute top_k, "
+            "the number of experts per token: blocks.0.gate"
         ]
 
 
@@ -250,8 +273,8 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
     rows = run_monitored(train_step(model), data, handler)
     assert {name.split("/")[2] for row in rows for name in row} == {"blocks.2.gate"}
     assert caplog.messages == [
-        "RoutingHandler (routing): nothing is reported of modules that do not return a plain tensor of logits over "
-        "two or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5"
+        "RoutingHandler (routing): iteration 1: nothing is reported of modules that do not return a plain tensor of "
+        "logits over two or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5"
     ]
     caplog.clear()
     run_monitored(train_step(model), data, RoutingHandler(model, routers=r"^blocks\.3"))
@@ -261,7 +284,7 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
 def test_an_iteration_without_a_router_is_reported_once(caplog):
     model = Model()
     run_monitored(lambda engine, batch: None, batches(), RoutingHandler(model, routers="gate$"))
-    assert caplog.messages == ["RoutingHandler (routing): iteration 1 routed no tokens in training mode"]
+    assert caplog.messages == ["RoutingHandler (routing): iteration 1: no tokens were routed in training mode"]
 
 
 def test_arguments():

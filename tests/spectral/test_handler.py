@@ -19,6 +19,7 @@ from tests._models import Lambda
 from tests._truth import copies, spectral, spectral_norm
 
 KEYS = {"norm_max", "norm_mean", "norm_std", "stable_rank_min", "stable_rank_median", "error_max", "iterations"}
+KEYS |= {"weight_spectral_scale_max", "weight_spectral_scale_median"}
 
 
 def norm_key(name):
@@ -75,7 +76,7 @@ def test_values_against_float64(batches):
     def check(_):
         weights, got = copies(model), numbers(handler)
         whole = spectral(model, weights, weights, (), has_step=False)
-        expected = {name.removeprefix("spectral/"): value for name, value in whole.items() if "condition" not in name}
+        expected = {name.removeprefix("spectral/"): value for name, value in whole.items()}
         norms = {name: expected.pop(norm_key(name)) for name in matrices_of(model)}
         assert set(got) == KEYS | set(map(norm_key, norms))
         for name, norm in norms.items():
@@ -108,7 +109,7 @@ def test_no_step_no_update(batches, how):
         optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.ndim < 2]
     handler.attach(trainer)
     trainer.run(batches[:2])
-    assert set(numbers(handler)) == KEYS | {"weight_condition_max", "weight_condition_median"}
+    assert set(numbers(handler)) == KEYS
 
 
 def test_which_parameters_are_measured(caplog):
@@ -163,8 +164,8 @@ def test_weights_stored_by_input():
     conditions = sorted(expected[name] / (len(matrix) / matrix[0].numel()) ** 0.5 for name, matrix in matrices.items())
     got = measured(model)
     assert {name: got[f"norm/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert got["weight_condition_max"] == pytest.approx(conditions[-1], rel=1e-4)
-    assert got["weight_condition_median"] == pytest.approx(conditions[1], rel=1e-4)
+    assert got["weight_spectral_scale_max"] == pytest.approx(conditions[-1], rel=1e-4)
+    assert got["weight_spectral_scale_median"] == pytest.approx(conditions[1], rel=1e-4)
 
 
 def measured(model, **arguments):
@@ -192,10 +193,15 @@ def test_stacked_experts_are_measured_each_for_itself():
     assert {name: value for name, value in got.items() if name.startswith("norm/")} == pytest.approx(expected, rel=1e-4)
     out_over_in = {"up": 4.0, "down": 0.25, "grid": 0.8}
     conditions = [norm / out_over_in[name.split("/")[1]] ** 0.5 for name, norm in expected.items()]
-    assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
+    assert got["weight_spectral_scale_max"] == pytest.approx(max(conditions), rel=1e-4)
 
 
-def test_embeddings_have_no_part_in_the_conditions():
+def test_a_complex_model_is_refused_as_such():
+    with pytest.raises(ValueError, match="complex ones are not measured: a, b"):
+        SpectralNormHandler(nn.ParameterDict({name: torch.ones(3, 4, dtype=torch.complex64) for name in "ab"}))
+
+
+def test_embeddings_have_no_spectral_scale():
     class Patches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -217,7 +223,7 @@ def test_embeddings_have_no_part_in_the_conditions():
         expected, rel=1e-4
     )
     largest = max(2 * spectral_norm(model.proj.weight), spectral_norm(model.embed_proj))
-    assert got["weight_condition_max"] == pytest.approx(largest, rel=1e-4)
+    assert got["weight_spectral_scale_max"] == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:.*spectral_norm.* is deprecated")
@@ -253,7 +259,7 @@ def test_weights_that_are_computed_are_measured_as_they_act():
     expected = {f"norm/{name}.weight": spectral_norm(weight) for name, weight in weights.items()}
     assert {name: value for name, value in got.items() if name.startswith("norm/")} == pytest.approx(expected, rel=1e-4)
     conditions = [spectral_norm(item) / (item.shape[0] / item[0].numel()) ** 0.5 for item in weights.values()]
-    assert got["weight_condition_max"] == pytest.approx(max(conditions), rel=1e-4)
+    assert got["weight_spectral_scale_max"] == pytest.approx(max(conditions), rel=1e-4)
     assert_same([*before.values()], [*model.state_dict().values()])
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
 import logging
 import math
 import os
 import random
 import resource
+import signal
 import sys
 import weakref
 
@@ -30,6 +32,7 @@ from ignite_monitor import (
     load_spike,
     record,
 )
+from ignite_monitor.spike_recorder import record as spike_files
 from tests._helpers import assert_same, grad_norm, make_step, run_monitored, same, square_loss
 from tests._models import Lambda
 
@@ -423,7 +426,7 @@ def test_what_is_no_record_is_refused(tmp_path, content):
     [
         *(("iteration", "1"), ("norm", "a"), ("threshold", None), ("culprits", [1]), ("culprits", {"a": "b"})),
         *(("source", 5), ("source", {"text": 1}), ("lr", 7), ("lr", ["a"]), ("losses", [1]), ("random_state", {})),
-        *(("losses", torch.tensor(1.0)), ("name", None), ("unknown", 1)),
+        *(("losses", torch.tensor(1.0)), ("name", None), ("unknown", 1), ("source", {}), ("norm", 10**400)),
     ],
 )
 def test_wrong_types_are_refused(tmp_path, name, value):
@@ -434,6 +437,46 @@ def test_wrong_types_are_refused(tmp_path, name, value):
     torch.save(content, path)
     with pytest.raises(ValueError, match=f"{path} is damaged: .*({name}|fields)"):
         load_spike(path)
+
+
+def test_a_file_with_a_flipped_bit_is_refused_or_read_as_it_was(tmp_path):
+    batch = torch.randn(500)
+    record = one_record(tmp_path, batch)
+    path = tmp_path / files(tmp_path)[0]
+    whole, refused = path.read_bytes(), 0
+    for place in np.random.default_rng(0).permutation(len(whole))[:300].tolist():
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            assert same(dataclasses.asdict(load_spike(path)), dataclasses.asdict(record))
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("where", ["torch.save", "os.replace", "Path.mkdir", "Path.open", "Path.exists", "count"])
+def test_a_kill_at_any_moment_leaves_whole_files_only(tmp_path, where, after):
+    """The next run takes a name of its own, also where the killed one has left an unfinished file."""
+    engine, _ = record_outputs(tmp_path)
+    engine.run([X])
+    child = os.fork()
+    if child == 0:
+        *owner, name = where.split(".")
+        target = functools.reduce(getattr, owner, spike_files)
+        original = getattr(target, name)
+
+        def kill(*args, **kwargs):
+            original(*args, **kwargs) if after else None
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(target, name, kill)
+        record_outputs(tmp_path)[0].run([X * 2])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    record_outputs(tmp_path)[0].run([X * 3])
+    batches = [load_spike(path).batch for path in sorted(tmp_path.glob("*.spike.pt"))]
+    finished = [X * 2] * (where == "os.replace" and after)
+    assert same(sorted(batch[1, 2].item() for batch in batches), [5.0, *(10.0 for _ in finished), 15.0])
 
 
 def test_a_file_that_is_cut_is_refused(tmp_path):

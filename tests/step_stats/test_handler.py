@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -69,6 +70,62 @@ def test_time_is_that_of_the_train_step():
 
     trainer.run(data(), max_epochs=1, epoch_length=3)
     assert bounds == [True] * 3
+
+
+class Slow(StepStatsHandler):
+    """A monitor whose preparation for a train step, and whose context around it, take time."""
+
+    def before_train_step(self, engine):
+        time.sleep(0.05)
+
+    @contextmanager
+    def _context(self):
+        time.sleep(0.05)
+        yield
+        time.sleep(0.05)
+
+    def train_step_contexts(self):
+        time.sleep(0.05)
+        return [self._context()]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_time_is_without_what_other_monitors_do_around_the_train_step(first):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stats, slow = StepStatsHandler(model, optimizer), Slow(model, optimizer, prefix="slow")
+    slow.measures_time = False
+    trainer = Engine(lambda *_: None)
+    for monitor in (stats, slow) if first else (slow, stats):
+        monitor.attach(trainer)
+    trainer.run([0])
+    assert stats.metrics["step/time_ms"] < 45
+
+
+class Halving(torch.optim.Optimizer):
+    """Its steps need no learning rate."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("defaults", [{"lr": None}, {"scale": 2.0}])
+def test_groups_without_a_learning_rate_have_none(defaults, caplog):
+    """Groups of transformers' Adafactor have a rate of None; other optimizers call it by another name."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 7))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
+    optimizer = Halving(groups, defaults)
+    trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+    stats, monitor = StepStatsHandler(model, optimizer), GradMonitor(model, optimizer)
+    stats.attach(trainer)
+    monitor.attach(trainer)
+    with caplog.at_level("INFO"):
+        trainer.run(linear_batches())
+    assert {name: value for name, value in stats.metrics.items() if "lr" in name} == {"step/lr/group_1": 0.5}
+    assert "3 optimizer steps" in caplog.text
 
 
 class Batch(dict):
@@ -286,3 +343,25 @@ def test_a_planted_wait_for_data_is_what_is_published():
         assert values["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
     _, _, seen = planted([50], restarts=True)  # starting a loader anew is waiting too
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
+
+
+def test_the_gradient_of_the_step_and_the_scale_of_the_batch():
+    """Clipping comes between the backward and the step; only floating-point tensors of the batch have a scale."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        (100 * model(batch["x"]).square().sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+
+    trainer = Engine(train_step)
+    StepStatsHandler(model, optimizer).attach(trainer)
+    x = torch.randn(7, 3, dtype=torch.float64).float()
+    trainer.run([{"x": 40 * x, "y": torch.ones(7, dtype=torch.long)}])
+    metrics = trainer.state.metrics
+    assert metrics["step/gradient_norm"] == pytest.approx(0.25, rel=1e-4)
+    assert metrics["step/batch_rms/x"] == pytest.approx(40 * float(x.double().square().mean().sqrt()), rel=1e-6)
+    assert "step/batch_rms/y" not in metrics

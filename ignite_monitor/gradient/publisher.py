@@ -1,0 +1,135 @@
+"""What a GradMonitor publishes, sets in the engine's state and logs of a detection."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_monitor.detection.monitor import DetectionMonitor
+from ignite_monitor.detection.spikes import may_be_true
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike
+from ignite_monitor.gradient.action import SpikeAction
+from ignite_monitor.gradient.detection import GradientDetection, SpikeNumbers
+from ignite_monitor.gradient.detector import GradientDetector
+from ignite_monitor.gradient.window import GradientWindow, Iteration
+from ignite_monitor.model.names import tags
+from ignite_monitor.monitor.transfer import as_published, is_cpu
+from ignite_monitor.nonfinite.locator import NonFiniteLocator
+
+
+class GradientPublisher(DetectionMonitor):
+    """Base of GradMonitor: flag, norm, metrics, events and log lines.
+
+    Args:
+        model: the model.
+        prefix: prefix of all names.
+        flag: attribute of ``engine.state`` for the result.
+        norm_attribute: attribute of ``engine.state`` for the norm.
+        max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
+
+    Raises:
+        ValueError: if ``flag`` is the attribute of the norm.
+    """
+
+    _detector: GradientDetector
+    _action: SpikeAction
+
+    def __init__(
+        self, model: nn.Module, prefix: str, flag: str, norm_attribute: str, max_consecutive_spikes: int
+    ) -> None:
+        super().__init__(model, prefix, flag, max_consecutive_spikes)
+        if flag == norm_attribute:
+            raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
+        self._norm_attribute = norm_attribute
+        self.attributes[norm_attribute] = None
+        self._window = GradientWindow()
+        self._now = Iteration()
+        self._locator = NonFiniteLocator(model)
+
+    def _set_flag(self, engine: Any, detection: GradientDetection, report: bool = False) -> None:
+        """Set flag and norm in the engine's state, and report a spike if requested."""
+        setattr(engine.state, self.flag, as_published(detection.spike))
+        setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
+        if self._source is not None and self._source.listened:  # by handlers that may log values
+            self._publish(detection)
+        if report and may_be_true(detection.spike):
+            self._report_spike_once(engine, detection)
+
+    def _report_spike_once(self, engine: Any, detection: GradientDetection) -> None:
+        if not self._window.is_reported and self._is_awaited_spike(detection.spike):
+            self._window.is_reported = True
+            self._fire_spike(engine, self._describe_spike(detection), detection.norm.value)
+
+    def _describe_spike(self, detection: GradientDetection) -> Spike:
+        spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
+        named = f"{self.prefix}/{spike.name}"
+        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest)
+
+    def _publish(self, detection: GradientDetection) -> None:
+        self._now.possible_spike = None
+        if self.metrics:  # of an earlier gradient of this iteration
+            self.clear_metrics()
+        spikes, nonfinite, _ = self._detector.counts()
+        values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
+        if self._now.scale is not None:
+            values["scale"] = self._now.scale
+        self.publish(**values, stepped=self._now.stepped)
+        if (detection.names or self._action.kind is not None) and may_be_true(detection.spike):
+            self._now.possible_spike = detection
+
+    def _publish_none(self) -> None:
+        """Publish nothing of this iteration's gradient but that no step was made with it."""
+        self.clear_metrics()
+        self._now.is_published = self._now.possible_spike = None
+        if self._now.stepped is False:
+            self.publish(stepped=0.0)
+
+    def deferred_tensors(self) -> list[Tensor]:
+        tensors = [] if self._now.is_published is None else [self._now.is_published]
+        spike = self._now.possible_spike
+        return tensors if spike is None else [*tensors, *self._action.counts.values(), spike.spike, spike.numbers()]
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        if self._now.is_published is not None and not extra.pop(0)[0]:
+            self._publish_none()
+        if self._now.possible_spike is None:
+            return {}
+        *counts, (is_spike,), numbers = extra
+        names = self._now.possible_spike.names
+        spike = SpikeNumbers.from_host(numbers, names)
+        if is_spike and spike.name == "norm" and spike.value < math.inf:
+            recurring = self._action.recurring.observe(self._iteration, spike.value)
+            if recurring and self._action.kind == "skip":
+                at = ", ".join(map(str, recurring))
+                text = f"isolated spikes of a similar size in iterations {at}; from now on such spikes are "
+                text += "clipped to the largest of these, not skipped, since rare data cause them too"
+                self.report("recurring_spikes", text, once=False)
+        action = self._action.message([count for (count,) in counts])
+        if action is not None:
+            self._log(logging.INFO, f"{spike}; {action}")
+        if not (is_spike and names):
+            return {}
+        if not self._now.is_described:
+            self._now.is_described = True
+            self._log(logging.WARNING, f"{spike}.")
+        tag_of = dict(zip(names, tags(names), strict=True))
+        return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
+
+    def _locate_nonfinite(self, detection: GradientDetection, handles_overflow: bool) -> None:
+        """Locate the source of a backward's non-finite gradient, if that costs no synchronization."""
+        nonfinite = detection.norm.nonfinite
+        if self._source is None or not (is_cpu(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
+            self._locator.calls.backward_ended()
+            return
+        # Without a scaler what is no spike is finite, and needs no further synchronization.
+        known = handles_overflow or self._is_known_spike(detection.spike)
+        text = self._locator.locate(not (known and torch.is_nonzero(nonfinite)), handles_overflow)
+        self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
+        if text is not None:
+            source = self._locator.newest
+            kind, names = ("not_located", ()) if source is None else (source.kind, (source.name,))
+            self.report(f"nonfinite_{kind}", text, names=names, once=False)

@@ -1,0 +1,156 @@
+"""A skipped step leaves no trace in buffers: running statistics, and others that a forward pass updates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_trainer
+from torch import nn
+
+from ignite_monitor import GradMonitor, StaticThreshold
+from tests._helpers import assert_same, make_step, mse_loss, train, training_state
+
+LIMIT = 1e3
+
+
+class Counting(nn.Module):
+    """Keeps an average of its own, a constant, and a buffer that is replaced by every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("constant", torch.ones(3))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        self.average.lerp_(x.detach().mean(0), 0.5)
+        self.last = x.detach().amax()
+        return x
+
+
+def build(kind):
+    torch.manual_seed(0)
+    norm = {
+        "batch": lambda: nn.BatchNorm1d(6),
+        "cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
+        "instance": lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+        ),
+        "own": Counting,
+    }[kind]()
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 2))
+
+
+def batches_of(count, bad=(), value=1e5):
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+    # The targets make the spike, the inputs would stay in the statistics.
+    return [(x * value, y * value) if i in bad else (x, y) for i, (x, y) in enumerate(batches, 1)]
+
+
+def run(kind, batches, monitored, fused=False, step_of=make_step, action="skip"):
+    model = build(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike=action)
+    recorder = train(step_of(model, optimizer), batches, *[monitor] * monitored)
+    return training_state(model, optimizer), recorder
+
+
+def without(batches, bad):
+    return [batch for i, batch in enumerate(batches, 1) if i not in bad]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("value", [1e5, math.nan])
+@pytest.mark.parametrize("kind", ["batch", "cumulative", "instance", "own"])
+@pytest.mark.parametrize("bad", [(7,), (1, 2, 8)])
+def test_buffers_are_those_of_a_run_without_the_batch(kind, bad, value, fused):
+    batches = batches_of(12, bad, value)
+    state, recorder = run(kind, batches, True, fused)
+    assert recorder.of("grad/skipped_count")[-1] == len(bad)
+    assert_same(state, run(kind, without(batches, bad), False, fused)[0])
+
+
+@pytest.mark.parametrize("value", [1e5, math.nan])
+def test_forty_bad_batches_in_a_row(value):
+    bad = range(11, 51)
+    batches = batches_of(70, bad, value)
+    model = build("batch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    monitor = GradMonitor(
+        model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip", max_consecutive_spikes=100
+    )
+    train(make_step(model, optimizer), batches, monitor)
+    other = build("batch")
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=1e-2, momentum=0.9)
+    train(make_step(other, other_optimizer), without(batches, bad))
+    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
+
+
+@pytest.mark.parametrize("where", [7, 8, 9])
+@pytest.mark.parametrize("value", [1e5, math.nan])
+def test_all_micro_batches_of_a_skipped_step_leave_the_statistics(where, value):
+    batches = batches_of(15, [where], value)
+    state, _ = run("batch", batches, True, step_of=lambda m, o: make_step(m, o, every=3))
+    expected, _ = run("batch", without(batches, (7, 8, 9)), False, step_of=lambda m, o: make_step(m, o, every=3))
+    assert_same(state, expected)
+
+
+def test_two_steps_in_one_iteration():
+    """The step of the second half is skipped; the forward pass of the first half stays."""
+
+    def step_of(model, optimizer):
+        def step(engine, batch):
+            for half in (slice(0, 4), slice(4, 8)):
+                optimizer.zero_grad()
+                mse_loss(model, (batch[0][half], batch[1][half])).backward()
+                optimizer.step()
+
+        return step
+
+    batches = batches_of(6)
+    bad = [(x.clone(), y.clone()) for x, y in batches]
+    for tensor in bad[3]:
+        tensor[4:] *= 1e5
+    state, recorder = run("batch", bad, True, step_of=step_of)
+    assert recorder.of("grad/skipped_count")[-1] == 1
+    model = build("batch")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False)
+    whole, half = step_of(model, optimizer), make_step(model, optimizer)
+    train(lambda e, b: half(e, tuple(t[:4] for t in b)) if e.state.iteration == 4 else whole(e, b), batches)
+    assert_same(state, training_state(model, optimizer))
+
+
+def test_a_non_finite_batch_under_clip_leaves_no_trace():
+    batches = batches_of(9, [5], math.nan)
+    state, _ = run("batch", batches, True, action="clip")
+    assert_same(state, run("batch", without(batches, [5]), False)[0])
+
+
+def test_iterations_that_are_not_monitored_are_part_of_the_statistics():
+    model = build("batch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    engine = Engine(make_step(model, optimizer))
+    GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(
+        engine, Events.ITERATION_STARTED(every=4)
+    )
+    batches = batches_of(10, [8])
+    engine.run(batches, max_epochs=1)
+    other = build("batch")
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=1e-2)
+    train(make_step(other, other_optimizer), without(batches, [8]))
+    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
+
+
+def test_accumulation_in_create_supervised_trainer():
+    def step_of(model, optimizer):
+        return create_supervised_trainer(
+            model, optimizer, nn.functional.mse_loss, gradient_accumulation_steps=2
+        )._process_function
+
+    batches = batches_of(12, [6])
+    state, recorder = run("batch", batches, True, step_of=step_of)
+    assert recorder.of("grad/skipped_count")[-1] == 1
+    assert_same(state, run("batch", without(batches, (5, 6)), False, step_of=step_of)[0])

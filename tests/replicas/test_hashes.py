@@ -1,0 +1,233 @@
+"""The hash of tensors against Python's own integers, and what it must not miss."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Engine
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ignite_monitor import HDF5Logger, MonitorEvents, ReplicaCheckHandler
+from ignite_monitor.cli import main
+from ignite_monitor.replicas import handler, hashes
+from ignite_monitor.replicas.hashes import as_numbers, hash_of, hashes_of
+from ignite_monitor.replicas.items import items_of, rng_items
+from tests._helpers import make_batches, make_trainer
+from tests._models import make_model
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
+SHAPES = [(), (1,), (2,), (3,), (7,), (8,), (33,), (128,), (1, 1), (5, 3), (16, 16), (3, 64), (64, 5), (4, 4, 4)]
+SHAPES += [(2, 3, 5), (8, 1, 8), (1000,), (31, 33), (2, 2, 2, 2), (10, 7, 3)]
+
+
+def some(dtype, *shape):
+    values = torch.randn(*shape) * 100
+    return values > 0 if dtype == torch.bool else values.to(dtype)
+
+
+def hash_bits(*tensors):
+    """The hash of each of some states of one tensor, in one call."""
+    return [int(hashes_of({"weight": tensor}, CPU)) for tensor in tensors]
+
+
+def mixed(word):
+    """SplitMix64's finalizer in Python's integers."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def by_hand(name, tensor):
+    raw = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
+    total = sum(mixed((word + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i, word in enumerate(words))
+    total = mixed((total + hash_of((name, str(tensor.dtype), tuple(tensor.shape)))) % 2**64)
+    return total - 2**64 if total >= 2**63 else total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [hashes._WORDS_ON_CPU, 64])
+def test_it_is_the_sum_that_it_says(dtype, limit, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(hashes, "_WORDS_ON_CPU", limit)
+    states = [some(dtype, 7), some(dtype, 3, 5).mT, some(dtype, 0), some(dtype, 1).squeeze(), some(dtype, 2_001)]
+    states = dict(zip("abcdef", [*states, some(dtype, 9)[3:]], strict=True))
+    assert hashes_of(states, CPU).tolist() == [by_hand(name, item) for name, item in states.items()]
+    assert hashes_of({"count": -5}, CPU).tolist() == [by_hand("count", torch.tensor(-5))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(512, 512), (300, 77), (256, 8, 4)])
+def test_regular_changes_of_a_whole_tensor_are_seen(dtype, shape):
+    """Changes that sums of products with the index miss: they move every element by the same bits."""
+    weight = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1).to(dtype)
+    order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(2))
+    states = [weight * 2.0**power for power in (0, 1, 2, 3, 8, -1, -2, -4, -7)]
+    states += [-weight, -weight * 2, weight.flip(0), weight.flip(-1), weight.roll(1, 0), weight[order]]
+    states += [torch.cat([weight[1:2], weight[:1], weight[2:]]), weight.transpose(0, 1).reshape(shape), -weight.flip(0)]
+    states += [torch.zeros(shape, dtype=dtype), -torch.zeros(shape, dtype=dtype)]
+    halves = weight.clone()
+    halves[::2] *= -1
+    assert len(set(hash_bits(*states, halves))) == len(states) + 1
+
+
+def test_exchanges_of_values_and_of_whole_tensors_are_seen():
+    first, second = torch.tensor([1.5, 2.0, -1.5], dtype=torch.float64), torch.tensor([-1.5, 2.0, 1.5]).double()
+    assert len(set(hash_bits(first, second, first[[1, 0, 2]], first[[2, 1, 0]], first[[1, 2, 0]]))) == 4
+    pairs = hashes_of({"a": first, "b": first + 1}, CPU), hashes_of({"a": first + 1, "b": first}, CPU)
+    assert int(pairs[0].sum()) != int(pairs[1].sum())
+    assert hash_bits(torch.zeros(2)) != hash_bits(torch.zeros(3)) != hash_bits(torch.zeros(3, dtype=torch.bfloat16))
+
+
+def changed_bits(count, shapes, dtypes, seed=0):
+    """Flip one to 64 random bits of random tensors; return how many of ``count`` changes kept the hash."""
+    random, kept, done = np.random.default_rng(seed), 0, 0
+    for dtype in dtypes:
+        for shape in shapes:
+            data = random.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8)
+            states, share = {}, -(-count // (len(shapes) * len(dtypes)))
+            for number in range(share):
+                flat = np.unpackbits(data.reshape(-1))
+                bits = random.choice(flat.size, min(int(random.choice([1, 1, 2, 3, 8, 64])), flat.size), replace=False)
+                flat[bits] ^= 1
+                states[number] = torch.from_numpy(np.packbits(flat)).view(dtype).reshape(shape)
+            own = torch.from_numpy(data).view(dtype).reshape(shape)
+            pair = {"weight": own}
+            same = [int(hashes_of({"weight": state}, CPU) == hashes_of(pair, CPU)) for state in states.values()]
+            kept, done = kept + sum(same), done + share
+    assert done >= count
+    return kept
+
+
+def test_random_changes_of_bits_are_seen():
+    """A share of a million, which ``changed_bits(1_000_000, ...)`` makes."""
+    assert changed_bits(1600, SHAPES, [torch.float32, torch.float64, torch.bfloat16, torch.int64]) == 0
+
+
+@pytest.mark.parametrize("name", ["norm", "group_norm"])
+def test_numbers_of_a_parameter_s_state_are_named_so(name):
+    """Whatever the parameter is called."""
+    model = nn.Sequential()
+    model.add_module(name, nn.GroupNorm(1, 4))
+    optimizer = torch.optim.NAdam(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter]["count"] = 1
+    assert hash_of((1, 0.5, "a")) == hash_of((1, 0.5, "a")) != hash_of((1, 0.25, "a"))
+    names = [item for item in items_of(model, optimizer) if " of " in item]
+    assert names == [
+        "settings of group 0 of the optimizer",
+        f"numbers of {name}.weight in the optimizer",
+        f"numbers of {name}.bias in the optimizer",
+    ]
+
+
+def test_numpy_with_another_bit_generator():
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.Philox(3))
+        first = rng_items(CPU)
+        np.random.random()
+        changed = [name for name, value in rng_items(CPU).items() if str(value) != str(first[name])]
+    finally:
+        np.random.set_bit_generator(before)
+    assert changed == ["NumPy's RNG state"]
+
+
+def test_a_published_hash_changes_with_every_bit_and_is_exact_in_float64():
+    tensor = torch.randint(-(2**62), 2**62, (50,))
+    numbers = [float(as_numbers(hashes_of({"weight": tensor}, CPU)))]
+    for place in range(50):
+        for bit in range(64):
+            mask = -(2**63) if bit == 63 else 1 << bit
+            tensor[place] ^= mask
+            numbers.append(float(as_numbers(hashes_of({"weight": tensor}, CPU))))
+            tensor[place] ^= mask
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= number < 2**53 and number == int(number) for number in numbers)
+
+
+@pytest.mark.parametrize("shape", [None, (-1, 2)], ids=["plain", "hybrid"])
+def test_collectives_and_python_do_not_grow_with_the_ranks(shape, monkeypatch):
+    """The check with a difference in it, which is named; one rank of a process group that transfers nothing."""
+
+    def counted(world):
+        names = ("all_reduce", "broadcast_object_list", "all_gather_object")
+        collectives, calls = dict.fromkeys(names, 0), 0
+
+        def count(name, *_, **__):
+            collectives[name] += 1
+
+        def profile(frame, event, _):
+            nonlocal calls
+            calls += event == "call" and "ignite_monitor" in frame.f_code.co_filename
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        try:
+            model = make_model()
+            if shape is not None:
+                mesh = init_device_mesh("cpu", (world // 2, 2))
+                for layer in (model[0], model[4]):
+                    whole = DTensor.from_local(layer.weight.detach(), mesh, [Replicate(), Shard(0)], run_check=False)
+                    layer.weight = nn.Parameter(whole)
+            check = ReplicaCheckHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            engine = Engine(lambda *_: None)
+            check.attach(engine)
+            with monkeypatch.context() as patch:
+                for name in names:
+                    patch.setattr(dist, name, partial(count, name))
+                # As if the other ranks had another hash.
+                real = handler.all_reduce
+                patch.setattr(handler, "all_reduce", lambda values, **options: real(values, **options) + 1)
+                patch.setattr(handler, "from_every_rank", lambda value: [value])
+                sys.setprofile(profile)
+                try:
+                    engine.run(range(3))
+                finally:
+                    sys.setprofile(None)
+            assert engine.state.metrics == {"replicas/in_sync": 0.0}
+        finally:
+            dist.destroy_process_group()
+        return collectives, calls
+
+    (collectives, calls), other = counted(4), counted(16_384)
+    assert other == (collectives, calls)
+    assert collectives["all_reduce"] == 3 * (2 if shape is None else 3)
+    assert calls < 20_000
+
+
+@pytest.mark.parametrize("place", [None, 3])
+def test_the_first_difference_of_two_runs_is_named(place, tmp_path, capsys):
+    """A bit of a weight flips after a step: that weight is named alone, since others follow an iteration later."""
+    for name in ("a", "b"):
+        model, optimizer, trainer = make_trainer()
+        check = ReplicaCheckHandler(model, optimizer, hashes=True)
+
+        def flip(engine, name=name, model=model):
+            if name == "b" and engine.state.iteration == place:
+                model[4].weight.data.view(-1).view(torch.int32)[5] ^= 1
+
+        check.attach(trainer)
+        trainer.add_event_handler(MonitorEvents.OPTIMIZER_STEP_COMPLETED, flip)
+        with HDF5Logger(tmp_path / f"{name}.h5") as logger:
+            check.log_to(logger, trainer)
+            trainer.run(make_batches(5))
+        published = [name for name in trainer.state.metrics if name.startswith("replicas/hash/")]
+        assert len(published) == 2 + len(items_of(model, optimizer))
+    paths = [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
+    assert main(["compare", *paths]) == 0
+    text = capsys.readouterr().out
+    assert ("in iteration 3: 4.weight\n" in text) is (place == 3)
+    assert ("are the same in both" in text) is (place is None)
+    assert main(["compare", "--json", *paths]) == 0
+    hashes = json.loads(capsys.readouterr().out)["hashes"]
+    assert (hashes["iteration"], hashes["names"]) == (place, ["4.weight"] if place else [])

@@ -1,0 +1,197 @@
+"""Causes: evidence, order, reports of monitors, and rules that fail."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ignite_monitor.cli import FAILED, main
+from ignite_monitor.hdf5.reader import RecordedReport
+from ignite_monitor.report import summary as summary_module
+from ignite_monitor.report.finding import KINDS
+from ignite_monitor.report.summary import summarise
+from tests.report import _runs as runs
+from tests.report._runs import found, make_run, series
+
+STEPS = np.array([1, 2, 3, 5, 10, *range(20, 301, 20)])
+
+
+def at(values):
+    """A value in each iteration of STEPS."""
+    return STEPS, np.broadcast_to(values, STEPS.shape).astype(float)
+
+
+def trained(loss=None, **metrics):
+    """A calm run of 300 iterations with StepStatsHandler and a recorded loss; ``__`` in names is a slash."""
+    run = runs.grad(runs.calm_norms(300), made=range(1, 301)) | {
+        "train/loss": series(falling() if loss is None else loss)
+    }
+    run |= {"step/parameter_norm": at(10.0), "step/items_per_s": at(9.0), "step/lr/group_0": at(1e-3)}
+    return run | {name.replace("__", "/"): value for name, value in metrics.items()}
+
+
+def falling(begin=2.3, end=0.1):
+    return np.linspace(begin, end, 300) + 0.02 * runs.noise(300)
+
+
+def outputs(std, largest):
+    return {"activation/_root_/std": at(std), "activation/_root_/max_abs": at(largest)}
+
+
+LATE = STEPS >= 180
+# kind: case -> run, severity (None: not found), what the text says
+CASES = {
+    "large_updates: first steps": (
+        trained(optimizer__update_norm=at(np.where(STEPS < 5, 20.0, 0.1))),
+        *("problem", "in iterations 1-3 a step moved the parameters by 2, 2 and 2 of their norm|rate was 0.001"),
+    ),
+    "large_updates: two of them": (trained(optimizer__update_norm=at(np.where(STEPS < 3, 20.0, 0.1))), None, ""),
+    "large_updates: plain SGD": (trained(step__gradient_norm=at(3000.0)), "problem", "by 0.3, 0.3 and 0.3 of their"),
+    "large_updates: growth between measurements": (
+        trained(step__parameter_norm=at(np.where(LATE, 100.0, 10.0))),
+        *("problem", "in iteration 180 a step moved the parameters by 0.45 more"),
+    ),
+    "rate_vanished: at 60 of 300": (
+        trained(step__lr__group_0=at(np.maximum(0.01 - STEPS / 6000, 0))),
+        *("warning", "fell from 0.00983 below 9.8e-06|by iteration 60"),
+    ),
+    "rate_vanished: three step decays": (trained(step__lr__group_0=at(0.1 ** (STEPS // 75))), None, ""),
+    "rate_vanished: cosine": (trained(step__lr__group_0=at(1 + np.cos(np.pi * STEPS / 300))), None, ""),
+    "clipped_away: to 1e-7": (trained(step__gradient_norm=at(1e-7)), "warning", "the step used 1e-07"),
+    "clipped_away: a tenth": (trained(step__gradient_norm=at(0.1)), None, ""),
+    "input_scale: 500": (trained(step__batch_rms__0=at(500.0)), "warning", "large from the first measurement on"),
+    "input_scale: every other": (trained(step__batch_rms__0=at(np.where(STEPS % 40, 1.0, 500.0))), None, ""),
+    "loss_scale: targets": (trained(step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)), "warning", "Targets are"),
+    "loss_scale: the loss begins at 4,000": (
+        trained(falling(4000, 10)) | outputs(0.1, 0.5),
+        *("warning", "begins at 4000 (train/loss), while the model's outputs are at most 0.5"),
+    ),
+    "loss_scale: cross-entropy": (trained() | outputs(0.1, 0.5), None, ""),
+    "weight_changed: times 50": (
+        trained(
+            optimizer__update_norm=at(0.01),
+            optimizer__rms_median=at(1.0),
+            step__parameter_norm=at(np.where(LATE, 500.0, 10.0)),
+            monitor__largest_weight__a=at(np.where(LATE, 499.0, 8.0)),
+            monitor__largest_weight__b=at(9.0),
+        ),
+        *("problem", "The norm of a changed from 8 to 499 between iterations 160 and 180"),
+    ),
+    "weight_changed: by steps of SGD": (
+        trained(step__parameter_norm=at(np.where(LATE, 500.0, 10.0)), step__lr__group_0=at(10.0)),
+        *(None, ""),
+    ),
+    "bounded_outputs: softmax": (
+        trained(falling(2.3, 1.5)) | outputs(0.3, np.minimum(1.0, STEPS / 100)),
+        *("warning", "never above 1 and reach it|ended at 1.5"),
+    ),
+    "bounded_outputs: the loss falls to 0.1": (trained() | outputs(0.3, np.minimum(1.0, STEPS / 100)), None, ""),
+    "wrong_sign: rises throughout": (trained(2.3 * 1.02 ** np.arange(300)), "problem", "rises from the first step on"),
+    "wrong_sign: a DQN's": (
+        {name: its for name, its in trained(2.3 * 1.02 ** np.arange(300)).items() if name != "step/items_per_s"},
+        *(None, ""),
+    ),
+    "loss_rose: a DQN's, 0 while its buffer fills": (
+        runs.grad(runs.calm_norms(300), made=range(61, 301))
+        | {"train/td_loss": series(np.where(np.arange(300) < 60, 0.0, 0.5 + 0.1 * runs.noise(300)))},
+        *(None, ""),
+    ),
+    "not_learning: noise": (trained(2.3 + 0.1 * runs.noise(300)), "warning", "has not fallen in 299 iterations"),
+    "not_learning: it fell": (trained(), None, ""),
+    "overfitting: rises again": (
+        trained(val__loss=(np.arange(20, 301, 20), np.abs(np.arange(15) - 5) * 0.1 + 1)),
+        *("warning", "val/loss rose from 1 in iteration 120 to 1.8"),
+    ),
+    "overfitting: falls": (trained(val__loss=(np.arange(20, 301, 20), np.linspace(2, 1, 15))), None, ""),
+    "periodic_spikes: of consecutive steps of an accumulation": (
+        runs.grad(
+            np.where((np.arange(400) >= 200) & (np.arange(400) < 224), 60.0, 1.0),
+            [204, 208, 212, 216, 220, 224],
+            made=range(4, 401, 4),
+        ),
+        *(None, ""),
+    ),
+    "bad_batches: the next norm is as usual": (
+        runs.grad(runs.with_spike([120]), [120]),
+        "warning",
+        "within the threshold",
+    ),
+    "bad_batches: it stays": (
+        runs.grad(
+            np.where(np.arange(200) < 119, 1.0, 60.0), range(120, 130), thresholds=np.repeat([6.0, 99.0], [130, 70])
+        ),
+        *(None, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cause_is_found_by_its_evidence(case):
+    run, severity, words = CASES[case]
+    findings = found(run, case.partition(":")[0])
+    assert [finding.severity for finding in findings] == [severity] * (severity is not None)
+    for word in words.split("|"):
+        assert not findings or word in findings[0].text, findings[0].text
+    for finding in findings:
+        assert set(finding.evidence) == {"metrics", "iterations", "values"}
+        assert set(finding.metrics) <= {*run}
+
+
+def test_a_calm_run_has_no_cause():
+    assert found(trained()) == []
+
+
+def reported(*reports, run=None):
+    recorded = make_run(trained() if run is None else run)
+    recorded.reports = [RecordedReport(*report) for report in reports]
+    return summarise("run.h5", recorded)
+
+
+ZEROED = (3, "SetupCheck (setup)", "gradients_not_zeroed", "problem", "call optimizer.zero_grad()", (), 1)
+
+
+def test_a_run_with_a_report_is_not_healthy():
+    assert reported().healthy
+    summary = reported(ZEROED)
+    assert (summary.healthy, summary.assessment) == (False, "Needs attention: 1 problem.")
+    assert summary.findings[0].text == "SetupCheck (setup), iteration 3: call optimizer.zero_grad()."
+    assert reported((3, "M (m)", "any", "note", "is so", ("a",), 1)).healthy
+
+
+def test_what_a_report_explains_comes_after_it():
+    run = trained() | runs.weights(frozen=2)
+    summary = reported(ZEROED, run=run)
+    assert [finding.kind for finding in summary.findings] == ["gradients_not_zeroed", "frozen_parameters"]
+    assert summary.findings[1].action == "Probably a consequence of gradients_not_zeroed above."
+
+
+def test_reports_of_a_kind_are_one_finding():
+    again = [(step, "M (m)", "odd", "warning", "is odd.", (), 1) for step in (7, 8, 9)]
+    (finding,) = reported(*again).findings
+    assert finding.text == "M (m), iteration 7: is odd. Reported in iterations 7-9."
+
+
+def test_a_symptom_without_a_cause_says_so():
+    summary = runs.summary(runs.healthy() | runs.weights(frozen=2))
+    assert summary.assessment.endswith("Cause unknown; the first sign was frozen_parameters in iteration 5.")
+
+
+def test_causes_are_known_kinds():
+    for kind in KINDS.values():
+        assert kind.explained_by <= {*KINDS}
+
+
+def test_a_rule_that_fails_is_a_line_and_an_exit_code(monkeypatch, tmp_path, capsys):
+    def broken(run):
+        raise ZeroDivisionError("float division")
+
+    monkeypatch.setattr(summary_module, "RUN_RULES", (broken, *summary_module.RUN_RULES))
+    summary = runs.summary(runs.healthy())
+    assert (summary.failed, summary.healthy) == (["rule broken failed: ZeroDivisionError: float division"], None)
+    monkeypatch.setattr("ignite_monitor.cli._read", lambda path: make_run(runs.healthy()))
+    assert main(["summary", str(tmp_path / "run.h5")]) == FAILED
+    assert "rule broken failed" in capsys.readouterr().out
+    assert main(["summary", "run.h5", "--json"]) == FAILED
+    assert json.loads(capsys.readouterr().out)["failed"] == summary.failed
