@@ -96,12 +96,16 @@ class FirstPass:
         """
         held = [item for optimizer in self._optimizers for item in parameters_of(optimizer)]
         training = [item for item in self._modules if getattr(item, "training", False)]
-        parameters, current, cached = [*self._model.parameters()], vars(self.state), torch.is_autocast_cache_enabled()
-        self._left = self.passes
+        own, current, cached = {*self._model.parameters()}, vars(self.state), torch.is_autocast_cache_enabled()
+        others = list(
+            dict.fromkeys(item for module in self._modules for item in module.parameters() if item not in own)
+        )
+        before = [item.detach().clone() for item in others]
+        self._left, moved = self.passes, []
         try:
             with (
                 suppress(SecondPassEnded),
-                isolation.preserved_parameters(parameters, held),
+                isolation.preserved_parameters([*own, *others], held),
                 isolation.preserved_rng_state(*self._random),
                 isolation.isolated_pass(self._model),
                 isolation.preserved_buffers(training),
@@ -119,8 +123,12 @@ class FirstPass:
                 finally:
                     self.state.__dict__, source.running = current, True
                     reshard(self._model)
+                    outside = zip(others, before, strict=True)
+                    moved = [move((item.detach() != copy).any(), torch.device("cpu")) for item, copy in outside]
         finally:
             self._left, changed = 0, self._kept.restore()
+        if moved and torch.stack(moved).any():
+            changed.append("parameters of a module outside of the model")
         if not self._second:
             raise RuntimeError("it ended before the last backward")
         names, device = self.gradients | self._second, device_of(self._model)

@@ -288,9 +288,11 @@ def counting(place):
 
     def step_of(model, optimizer):
         count, history, scheduler = 0.0, [], torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        teacher = nn.Linear(1, 1, bias=False).requires_grad_(False) if place == "teacher" else None
 
         def loss_of(model, batch):
-            return mse_loss(model, batch) * (1 + count + len(history) + COUNTER[0])
+            taught = 0.0 if teacher is None else teacher.weight.sum()
+            return mse_loss(model, batch) * (1 + count + len(history) + COUNTER[0] + taught)
 
         inner = make_step(model, optimizer, loss_of=loss_of)
 
@@ -298,6 +300,8 @@ def counting(place):
             nonlocal count
             if place == "variable":
                 count += 1.0
+            elif place == "teacher":
+                teacher.weight.data.add_(0.1)
             elif place == "list":
                 history.append(0.1)
             elif place == "scheduler":
@@ -322,6 +326,7 @@ KEEPS = {
     "scheduler": "setting lr of SGD",
     "state": "the engine's state",
     "global": "global COUNTER",
+    "teacher": "parameters of a module outside of the model",
 }
 
 
