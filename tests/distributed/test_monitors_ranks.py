@@ -253,6 +253,7 @@ _RCC = {"batches": words, "optimizer": lambda model: sgd(model, 0.5)}
 _STILL = {"optimizer": lambda model: sgd(model, 0.0)}
 _LARGE = {"batches": with_large_rows, "wrap": conditional, "rows": 3, **_STILL}
 _SPECTRAL = {"rel": 2e-3, "ignored": "error|iterations"}
+_SHARDED = {"rel": 2e-3, "ignored": "error|iterations|gradient_norm"}
 CASES = {
     # Of rows that are not shared evenly gradients are others, and of the whole output there is less on the first rank.
     "activation ddp": Case(Experts, activation, ignored=r"^grad|experts\.1|_root_", **_LARGE),
@@ -264,8 +265,8 @@ CASES = {
     "rcc uneven": Case(moved, rcc(lambda: seeded(attending)), rows=3, **_RCC | _STILL),
     "rcc fsdp": Case(attending, rcc(lambda: seeded(attending)), sharded("first"), **_RCC),
     "spectral ddp": Case(matrices, spectral, **_SPECTRAL),
-    "spectral fsdp": Case(matrices, spectral, sharded("0", "2"), **_SPECTRAL),
-    "spectral hybrid": Case(matrices, spectral, sharded("0", shape=(1, WORLD)), **_SPECTRAL),
+    "spectral fsdp": Case(matrices, spectral, sharded("0", "2"), **_SHARDED),
+    "spectral hybrid": Case(matrices, spectral, sharded("0", shape=(1, WORLD)), **_SHARDED),
     "update ddp": Case(words_net, updates(), **_UPDATES),
     "update ddp exact": Case(words_net, updates(None), **_UPDATES),
     "update fsdp": Case(words_net, updates(), sharded("first"), **_UPDATES),
@@ -474,7 +475,8 @@ def test_a_sharded_model_needs_a_module_which_may_be_sharded_too(results):
 
 def test_a_rank_that_cannot_measure_delays_no_rank(results):
     first, second = results("failing")
-    assert [bool(values) for values in first["published"]] == [True] * COUNT
+    # What one rank cannot compare is published by none.
+    assert (first["published"], first["all_reduces"]) == ([{}] * COUNT, COUNT)
     assert second == first
 
 

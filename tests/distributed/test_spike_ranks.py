@@ -120,7 +120,7 @@ def test_what_starts_on_both_ranks_is_named_on_both(results):
 def test_what_starts_on_another_rank_is_not_named(results):
     first, second = results("nan on one")
     assert first["source"] is None
-    assert ["all values of this rank are finite" in text for text in first["warnings"]] == [True]
+    assert ["are finite on this rank" in text for text in first["warnings"]] == [True]
     assert (second["source"]["name"], second["source"]["kind"]) == ("norm", "forward")
 
 
