@@ -97,7 +97,7 @@ def test_comes_back_example_in_small(tmp_path, monkeypatch):
     assert back_to < 150 < first < 190
     assert again_back_to < 300 < second < 320
     before, worst, last, spikes, rollbacks = rows_of_comes_back(row(500, "with handlers", run))["with handlers"]
-    assert last < before < worst
+    assert last < 2.5 < before < worst  # the last loss is 2.52 without handlers, and 2.40 undisturbed
     assert (spikes, rollbacks) == (len(run.spikes), len(run.rollbacks))
     assert len(list((tmp_path / "runs" / "comes_back" / "spikes").iterdir())) == 20
     plot(500, dict.fromkeys(("undisturbed", "without handlers", "with handlers"), run), tmp_path / "small.png")

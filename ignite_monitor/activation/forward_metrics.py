@@ -17,7 +17,7 @@ from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
 from ignite_monitor.activation.statistics import grouped, merged_by_name
-from ignite_monitor.activation.units import UnitDimensions
+from ignite_monitor.activation.units import UnitDimensions, defines_units
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
@@ -78,7 +78,8 @@ class ForwardMetrics(ModuleHook):
         """Contexts around a train step, with hooks on modules where they do not change what the model computes."""
         contexts: list[AbstractContextManager[Any]] = [recording(self._record)]
         if self._metrics:
-            contexts.append(outputs_to([module for module in hookable if id(module) in self._layers], self))
+            hooked = [module for module in hookable if id(module) in self._layers or defines_units(module)]
+            contexts.append(outputs_to(hooked, self))
             contexts.append(after_forward([self._root], self._pass_ended))
         if self._attention:
             contexts.append(AttentionCalls(self._running_layer, self._add_attention).during(self._root))
@@ -102,18 +103,19 @@ class ForwardMetrics(ModuleHook):
     # Outputs of modules
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        layer = self._layers.get(id(module))  # a shallow copy has the hooks of the module itself
-        if layer is None or not self._is_wanted():
+        if not self._is_wanted():
             return
-        name, tag = layer
+        layer = self._layers.get(id(module))  # None for a layer that only defines the units of others
+        name, tag = layer or ("", "")
         with hidden_from_user_modes() if function_modes() or dispatch_modes() else torch.no_grad():
             tensors = ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag)
             for i, (key, tensor) in enumerate(tensors):
-                if not has_local_data(tensor):
-                    self._skip(tag, NOT_PLAIN)
-                elif tensor.is_floating_point():
+                if has_local_data(tensor) and tensor.is_floating_point():
                     unit = self._units.of(module, args, tensor, i == 0)
-                    self.activation.add(key, name, tensor, unit, copy=True)
+                    if layer is not None:
+                        self.activation.add(key, name, tensor, unit, copy=True)
+                elif layer is not None and not has_local_data(tensor):
+                    self._skip(tag, NOT_PLAIN)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():

@@ -56,6 +56,11 @@ class UnitDimensions:
         return None if dim is None or shape[1:].count(shape[dim]) > 1 else dim
 
 
+def defines_units(module: nn.Module) -> bool:
+    """Return True for a layer whose outputs have units, which functions of them have too."""
+    return _kind_of(cast("Any", type(module)))[0]
+
+
 @functools.lru_cache(512)
 def _kind_of(module: Any) -> tuple[bool, bool]:
     """Return whether modules of a class are layers that define their units, and whether they compute elementwise."""

@@ -19,9 +19,9 @@ class Detection(NamedTuple):
     """Result for one value; all tensors have its shape and device."""
 
     value: Tensor
-    compared: Tensor  # with the threshold: the value, or for single tensors a normalized one; ``ignored`` if not finite
+    comparable: Tensor  # the value, or for single tensors a normalized one; ``ignored`` if it is not finite
     threshold: Tensor  # what it was compared with; NaN or inf if it was not compared
-    limit: Tensor  # the threshold of the rule, compared or not
+    rule_threshold: Tensor  # the threshold of the rule, compared or not
     mean: Tensor  # mean of the values that the threshold was estimated from; NaN before the first
     std: Tensor  # their sample standard deviation; NaN before the second
     spike: Tensor  # whether it is a spike
@@ -63,57 +63,59 @@ class SpikeDetector:
         self.overflow_is_spike = overflow_is_spike
         self.ignored = -math.inf if math.isnan(ignored) else ignored
         self._suspends = rule.warmup < max(self.max_consecutive_spikes, 10)
-        self._state: dict[str, Tensor] = {}  # count of recent spikes; previous one a spike; rule not applied
+        self._state: dict[str, Tensor] = {}  # as documented above; the first is the count
         self.reset_threshold()
 
     def detect(self, value: Tensor, normalized: Tensor | None = None) -> Detection:
         """Compare a value, or a normalized one in its place, with the threshold; updates nothing."""
         normalized = value if normalized is None else normalized
-        recent = self._state["recent"]
-        if value.device != recent.device or value.dtype != recent.dtype or value.shape != recent.shape:
+        score = self._state["spike_score"]
+        if value.device != score.device or value.dtype != score.dtype or value.shape != score.shape:
             self.to(value)
-        limit, mean, std = self.rule.statistics()
-        threshold = limit.masked_fill(self._state["suspended"], math.nan) if self._suspends else limit
+        rule_threshold, mean, std = self.rule.statistics()
+        threshold = rule_threshold
+        if self._suspends:
+            threshold = threshold.masked_fill(self._state["awaits_normal_value"], math.nan)
         nonfinite = ~(normalized < math.inf)
-        compared = normalized.masked_fill(nonfinite, self.ignored)
-        above = compared > threshold
+        comparable = normalized.masked_fill(nonfinite, self.ignored)
+        above = comparable > threshold
         spike = above | nonfinite if self.overflow_is_spike else above
-        reset = above & (self._state["recent"] >= self.max_consecutive_spikes - 1)
-        return Detection(value, compared, threshold, limit, mean, std, spike, nonfinite, above, reset)
+        reset = above & (self._state["spike_score"] >= self.max_consecutive_spikes - 1)
+        return Detection(value, comparable, threshold, rule_threshold, mean, std, spike, nonfinite, above, reset)
 
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics with a detection, where a bool tensor is True; None for True."""
-        state, compared, above, reset = self._state, detection.compared, detection.above, detection.threshold_reset
+        state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset
         flags = (above, detection.nonfinite, *state.values())
-        if when is None and compared.is_cpu and not compared.ndim and not any(map(torch.is_nonzero, flags)):
-            if torch.is_nonzero((compared != self.ignored) & (compared <= largest_usable(compared))):
-                self.rule.observe(compared)
+        if when is None and value.is_cpu and not value.ndim and not any(map(torch.is_nonzero, flags)):
+            if torch.is_nonzero((value != self.ignored) & (value <= largest_usable(value))):
+                self.rule.observe(value)
             return
-        counted = compared != self.ignored
+        counted = value != self.ignored
         if when is not None:
             counted, above, reset = counted & when, above & when, reset & when
         clipped = above > reset
-        entry = torch.where(clipped, self.rule.entry(detection.limit), compared)
+        entry = torch.where(clipped, self.rule.entry(detection.rule_threshold), value)
         updates = counted > (clipped & state["previous"])
         if entry.is_cpu or entry.dtype != torch.float64:  # elsewhere only float64 models could exceed it
             updates = updates & (entry <= largest_usable(entry))
         self.rule.observe(entry, updates, reset)
-        recent = torch.add(state["recent"], counted, alpha=-self._DECREASE)
-        recent = torch.add(recent, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
+        score = torch.add(state["spike_score"], counted, alpha=-self._DECREASE)
+        score = torch.add(score, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
         previous = clipped if when is None else torch.where(when, clipped, state["previous"])
-        self._state = {"recent": recent.masked_fill(reset, 0.0), "previous": previous}
+        self._state = {"spike_score": score.masked_fill(reset, 0.0), "previous": previous}
         if self._suspends:
-            within = counted & (compared <= detection.limit)
-            self._state["suspended"] = (state["suspended"] > within) | reset
+            is_normal = counted & (value <= detection.rule_threshold)
+            self._state["awaits_normal_value"] = (state["awaits_normal_value"] > is_normal) | reset
 
     def reset_threshold(self) -> None:
         """Discard all earlier values."""
         self.rule.reset()
-        recent = torch.zeros_like(self.rule.state["count"])
-        flag = recent > 0
-        self._state = {"recent": recent, "previous": flag}
+        score = torch.zeros_like(self.rule.state["count"])
+        flag = score > 0
+        self._state = {"spike_score": score, "previous": flag}
         if self._suspends:
-            self._state["suspended"] = flag
+            self._state["awaits_normal_value"] = flag
 
     def copy(self) -> SpikeDetector:
         """Return a detector of the same rule and state; it shares the tensors, which are never changed in place."""

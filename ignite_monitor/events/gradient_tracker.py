@@ -89,7 +89,7 @@ class OptimizerStep(NamedTuple):
     def is_of(self, optimizer: Optimizer | None) -> bool:
         """Return True if an optimizer, or one that wraps it, makes the step; None for any that shares parameters."""
         if optimizer is None:
-            return self.tracker.shares(self.optimizer)
+            return bool(self.parameters)
         return self.optimizer.param_groups is optimizer.param_groups
 
 
@@ -183,10 +183,6 @@ class GradientTracker:
             parameters = [parameter for parameter in self.parameters if id(parameter) in ids]
             self._held[optimizer] = held, parameters
         return parameters
-
-    def shares(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer holds parameters of the model."""
-        return bool(self.parameters_of(optimizer))
 
     def iteration_started(self) -> None:
         """Forget the backward passes of the previous iteration."""

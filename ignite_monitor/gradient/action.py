@@ -111,6 +111,6 @@ def clip_factor(detection: GradientDetection, norm: Tensor) -> Tensor:
         A 0-dim tensor from 0 to 1; 1 for a non-finite gradient, and where no norm was above its threshold.
     """
     parts = [part for part in (detection.norm, detection.parameters) if part is not None]
-    ratios = [torch.where(part.above, part.threshold / part.compared, math.inf).amin() for part in parts]
-    factor = torch.stack(ratios).amin() * (detection.norm.compared / norm)
+    ratios = [torch.where(part.above, part.threshold / part.comparable, math.inf).amin() for part in parts]
+    factor = torch.stack(ratios).amin() * (detection.norm.comparable / norm)
     return torch.where(detection.exceeds & (norm < math.inf), factor.nan_to_num(1.0).clamp(0.0, 1.0), 1.0)

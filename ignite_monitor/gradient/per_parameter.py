@@ -63,8 +63,8 @@ class PerParameterDetector(SpikeDetector):
 
     def _arrange(self, names: tuple[str, ...]) -> None:
         """Arrange the state for these names; new ones have an empty state."""
-        size = len(self._state["recent"])
+        size = len(self._state["spike_score"])
         index_of = dict(zip(self.names, range(size), strict=False))
         index = torch.tensor([index_of.get(name, size) for name in names], dtype=torch.int64, device="cpu")
-        self.arrange(move(index, self._state["recent"].device))
+        self.arrange(move(index, self._state["spike_score"].device))
         self.names = names

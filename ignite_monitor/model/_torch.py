@@ -242,14 +242,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
     """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
-    Without the private names FlexAttention runs eagerly too.
-
     Args:
         ran: is called with the name of each function, other than a module's, that would have run compiled.
     """
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
-    decide: Any = getattr(frames, "_callback_from_stance", None)
-    stance = getattr(frames, "_stance", None)
+    decide, stance = frames._callback_from_stance, frames._stance
 
     def decide_by_function(callback: Any) -> Any:
         function = sys._getframe(1).f_locals.get("fn")
@@ -266,7 +263,7 @@ def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
 
     with contextlib.ExitStack() as exits:
         exits.enter_context(torch.compiler.set_stance("force_eager"))
-        if decide is not None and getattr(stance, "stance", "force_eager") != "force_eager":
+        if stance.stance != "force_eager":
             frames._callback_from_stance = decide_by_function
             exits.callback(setattr, frames, "_callback_from_stance", decide)
         yield

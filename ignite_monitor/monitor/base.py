@@ -293,7 +293,8 @@ class Monitor(Serializable):
         engine = self._attached_to()
         iteration = 0 if engine is None else engine.state.iteration
         self.reports.append(Report(iteration, self._title, kind, severity, text, tuple(names)))
-        self.logger.log(LEVELS[severity], "%s: iteration %d: %s", self._title, iteration, text)
+        place = f"iteration {iteration}: " if iteration else ""
+        self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
 
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
@@ -326,7 +327,7 @@ class Monitor(Serializable):
             self.logger.warning(f"%s: {text}", self._title, *values)
 
     def _check_scaler(self, engine: Engine, step: Any) -> None:
-        if not self._has_seen_step and step.tracker.shares(step.optimizer):
+        if not self._has_seen_step and step.parameters:
             self._has_seen_step = True
             self.lacks_scaler = arguments.steps_through_scaler()
             if self.lacks_scaler:

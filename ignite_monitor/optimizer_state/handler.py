@@ -75,7 +75,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self.top_k = check_count("top_k", top_k)
         self._step: MomentMeasurement | None = None  # while a run lasts
         self._measured: MomentStatistics | None = None  # of this iteration
-        self._monitored_count, self._has_stepped, self._has_published = 0, False, False
+        self._has_stepped = self._has_published = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the sample size; the optimizer saves everything else."""
@@ -95,15 +95,12 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self._step.start()
 
     def on_run_end(self) -> None:
-        if self._monitored_count and not self._has_published:
-            why = "it made no step in them with a gradient of the model"
-            if self._has_stepped:
-                why = "its state holds no exp_avg, exp_avg_sq or momentum_buffer of a parameter's shape"
-            name, count = type(self.optimizer).__name__, self._monitored_count
-            self.report(
-                "nothing_measured", f"nothing is reported of {name} in {count} monitored iterations, since {why}"
+        if self._has_stepped and not self._has_published:
+            text = (
+                f"nothing is reported of {type(self.optimizer).__name__}, since its state holds no exp_avg, exp_avg_sq "
             )
-        self._monitored_count, self._has_stepped, self._has_published = 0, False, False
+            self.report("nothing_measured", f"{text}or momentum_buffer of a parameter's shape")
+        self._has_stepped = self._has_published = False
 
     def reset_run_state(self) -> None:
         self._step = self._measured = None
@@ -119,7 +116,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
             return
-        self._monitored_count += 1
         self._has_stepped |= self._step.stepped.any
         if self._measured is None:
             return

@@ -237,7 +237,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             values["restored_iteration"] = self._restore(action, engine, signals, starts, reason)["iteration"]
         elif action == Action.ACCEPT:
             self._accept_data(engine)
-        elif policy.watching and was_phase != policy.phase:
+        if action in (Action.NONE, Action.RESUME) and policy.watching and was_phase != policy.phase:
             if was_phase == RECOVERING:
                 self._snapshots.end()
             else:

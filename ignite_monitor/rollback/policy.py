@@ -15,6 +15,7 @@ from ignite_monitor.rollback.limits import (
     PROBATION,
     PROBE_EVERY,
     RETRIES,
+    RETURNS,
     SETTLED,
     TESTS,
     TRIAL,
@@ -57,13 +58,14 @@ class RecoveryPolicy:
     The first iteration after a restore tests the snapshot: its loss is that of the restored weights on a new batch. If
     one test is passed, training is the fault, and nothing is accepted. If all tests in a row fail, older snapshots
     included, the data have changed, and training continues with them. The snapshot is probed from time to time: if it
-    passes, the earlier data have returned, and training continues from it.
+    passes, the earlier data have returned, and training continues from it. It is probed a last time when the loss has
+    become usual; after a second rollback it is not, since data that change again and again do not return for good.
     """
 
     SAVED = (
         *("phase", "first_sign", "healthy", "nonfinite", "discarded", "rollbacks", "is_test", "failed_tests"),
         *("retries", "recent", "test_levels", "since", "probe_at", "passed", "trials", "probation", "calm"),
-        *("may_continue", "tests", "all_failed"),
+        *("may_continue", "tests", "all_failed", "settles"),
     )
 
     def __init__(self, patience: int, max_rollbacks: int) -> None:
@@ -85,6 +87,7 @@ class RecoveryPolicy:
         self.test_levels: list[float] = []
         self.since = self.probe_at = self.passed = 0
         self.probation = PROBATION
+        self.settles = False  # True if the probe that is in progress ends the recovery
         self.may_continue = False  # True if the state before the rollback may be better than the snapshot
 
     @property
@@ -138,7 +141,7 @@ class RecoveryPolicy:
         self.phase, self.is_test = RECOVERING, True
         self.may_continue = event == Event.TRIGGERED and not signals.is_requested
         self.discarded = self.failed_tests = self.all_failed = self.tests = self.retries = self.trials = self.calm = 0
-        self.test_levels, self.probation = [], LONG_PROBATION if is_exhausted else PROBATION
+        self.test_levels, self.settles, self.probation = [], False, LONG_PROBATION if is_exhausted else PROBATION
         if is_exhausted:
             return Action.DISCARD
         self.rollbacks.append(iteration)
@@ -185,8 +188,15 @@ class RecoveryPolicy:
             return Action.DISCARD
         if event == Event.RUINED:
             return Action.END
-        if self.passed >= PROBATION or iteration - self.first_sign >= SETTLED:
+        age, is_first = iteration - self.first_sign, len(self.rollbacks) == 1
+        if age >= SETTLED or (self.passed >= PROBATION and not is_first):
             self.phase, self.recent, self.calm = WATCHING, [], 0
+        elif (
+            self.passed >= PROBATION and age >= RETURNS
+        ):  # the changed data are learnt, or the earlier ones have returned
+            self.phase, self.passed, self.settles = PROBING, 0, True
+            self.discarded += 1
+            return Action.PROBE
         elif iteration >= self.probe_at and not self.passed and iteration - self.since > TRIAL:
             self.phase = PROBING
             self.discarded += 1
@@ -196,10 +206,14 @@ class RecoveryPolicy:
     def _probe(self, is_passed: bool, iteration: int) -> Action:
         self.discarded += 1
         self.passed = self.passed + 1 if is_passed else 0
+        if not is_passed and self.settles:
+            self.phase, self.recent, self.calm = WATCHING, [], 0
+            return Action.RESUME
         if not is_passed:
             self.phase, self.probe_at = ADAPTING, iteration + max(PROBE_EVERY, (iteration - self.since) // 3)
             return Action.RESUME
         if self.passed > 1:
+            self.settles = False
             self.phase, self.is_test, self.failed_tests, self.healthy = RECOVERING, True, 0, 0
         return Action.DISCARD
 

@@ -16,19 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
-from ignite_monitor.events.monitor_events import MonitorEvents, Phase
+from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.forward import before_forward
-from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.reports import Report
-from ignite_monitor.setup_check.evidence import Evidence, Iteration
-from ignite_monitor.setup_check.findings import Finding, find_all, idle_parameters, unused_parameters
-from ignite_monitor.setup_check.rounding import LostUpdates
-
-_MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
+from ignite_monitor.setup_check.evidence import Evidence
+from ignite_monitor.setup_check.findings import MOST, Finding, find_all, idle_parameters, unused_parameters
 
 
 class SetupCheck(Monitor):
@@ -63,7 +59,6 @@ class SetupCheck(Monitor):
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
-            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
@@ -76,10 +71,8 @@ class SetupCheck(Monitor):
 
     def reset_run_state(self) -> None:
         self._evidence: Evidence | None = None
-        self._iteration = Iteration()
         self._probe: AccumulationProbe | None = None
         self._hooks = ExitStack()
-        self._lost: LostUpdates | None = None
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
@@ -92,32 +85,27 @@ class SetupCheck(Monitor):
         reshard(self.model)
         tracker, modules = source.trackers[id(self.model)], [*self.model.modules()]
         if self._evidence is None:
-            self._evidence = Evidence(self.model, self.optimizer, tracker.parameters, engine.state)
-            is_narrow = any(item.dtype in NARROW for item in self._evidence.held)
-            self._lost = LostUpdates(self.model, 1024, self.optimizer) if is_narrow else None
-        self._iteration = self._evidence.start(engine.state.batch, len(self._evidence.iterations) < self.iterations)
+            self._evidence = Evidence(self.model, self.optimizer, engine.state.batch)
+        self._evidence.start(engine.state.batch, self.iterations)
         if self.findings is not None:  # waiting for gradients only
             return []
-        if self._lost is not None:
-            self._lost.start()
-        self._hooks = hooks = ExitStack()
-        # No event announces the steps of an optimizer that the model's monitors were not given.
-        hooks.callback(register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step))).remove)
+        events, self._hooks = self._evidence.events, ExitStack()
+        # No event announces the steps of an optimizer that holds no parameter of the model.
+        hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
+        self._hooks.callback(hook.remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
             wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-            pairs, note_call = [*wrappers, *(wrapper.module for wrapper in wrappers)], self._iteration.calls.append
-            hooks.enter_context(
-                before_forward(pairs, lambda m, *_: torch.is_grad_enabled() and note_call(m in wrappers))
-            )
-        self._probe = hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
-        return [hooks]
+            pairs = [*wrappers, *(wrapper.module for wrapper in wrappers)]
+            note = lambda m, *_: events.extend([("call", m in wrappers)] * torch.is_grad_enabled())  # noqa: E731
+            self._hooks.enter_context(before_forward(pairs, note))
+        self._probe = self._hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
+        return [self._hooks]
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._evidence is not None:
             if self._probe is not None and self._probe.norm is not None:
-                self._iteration.norms_before.append(self._probe.norm)
+                self._evidence.events.append(("backward", self._probe.norm))
                 self._probe = self._hooks.enter_context(AccumulationProbe(backward.tracker, self.optimizer))
-            self._evidence.seen |= backward.reached & {id(item) for item in self._evidence.held}
             self._evidence.note()
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
@@ -126,14 +114,10 @@ class SetupCheck(Monitor):
             if self.findings is None:
                 self._evidence.note_step(step.loss_scale)
 
-    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._lost is not None and self.findings is None and step.is_of(self.optimizer):
-            self._lost.keep_gradients(step.optimizer)
-
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._evidence is not None and self._is_running:
-            self._evidence.kinds.add(type(optimizer))
-            self._iteration.has_step |= optimizer.param_groups is self.optimizer.param_groups
+        if self._evidence is not None and self._is_running and optimizer.param_groups is self.optimizer.param_groups:
+            self._evidence.has_stepped = True
+            self._evidence.events.append(("made", f"{type(optimizer).__module__}.".startswith("torch.optim.")))
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         evidence = self._evidence
@@ -141,31 +125,25 @@ class SetupCheck(Monitor):
             return
         reshard(self.model)
         evidence.note()
-        is_last = len(evidence.iterations) >= max(_MOST, self.iterations)
+        evidence.steps += evidence.has_stepped
+        is_last = evidence.iterations >= max(MOST, self.iterations)
         if self.findings is not None:
             if is_last or not idle_parameters(evidence):
                 self._finish()
-            return
-        if self._lost is not None and self._lost.stepped.any and self._lost.fits():
-            self._iteration.numbers["lost"] = self._lost.fraction()
-        if is_last or len(evidence.steps) == self.iterations:
-            evidence.end()
-            self._is_resolved = False  # until the tensors have been brought to the host
+        elif is_last or evidence.steps >= self.iterations:
+            self._is_resolved = False  # until the numbers have been brought to the host
 
     def deferred_tensors(self) -> list[Tensor]:
-        is_ready = self._evidence is not None and not self._is_resolved
-        return [tensor for _, _, tensor in self._evidence.tensors()] if self._evidence and is_ready else []
+        return [] if self._evidence is None else self._evidence.end()
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         engine, evidence = self._attached_to(), self._evidence
-        if engine is None or evidence is None or not evidence.moved or self.findings is not None:
-            return {}
-        for (owner, key, _), (number,) in zip(evidence.tensors(), extra, strict=True):
-            owner[key] = number
-        self.findings = []
-        self._report(find_all(evidence, engine.state.epoch_length))
-        if not idle_parameters(evidence):
-            self._finish()
+        if engine is not None and evidence is not None:
+            evidence.resolve(number for (number,) in extra)
+            self.findings = []
+            self._report(find_all(evidence, engine.state.epoch_length))
+            if not idle_parameters(evidence):
+                self._finish()
         return {}
 
     def _report(self, findings: Iterable[Finding]) -> None:
@@ -177,6 +155,6 @@ class SetupCheck(Monitor):
         if self._evidence is not None:
             self._report(unused_parameters(self._evidence))
             if not self.findings:
-                self.logger.info("%s: no problems found in %d iterations", self._title, len(self._evidence.iterations))
+                self.logger.info("%s: no problems found in %d iterations", self._title, self._evidence.iterations)
         self.is_finished = True
         self.reset_run_state()

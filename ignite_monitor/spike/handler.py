@@ -109,9 +109,9 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         too_low = numbers < -largest_usable(number)
         detection = self._detector.detect(numbers, numbers.masked_fill(too_low, math.inf))
         # As far below the mean as the threshold is above it. Without a threshold NaN, which fmax ignores.
-        lowest = detection.mean - (detection.limit - detection.mean).abs()
-        raised = torch.fmax(detection.compared, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
-        self._detector.observe(detection._replace(compared=raised))
+        lowest = detection.mean - (detection.rule_threshold - detection.mean).abs()
+        raised = torch.fmax(detection.comparable, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
+        self._detector.observe(detection._replace(comparable=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         spike, _, reset = flags = flags.any(-1) if self.direction == "both" else flags
         self._counts = move_like(self._counts, number) + flags

@@ -147,7 +147,6 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._whole: set[str] = set()  # names of parameters of which all elements are measured
         self._step: UpdateMeasurement | None = None  # while a run lasts
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
-        self._monitored_count = self._stepped_count = 0
 
     @property
     def diagnostics(self) -> dict[str, ParameterDiagnostics]:
@@ -205,16 +204,6 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 self._step.samples.take_whole(index)
         self._step.start()
 
-    def on_run_end(self) -> None:
-        if self._monitored_count and not self._stepped_count:
-            self.report(
-                "no_update_ratio",
-                f"no update ratio is reported: none of {self._monitored_count} monitored iterations had an optimizer "
-                "step with a gradient of the model. Check that the train step uses this model and optimizer, or attach "
-                "with another filter.",
-            )
-        self._monitored_count = self._stepped_count = 0
-
     def reset_run_state(self) -> None:
         self._step = None
 
@@ -237,8 +226,6 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             text = f"parameters were replaced in the train step of iteration {engine.state.iteration}, so nothing is "
             self.report("parameters_replaced", f"{text}reported of it")
             return
-        self._monitored_count += 1
-        self._stepped_count += self._step.stepped.any
         measured = self._step.completed()
         if measured is None:
             return

@@ -84,21 +84,20 @@ class UpdateMeasurement(SampledStep):
         rows = [torch.stack([known.get(index, unknown) for index in own])]
         rounded = {index for index in self._had_gradient if self.is_rounded(index)}
         if self.stepped:
-            changes = self.split(self.changes(own), own)
+            flat = self.changes(own)
+            moved = (flat != 0).to(flat.dtype)
             sampled = torch.tensor([float(samples.is_sampled(index)) for index in own], device="cpu").to(samples.dtype)
             weights = samples.norms(self.before(own)).unbind()
             whole = [self._whole_norms.get(index, norm) for index, norm in zip(own, weights, strict=True)]
+            rows += [torch.stack(whole), samples.norms(self.split(flat, own)) * samples.factors[at]]
             # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
-            moved = [(change != 0).to(change.dtype) for change in changes]
-            rows += [torch.stack(whole), samples.norms(changes) * samples.factors[at]]
-            rows += [samples.norms(moved), move(sampled, samples.device)]
+            rows += [samples.norms(self.split(moved, own)), move(sampled, samples.device)]
             if rounded:
-                had = [
-                    self._had_gradient[index].to(change.dtype) if index in rounded else torch.zeros_like(change)
-                    for index, change in zip(own, changes, strict=True)
-                ]
-                lost = [mask * (1 - change) for mask, change in zip(had, moved, strict=True)]
-                rows += [samples.norms(lost), samples.norms(had)]
+                none = torch.zeros_like(moved, dtype=torch.bool)
+                parts = zip(own, self.split(none, own), strict=True)
+                had = torch.cat([self._had_gradient[index] if index in rounded else part for index, part in parts])
+                lost = (had & (flat == 0)).to(flat.dtype)
+                rows += [samples.norms(self.split(part, own)) for part in (lost, had.to(flat.dtype))]
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
         measured = samples.over_ranks(torch.stack(rows), own)
@@ -133,7 +132,6 @@ class UpdateMeasurement(SampledStep):
             together = samples.norms([samples.take(i, tensors[i], whole=True) for i in small])
             norms |= zip(small, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
         if rest:
-            together = norms_of([samples.own_part(i, tensors[i]) for i in rest])
-            together = together.to(samples.device, non_blocking=samples.device.type != "cpu")
+            together = move(norms_of([samples.own_part(i, tensors[i]) for i in rest]), samples.device)
             norms |= zip(rest, together.nan_to_num(math.inf, math.inf).unbind(), strict=True)
         return norms

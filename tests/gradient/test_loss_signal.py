@@ -26,7 +26,7 @@ def spikes_of(signal, losses, dtype=torch.float64, limits=None):
         signal.observe(detection)
         spikes.append(bool(detection.spike))
         if limits is not None:
-            limits.append(float(detection.limit))
+            limits.append(float(detection.rule_threshold))
     return spikes
 
 

@@ -82,12 +82,12 @@ def test_tensors_without_a_gradient_and_zero_ones():
 def test_non_finite_norms_are_spikes_of_their_tensors_and_leave_no_trace(bad):
     rows, detector = norms_of(60), PerParameterDetector()
     detected(rows, detector)
-    limits = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    limits = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).rule_threshold.tolist()
     detection = detector.detect(NAMES, torch.tensor([1.0, bad, 1e-5, bad], dtype=torch.float64))
     detector.observe(detection)
     assert detection.spike.tolist() == [False, True, False, True]
     assert shares_of(detection) == {"qkv": 0.5, "head": 0.5}
-    after = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).limit.tolist()
+    after = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).rule_threshold.tolist()
     assert [one == other for one, other in zip(limits, after, strict=True)] == [False, True, False, True]
 
 

@@ -47,7 +47,7 @@ def test_of_spikes_in_a_row_only_the_first_enters(decay, patience):
         is_reset = len(oracle.history) == 1 < before
         detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
         detector.observe(detection)
-        np.testing.assert_allclose(detection.limit.nan_to_num(math.inf).item(), expected.limit, rtol=1e-9)
+        np.testing.assert_allclose(detection.rule_threshold.nan_to_num(math.inf).item(), expected.limit, rtol=1e-9)
         assert bool(detection.spike) == expected.spike
         assert bool(detection.threshold_reset) == is_reset
         assert detector.rule.state["count"].item() == len(oracle.history)
@@ -199,7 +199,7 @@ def test_values_whose_powers_overflow_update_nothing(when):
 )
 def test_a_rule_with_a_short_warm_up_is_suspended_after_a_reset(warmup, patience, suspends):
     detector = SpikeDetector(MeanStdThreshold(warmup=warmup), max_consecutive_spikes=patience)
-    assert ("suspended" in detector.state_dict()) is suspends
+    assert ("awaits_normal_value" in detector.state_dict()) is suspends
     detector = SpikeDetector(StaticThreshold(2.0), max_consecutive_spikes=3)
     assert detect_all(detector, [5.0, 5.0, 5.0, 5.0, 3.0, 5.0, 1.0, 3.0]) == [True] * 3 + [False] * 4 + [True]
 

@@ -11,6 +11,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradientNoiseScaleHandler
 from ignite_monitor.noise_scale.estimate import RatioOfMeans, noise_and_signal
@@ -322,3 +323,26 @@ def test_backward_in_a_compiled_function():
     assert result[0][0]
     torch.testing.assert_close(*result)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_backward_with_others_inside_of_it_is_one(use_reentrant):
+    """Reentrant checkpoints, one of which holds the first gradients of the backward, and one the last but one."""
+
+    def train(checkpointed):
+        model, x, y = problem()
+        optimizer = torch.optim.SGD(model.parameters(), 0.001)
+        first, middle, last = model
+
+        def run(module, x):
+            return checkpoint(module, x, use_reentrant=use_reentrant) if checkpointed else module(x)
+
+        def loss_of(_, batch):
+            return mse_loss(lambda x: run(last, run(middle, run(first, x.clone().requires_grad_()))), batch)
+
+        return watched(step_of(model, optimizer, loss_of=loss_of), model, optimizer, batches(x, y, 64, 60))[0]
+
+    expected, actual = train(False), train(True)
+    assert expected[-1]
+    for one, other in zip(actual, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)

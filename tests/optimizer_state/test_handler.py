@@ -247,13 +247,6 @@ def test_what_is_not_kept_is_absent_and_reported_once(caplog):
         assert len([item for item in caplog.messages if "exp_avg" in item]) == 1
 
 
-def test_an_optimizer_that_makes_no_step_is_reported(caplog):
-    model = make_model()
-    handler = OptimizerStateHandler(model, torch.optim.Adam(model.parameters()))
-    run_monitored(make_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), make_batches(3), handler)
-    assert len([item for item in caplog.messages if "no step" in item]) == 1
-
-
 def test_second_moments_of_another_basis_are_no_squares_of_the_gradient():
     model = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters())
