@@ -96,7 +96,9 @@ KINDS: dict[str, Kind] = {
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
     "wrong_sign": Kind("Check the sign of the loss, and the optimizer's maximize.", _RATE | _DATA | SETUP),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
-    "not_learning": Kind("Check that inputs and targets belong together, and that the model can fit ten examples."),
+    "not_learning": Kind(
+        "Check that inputs and targets belong together, and that the model can fit ten examples.", _STILL
+    ),
     "bad_batches": Kind(_INSPECT, _DAMAGE - {"bad_batches"}),
     "periodic_spikes": Kind("Check for a batch or event with this period.", _DAMAGE - {"periodic_spikes"}),
     "large_curvature": Kind("Lower the learning rate, or use a longer warm-up.", direction=LOWER),

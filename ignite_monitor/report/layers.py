@@ -123,7 +123,7 @@ def group_rates(monitor: Recorded, run: Run) -> Iterator[Finding]:
                 what += f", and the norm of all parameters grew {times(growth)}"
             else:
                 severity = "note"
-        elif not rate and len(groups) > 1 and len(groups[group].values) > 1:
+        elif not rate and len(groups[group].values) > 1:
             what += f"has a learning rate of 0 from the beginning to the end ({name})"
             advice = "Give it a learning rate, or set requires_grad=False if its parameters are not to learn."
         elif 0 < most < limits.SMALL_UPDATE and len(groups) > 1:

@@ -41,8 +41,8 @@ def test_spikes_are_marked_at_their_norms():
 
 def test_the_value_of_a_spike_monitor_is_shown_with_its_threshold():
     names = {"value": [1, 1, 9, 1], "threshold": [2, 2, 2, 2], "spike": [0, 0, 1, 0]}
-    panel = panels({f"loss/{name}": runs.series(values) for name, values in names.items()}, "value|threshold|spike$")
-    chart = panel["loss: value against its threshold"]
+    panel = panels({f"update/{name}": runs.series(values) for name, values in names.items()}, "value|threshold|spike$")
+    chart = panel["update: value against its threshold"]
     assert {line.label: line.style for line in chart.lines} == {"value": "solid", "threshold": "dashed"}
     assert chart.marked.steps.tolist() == [3]
 
