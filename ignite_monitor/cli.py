@@ -26,6 +26,7 @@ examples:
   ignite-monitor demo                               train a small model and record it
   ignite-monitor summary runs/demo/run.h5           what happened, in words
   ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
+  ignite-monitor report runs/demo/run.h5            both in a page to send
   ignite-monitor compare first.h5 second.h5         two runs side by side
   ignite-monitor spike spikes/                      what was in the batch at a spike
 
@@ -34,6 +35,7 @@ A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monito
 DEMO = "demo -o runs/mine --iterations 1000\n\nNeeds no network, and takes less than half a minute."
 SUMMARY = "summary runs/demo/run.h5 --json | jq '.findings[].text'"
 PLOT = "plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'"
+REPORT = "report runs/demo/run.h5 -o run.html\n\nThe page needs no network and no script."
 COMPARE = """\
 compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
 
@@ -98,11 +100,7 @@ def _discard_output() -> None:
 def _parser() -> Parser:
     options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(prog=PROGRAM, description="See what happened in a training run.", epilog=EXAMPLES, **options)
-    try:
-        release = version(PROGRAM)
-    except PackageNotFoundError:
-        release = "(not installed)"
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {release}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_release()}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
@@ -125,6 +123,9 @@ def _parser() -> Parser:
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
+    option = add(_report, "write a page of HTML to send: findings with their evidence, figure, metrics", REPORT, "run")
+    option("-o", "--output", metavar="FILE", help="where to write (default: RUN.html next to RUN.h5)")
+
     summary = add(_summary, "what happened in a run, causes before consequences", SUMMARY, "run")
     compare = add(_compare, "two runs side by side, what differs most first", COMPARE, "a", "b")
     for option in (summary, compare):
@@ -134,6 +135,13 @@ def _parser() -> Parser:
     option = add(_spike, "show what SpikeRecorder saved at spikes", SPIKE)
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
     return parser
+
+
+def _release() -> str:
+    try:
+        return version(PROGRAM)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _demo(chosen: argparse.Namespace) -> None:
@@ -164,9 +172,7 @@ def _plot(chosen: argparse.Namespace) -> None:
         selection = re.compile(chosen.metrics) if chosen.metrics is not None else None
     except re.error as error:
         raise BadInput(f"argument --metrics: {chosen.metrics!r} is no regular expression: {error}") from None
-    output = Path(chosen.output or Path(chosen.run).with_suffix(".png"))
-    if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
-        raise BadInput(f"{output} is the run itself, and would be overwritten")
+    output = _output(chosen, ".png")
     run = _read(chosen.run)
     shown = picture(run, selection, chosen.all)
     if not shown.panels:
@@ -174,6 +180,24 @@ def _plot(chosen: argparse.Namespace) -> None:
     with _one_line(str(output)):
         draw(shown, output, title=Path(chosen.run).name, dark=chosen.dark)
     print(printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
+
+
+def _report(chosen: argparse.Namespace) -> None:
+    output = _output(chosen, ".html")
+    run = _read(chosen.run)
+    with _one_line(str(output)):
+        from ignite_monitor.report.page import page
+
+        output.write_text(page(Path(chosen.run).name, run, f"{PROGRAM} {_release()}"), encoding="utf-8")
+    print(printable(f"{output}: written"))
+
+
+def _output(chosen: argparse.Namespace, suffix: str) -> Path:
+    """Return where to write: the given file, or one beside the run; never the run itself."""
+    output = Path(chosen.output or Path(chosen.run).with_suffix(suffix))
+    if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
+        raise BadInput(f"{output} is the run itself, and would be overwritten")
+    return output
 
 
 def _compare(chosen: argparse.Namespace) -> None:

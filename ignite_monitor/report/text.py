@@ -21,6 +21,7 @@ from ignite_monitor.report.summary import Comparison, Difference, Statistics, Su
 if TYPE_CHECKING:
     from ignite_monitor.spike_recorder.record import SpikeRecord
 
+COLUMNS = ("metric", "first", "last", "min", "max", "count")
 ROWS = 30  # of a table, unless all are requested
 STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "cyan")}
 
@@ -28,8 +29,8 @@ STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("
 def summary_text(summary: Summary, every: bool) -> list[RenderableType]:
     """Describe a run: findings, measurements, and a table of its metrics."""
     head = f": iterations {summary.first} to {summary.last}, {plural(len(summary.metrics), 'metric')}"
-    rows = [_statistics(name, numbers) for name, numbers in summary.metrics.items()]
-    table = _table(("metric", "first", "last", "min", "max", "count"), rows, every)
+    rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
+    table = _table(COLUMNS, rows, every)
     return [Text.assemble((printable(summary.file), "bold"), head), Text(), *findings_text(summary), Text(), *table]
 
 
@@ -116,7 +117,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], every: bool) ->
     return [table, Text(f"{len(rows) - len(kept)} of {len(rows)} metrics are not in the table: --all shows them.")]
 
 
-def _statistics(name: str, numbers: Statistics) -> list[str]:
+def statistics_cells(name: str, numbers: Statistics) -> list[str]:
+    """Format the statistics of a metric, a cell for each of COLUMNS."""
     bad = f" ({numbers.nonfinite} not finite)" if numbers.nonfinite else ""
     cells = [number(numbers.first), number(numbers.last), _cell(numbers.min), _cell(numbers.max)]
     return [name, *cells, f"{numbers.values}{bad}"]

@@ -180,6 +180,15 @@ def test_plot(files, tmp_path, capsys):
     assert "3 panels" in capsys.readouterr().out
 
 
+def test_report_replaces_a_page(files, tmp_path):
+    output = tmp_path / "run.html"
+    output.write_text("old")
+    assert main(["report", str(files / "hurt.h5"), "-o", str(output)]) == 0
+    text = output.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "[bold]not markup[/] :smile:" in text
+
+
 # Bad input
 
 
@@ -203,6 +212,10 @@ def test_plot(files, tmp_path, capsys):
         (["plot", "healthy.h5", "-o", "no/such/x.png", "--metrics", "^grad"], "no/such/x.png"),
         (["plot", "healthy.h5", "-o", "x.docx"], "x.docx"),
         (["plot", "healthy.h5", "-o", ".", "--metrics", "^grad"], "."),
+        (["report", "cut.h5", "-o", "x.html"], "cut.h5"),
+        (["report", "empty.h5", "-o", "x.html"], "holds no metrics"),
+        (["report", "healthy.h5", "-o", "healthy.h5"], "is the run itself"),
+        (["report", "healthy.h5", "-o", "no/such/x.html"], "no/such/x.html"),
         (["demo", "-o", "healthy.h5"], "healthy.h5"),
         (["demo", "--iterations", "3"], "--iterations"),
         (["demo", "--iterations", "many"], "--help"),
@@ -279,7 +292,7 @@ EXAMPLES = "examples:\n  ignite-monitor"
         ([], "commands:"),
         (["--help"], EXAMPLES),
         (["--version"], "ignite-monitor "),
-        *(([command, "--help"], EXAMPLES) for command in ("demo", "summary", "plot", "compare", "spike")),
+        *(([command, "--help"], EXAMPLES) for command in ("demo", "summary", "plot", "report", "compare", "spike")),
     ],
 )
 def test_help(capsys, arguments, words):

@@ -1,0 +1,137 @@
+"""A run as one page of HTML: findings beside their evidence, the figure and the table of metrics; no script."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ignite_monitor.hdf5.layout import printable
+from ignite_monitor.report.finding import Finding, plural
+from ignite_monitor.report.plot import Picture, draw, picture
+from ignite_monitor.report.run import Run
+from ignite_monitor.report.summary import Summary, summarise
+from ignite_monitor.report.text import COLUMNS, ROWS, statistics_cells
+
+PANELS = 2  # at most beside a finding
+DRAWN = 20  # findings with a figure, the first ones
+
+STYLE = """
+:root { color-scheme: light dark; --back: #fff; --fore: #1d2329; --dim: #5a6570; --line: #d5dbe1; --problem: #b3161d;
+  --warning: #8a5300; --note: #17628f; }
+@media (prefers-color-scheme: dark) { :root { --back: #000; --fore: #e4e8ec; --dim: #a0aab4; --line: #3a424a;
+  --problem: #ff7b80; --warning: #f0b040; --note: #6cc0f0; } }
+body { background: var(--back); color: var(--fore); font: 16px/1.5 system-ui, sans-serif; margin: 0 auto;
+  max-width: 75rem; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } .dim { color: var(--dim); }
+img { display: block; height: auto; width: 100%; }
+.images { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); }
+.table { overflow-x: auto; }
+.finding { border-left: 4px solid var(--note); display: grid; gap: 1rem; margin: 1rem 0; padding-left: 1rem; }
+.problem { border-color: var(--problem); } .warning { border-color: var(--warning); }
+.problem b { color: var(--problem); } .warning b { color: var(--warning); } .note b { color: var(--note); }
+@media (min-width: 60rem) { .drawn { grid-template-columns: 2fr 3fr; } }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid var(--line); padding: .15rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { min-width: 9rem; padding-left: 0; text-align: left; white-space: normal; }
+"""
+
+
+def page(file: str, run: Run, program: str) -> str:
+    """Describe a run as a page of HTML without external resources.
+
+    Args:
+        file: its name, for the title.
+        run: the run.
+        program: name and version of the program, for the footer.
+    """
+    summary = summarise(file, run)
+    return "\n".join([*_head(summary), *_findings(summary, run), *_figure(run), *_metrics(summary), *_foot(program)])
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _head(summary: Summary) -> Iterator[str]:
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<title>{_escaped(summary.file)}</title>\n<style>{STYLE}</style>\n</head>\n<body>"
+    yield f"<h1>{_escaped(summary.file)}</h1>\n<p><strong>{_escaped(summary.assessment)}</strong></p>"
+    count = plural(len(summary.metrics), "metric")
+    yield f'<p class="dim">Iterations {summary.first} to {summary.last}, {count}.'
+    yield f"Measured: {_escaped('; '.join(summary.measured) or 'nothing by a monitor')}.</p>"
+
+
+def _findings(summary: Summary, run: Run) -> Iterator[str]:
+    yield "<h2>Findings</h2>"
+    for place, finding in enumerate(summary.findings):
+        figure = _evidence(finding, run) if place < DRAWN else ""
+        yield f'<section class="finding {finding.severity}{" drawn" * bool(figure)}">'
+        yield f"<p><b>{_escaped(finding.severity)}</b> ({_escaped(finding.kind)}): {_escaped(finding.text)}</p>"
+        yield f"{figure}</section>"
+    yield from (f"<p>{_escaped(line)}</p>" for line in summary.failed)
+    if not summary.findings:
+        yield "<p>Nothing unusual.</p>"
+
+
+def _evidence(finding: Finding, run: Run) -> str:
+    """Draw the metrics that a finding rests on; empty if it has none."""
+    names = [name for name in finding.metrics if name in run.series]
+    if not names:
+        return ""
+    shown = picture(run, re.compile(rf"\A(?:{'|'.join(map(re.escape, names))})\Z"))
+    return _images(replace(shown, panels=shown.panels[:PANELS]))
+
+
+def _figure(run: Run) -> Iterator[str]:
+    shown = picture(run)
+    if shown.panels:
+        yield "<h2>Overview</h2>"
+        yield _images(shown)
+
+
+def _images(shown: Picture) -> str:
+    """Draw each panel, to be arranged by the width of the page."""
+    panels = (_image(replace(shown, panels=[panel], words=""), panel.title) for panel in shown.panels)
+    return f'<div class="images">{"".join(panels)}</div>'
+
+
+def _image(shown: Picture, title: str) -> str:
+    """Draw for light and dark pages; an image keeps the SVG's names and links apart from the page's."""
+    sources = []
+    with tempfile.TemporaryDirectory() as folder:
+        for dark in (False, True):
+            path = Path(folder, "figure.svg")
+            draw(shown, path, dark=dark)
+            sources.append(f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}")
+    light, dark_source = sources
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark_source}">'
+    return f'<picture>{source}<img alt="{_escaped(title)}" src="{light}"></picture>'
+
+
+def _metrics(summary: Summary) -> Iterator[str]:
+    rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
+    yield "<h2>Metrics</h2>"
+    yield from _table(rows[:ROWS])
+    if rows[ROWS:]:
+        yield f"<details><summary>{plural(len(rows) - ROWS, 'more metric')}</summary>"
+        yield from _table(rows[ROWS:])
+        yield "</details>"
+
+
+def _table(rows: Iterable[list[str]]) -> Iterator[str]:
+    yield f'<div class="table"><table>\n<tr>{"".join(f"<th>{name}</th>" for name in COLUMNS)}</tr>'
+    yield from (f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    yield "</table></div>"
+
+
+def _foot(program: str) -> Iterator[str]:
+    lacking = "A run's file holds no versions, seeds or arguments of the training."
+    yield f'<p class="dim">Written by {_escaped(program)}. {lacking}</p>\n</body>\n</html>\n'
