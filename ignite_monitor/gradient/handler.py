@@ -111,7 +111,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         prefix: str = "grad",
         flag: str = "unhealthy_spike",
     ) -> None:
-        super().__init__(model, prefix, flag, re.sub(r"\W", "_", prefix) + "_norm", max_consecutive_spikes)
+        super().__init__(model, prefix, flag, re.sub(r"\W", "_", str(prefix)) + "_norm", max_consecutive_spikes)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
             check_holds(optimizer, model)
