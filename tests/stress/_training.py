@@ -106,7 +106,7 @@ class Training:
             factor=lambda engine: 1e4 if engine.state.iteration == damaged else 1.0,
             after_backward=self.after_backward,
             after_step=lambda engine: self.disturb("step"),
-            leave_out=lambda engine: engine.state.iteration in skips,
+            leave_out=lambda engine: engine.state.iteration in skips and self.restore_buffers(),
         )
         self.trainer = Engine(train_step)
         self.evaluator = Engine(self.evaluate)
@@ -126,9 +126,16 @@ class Training:
 
     def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         model.train()
+        self.buffers = [buffer.clone() for buffer in model.buffers()]
         loss = F.cross_entropy(model(batch[0]), batch[1])
         self.disturb("forward")
         return loss
+
+    def restore_buffers(self) -> bool:
+        """Leave no trace of the batch in running statistics either, as a step that a monitor skips."""
+        for buffer, before in zip(self.model.buffers(), self.buffers, strict=True):
+            buffer.copy_(before)
+        return True
 
     def after_backward(self, engine: Engine) -> None:
         self.gradients.append([parameter.grad.clone() for parameter in self.model.parameters()])
