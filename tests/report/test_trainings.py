@@ -93,7 +93,10 @@ def trained(path, model, data, optimizer, every=10, accumulate=1, damage=lambda 
         monitor = GradMonitor(model, steps)
         monitor.attach(trainer)
         monitor.log_to(logger, trainer)
-        others = [WeightUpdateHandler(model, steps), ActivationHandler(model, activations=True, attention=has_attention)]
+        others = [
+            WeightUpdateHandler(model, steps),
+            ActivationHandler(model, activations=True, attention=has_attention),
+        ]
         for other in [*others, RCCHandler(model), StepStatsHandler(model, steps)]:
             other.attach(trainer, measured)
             other.log_to(logger, trainer)
