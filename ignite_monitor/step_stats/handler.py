@@ -140,8 +140,10 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if not self._rates and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer)):
             self._rates = self._current_rates()
             gradients = [item.grad for item in parameters_of(self.optimizer) if item.grad is not None]
-            if gradients and not any_dtensor(gradients) and not step.optimizer.defaults.get("fused"):
-                self._early["gradient_norm"] = total_norm(gradients)
+            made = step.made  # a skipped step uses no gradient
+            if gradients and made is not False and not (any_dtensor(gradients) or step.optimizer.defaults.get("fused")):
+                norm = total_norm(gradients)
+                self._early["gradient_norm"] = torch.where(made, norm, math.nan) if isinstance(made, Tensor) else norm
 
     def _current_rates(self) -> list[float | Tensor | None]:
         rates = learning_rates(self.optimizer)

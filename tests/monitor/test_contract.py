@@ -117,6 +117,14 @@ def publishes(monitor) -> bool:
     return bool(monitor.schema.keys)
 
 
+def publishes_tensors(monitor) -> bool:
+    return publishes(monitor) and not isinstance(monitor, ReplicaCheckHandler)  # a constant, with one rank
+
+
+def clips(monitor) -> bool:
+    return isinstance(monitor, GradMonitor) and monitor._action.kind == "clip"
+
+
 def steady(monitor) -> dict[str, float]:
     return {name: value for name, value in values(monitor).items() if name not in UNSTEADY}
 
@@ -405,7 +413,9 @@ def test_what_is_not_known_yet_is_absent_after_non_finite_batches(setup):
         wrong.extend(
             (engine.state.iteration, name, float(value))
             for name, value in engine.state.metrics.items()
-            if not name.endswith("/norm") and not name.startswith("monitor/grad_") and not math.isfinite(value)
+            if not name.endswith("/norm")
+            and not name.startswith(("monitor/grad_", "monitor/smallest_grad/", "step/batch_rms/"))
+            and not math.isfinite(value)
         )
 
     batches = make_batches(8)
@@ -829,6 +839,8 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.update(synchronisations))
     trainer.run(make_batches(15), max_epochs=2)  # the log line at its end reads counts
     counts.pop("nonzero", None)
+    if clips(monitor):  # asks on the CPU, where these tensors are, whether a step has a non-finite gradient
+        counts.pop("__bool__")
     assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"tolist": 30}}.get(type(monitor), {})
 
 
@@ -873,7 +885,9 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     for counts in reads:
         counts.pop("nonzero", None)
         second_pass = isinstance(monitor, ReplayCheckHandler)  # its result is read
-        assert counts.pop("tolist", 0) - second_pass in ([1] if publishes(monitor) else [0, 1])
+        if clips(monitor):
+            counts.pop("__bool__", None)
+        assert counts.pop("tolist", 0) - second_pass in ([1] if publishes_tensors(monitor) else [0, 1])
         if isinstance(monitor, CurvatureHandler):
             counts.pop("__float__", None)  # of tensors that it has made on the host
         assert sum(counts.values()) <= looks
@@ -881,7 +895,7 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
 
 def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
     _, _, trainer, monitor = setup
-    if isinstance(monitor, RollbackHandler) or not publishes(monitor):
+    if isinstance(monitor, RollbackHandler) or not publishes_tensors(monitor):
         pytest.skip("decides on the host, and publishes numbers or nothing")
     monitor.attach(trainer)
     seen_iterations = []

@@ -164,7 +164,7 @@ def test_items_are_those_that_the_train_step_was_given(items):
     assert float(handler.metrics["step/items_per_s"]) == pytest.approx((80 if items else 16) / seconds)
 
 
-def test_batch_without_tensors_has_no_items_and_one_warning(caplog):
+def test_batch_without_tensors_has_no_items_and_one_note():
     model = nn.Linear(2, 2)
     handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
     trainer = Engine(lambda *_: None)
@@ -172,7 +172,7 @@ def test_batch_without_tensors_has_no_items_and_one_warning(caplog):
     trainer.run(["a", "b", "c"])
     assert "step/items_per_s" not in handler.metrics
     assert "step/time_ms" in handler.metrics
-    assert len(caplog.records) == 1
+    assert [(report.kind, report.severity) for report in handler.reports] == [("unknown_items", "note")]
 
 
 def rates_of(handler):
