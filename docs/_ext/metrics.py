@@ -6,6 +6,7 @@ from ignite_monitor import keys
 
 PAGES = {
     "GRADIENT": ("GradMonitor", "grad_monitor"),
+    "LOSS": ("LossRecorder", "loss"),
     "SPIKE": ("SpikeMonitor", "spike_monitor"),
     "DRIFT": ("DriftMonitor", "drift"),
     "SPIKE_RECORD": ("SpikeRecorder", "spike_recorder"),
@@ -33,12 +34,12 @@ RANGES = (
     (r"cosine", "−1 to 1"),
     (r"stable_rank|^noise_scale/batch$|/kurtosis$|/max_over_rms$", "≥ 1"),
     (
-        r"^alignment/|^maxp/c/|^routing/(logit_max|margin)/|^spike/(value|(lower_)?threshold)$|^recorded/|attention_logit|/\{metric\}$",
+        r"^loss/|^alignment/|^maxp/c/|^routing/(logit_max|margin)/|^spike/(value|(lower_)?threshold)$|^recorded/|attention_logit|/\{metric\}$",
         "any number",
     ),
     (r"^curvature/(along|hessian_max_eigenvalue(_preconditioned)?$)", "any number"),
     (r"norm|^grad/|^monitor/|ratio|rms|_ms$|_mb$|_per_s$|/lr/|error|condition|max_abs|entropy", "≥ 0"),
-    (r"^rcc/|^drift/sum|^noise_scale/|stability_threshold|/topk/|/embedding/", "≥ 0"),
+    (r"^rcc/|^drift/sum|^noise_scale/|stability_threshold|/topk/|/embedding/|spectral_scale|_residual$", "≥ 0"),
 )
 """Patterns of names, and the range of the values; the first that matches counts."""
 

@@ -79,7 +79,7 @@ def trained(path, model, data, optimizer, every=10, accumulate=1, damage=lambda 
         damage: called with iteration, model and optimizer before each iteration.
     """
     steps = optimizer(model)
-    has_attention = isinstance(model, TinyGPT)
+    attention = isinstance(model, TinyGPT)
     measured = Events.ITERATION_STARTED(event_filter=lambda _, at: at % every == 0 or at in (1, 2, 3, 5))
 
     def loss_of(model, batch):
@@ -93,10 +93,7 @@ def trained(path, model, data, optimizer, every=10, accumulate=1, damage=lambda 
         monitor = GradMonitor(model, steps)
         monitor.attach(trainer)
         monitor.log_to(logger, trainer)
-        others = [
-            WeightUpdateHandler(model, steps),
-            ActivationHandler(model, activations=True, attention=has_attention),
-        ]
+        others = [WeightUpdateHandler(model, steps), ActivationHandler(model, activations=True, attention=attention)]
         for other in [*others, RCCHandler(model), StepStatsHandler(model, steps)]:
             other.attach(trainer, measured)
             other.log_to(logger, trainer)
