@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ignite_monitor.model.names import held_by, listed, named_modules, parameters_of
@@ -18,6 +17,8 @@ MOST = 100  # iterations to wait for steps, and for gradients of parameters with
 _NAMED = 5
 _UNUSED_FROM = 0.05  # of the optimizer's elements; less are mask tokens and poolers of released models
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Finding(NamedTuple):
@@ -153,7 +154,7 @@ def _evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BATCH_NORMS):
         return module.running_mean is not None
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
         return module.dropout > 0

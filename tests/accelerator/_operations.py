@@ -41,9 +41,9 @@ MONITORS: dict[str, tuple[int, int, Make]] = {
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
     "RCCHandler": (1050, 1130, lambda m, o: RCCHandler(m)),
-    "SpectralNormHandler": (550, 550, lambda m, o: SpectralNormHandler(m)),
+    "SpectralNormHandler": (552, 552, lambda m, o: SpectralNormHandler(m)),
     "SpectralNormHandler, updates": (1150, 1150, lambda m, o: SpectralNormHandler(m, updates=True)),
-    "StepStatsHandler": (3, 3, StepStatsHandler),
+    "StepStatsHandler": (6, 6, StepStatsHandler),
 }
 
 

