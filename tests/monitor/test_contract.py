@@ -839,7 +839,7 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.update(synchronisations))
     trainer.run(make_batches(15), max_epochs=2)  # the log line at its end reads counts
     counts.pop("nonzero", None)
-    # On the CPU, where these tensors are, one asks whether a gradient is finite, one whether other modules have changed.
+    # Where tensors are on the CPU, they ask whether a gradient is finite, and whether other modules have changed.
     if clips(monitor) or isinstance(monitor, ReplayCheckHandler):
         counts.pop("__bool__")
     assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"tolist": 30}}.get(type(monitor), {})
