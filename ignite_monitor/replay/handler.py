@@ -97,9 +97,8 @@ class FirstPass:
         held = [item for optimizer in self._optimizers for item in parameters_of(optimizer)]
         training = [item for item in self._modules if getattr(item, "training", False)]
         own, current, cached = {*self._model.parameters()}, vars(self.state), torch.is_autocast_cache_enabled()
-        others = list(
-            dict.fromkeys(item for module in self._modules for item in module.parameters() if item not in own)
-        )
+        outside = (item for module in self._modules for item in module.parameters() if not item.is_meta)
+        others = list(dict.fromkeys(item for item in outside if item not in own))
         before = [item.detach().clone() for item in others]
         self._left, moved = self.passes, []
         try:
@@ -123,8 +122,8 @@ class FirstPass:
                 finally:
                     self.state.__dict__, source.running = current, True
                     reshard(self._model)
-                    outside = zip(others, before, strict=True)
-                    moved = [move((item.detach() != copy).any(), torch.device("cpu")) for item, copy in outside]
+                    compared = zip(others, before, strict=True)
+                    moved = [move((item.detach() != copy).any(), torch.device("cpu")) for item, copy in compared]
         finally:
             self._left, changed = 0, self._kept.restore()
         if moved and torch.stack(moved).any():
