@@ -203,7 +203,7 @@ def test_every_finding_is_in_troubleshooting():
     assert all(f"(`{name}`)" in page and kind.advice in page for name, kind in finding.KINDS.items())
 
 
-SECTIONS = ["Formula", "Example", "Arguments", "Metrics", "Plot", "Notes"]
+SECTIONS = ["Example", "Formula", "Arguments", "Metrics", "Plot", "Notes"]
 
 
 @pytest.mark.parametrize("page", sorted({page for _, page in METRICS.PAGES.values()}))
