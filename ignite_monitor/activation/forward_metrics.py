@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
@@ -16,7 +15,7 @@ from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls,
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.activation.statistics import grouped, merged_by_name
+from ignite_monitor.activation.statistics import merged
 from ignite_monitor.activation.units import UnitDimensions, defines_units
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
@@ -86,10 +85,10 @@ class ForwardMetrics(ModuleHook):
         return contexts
 
     def attention_rows(self) -> tuple[Rows, Rows]:
-        """Entropies and logit maxima, as :meth:`Measurement.add_partial_sums` gives values."""
+        """Entropies and logit maxima, as :meth:`Measurement.rows`."""
         if not self._entropies:
             return {}, {}
-        keys, rows = merged_by_name(self._entropies, functools.partial(grouped, summed=2))
+        keys, rows = merged(self._entropies, summed=2)
         entropies, maxima = NamedValues(keys, rows[:, :2]), NamedValues(keys, rows[:, 2:])
         return {("attention_entropy", "mean"): entropies}, {("attention_logit_max", "max"): maxima}
 

@@ -246,7 +246,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         measurements = [forward.activation, forward.recorded]
         if self._differences is not None:
             measurements.append(self._differences.measured)
-        rows = rows_of(measurements, *forward.attention_rows())
+        rows = rows_of(measurements)
+        for own, of_attention in zip(rows, forward.attention_rows(), strict=True):
+            own |= of_attention
         if self._differences is not None and self._passes is not None:
             self._differences.put_incomplete(rows[0], self._passes.incomplete)
         if world_size() > 1:
