@@ -24,7 +24,8 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError
 
 # Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
 SMALL = 2**15

@@ -16,7 +16,7 @@ from ignite_monitor.activation.statistics import STATISTICS, kurtosis, power_sum
 from ignite_monitor.checks import check_choice
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.names import Pattern, Selection
-from ignite_monitor.reference.call import FailedFunctionError
+from ignite_monitor.reference.passes import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
 KURTOSIS = "kurtosis"  # built-in metric, and the aggregation of its power sums

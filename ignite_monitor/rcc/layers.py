@@ -26,8 +26,8 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import sum_over_ranks
 from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
-from ignite_monitor.reference.reference import Reference, detached_copy, user_forward_hooks
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError, Reference, detached_copy, user_forward_hooks
 
 Weights = dict[str, Tensor]
 
