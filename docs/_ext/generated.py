@@ -1,9 +1,13 @@
 """Directives for pages that are generated from the package.
 
-``{monitor-keys} GRADIENT`` makes the table of one schema, ``{metrics-reference}`` those of all, and
-``{troubleshooting}`` the sections of symptoms.
+``{arguments} GradMonitor`` makes the table of a class's arguments, ``{monitor-keys} GRADIENT`` that of one schema,
+``{metrics-reference}`` those of all, and ``{troubleshooting}`` the sections of symptoms. Their contents are not used:
+they say where the table is to those who read the page without Sphinx.
 """
 
+import inspect
+
+import arguments
 import metrics
 import troubleshooting
 from docutils.statemachine import StringList
@@ -16,10 +20,22 @@ from ignite_monitor.report import finding, limits
 class Generated(SphinxDirective):
     """Base of the directives."""
 
+    has_content = True
+
     def parsed(self, lines, *sources):
         for source in sources:
             self.env.note_dependency(source)
         return self.parse_text_to_nodes(StringList(lines, source=sources[0]), allow_section_headings=True)
+
+
+class Arguments(Generated):
+    """The arguments of one public class, by its name."""
+
+    required_arguments = 1
+
+    def run(self):
+        name = self.arguments[0]
+        return self.parsed(arguments.table(name), inspect.getfile(arguments.public(name)[0]), arguments.__file__)
 
 
 class MonitorKeys(Generated):
@@ -49,6 +65,7 @@ class Troubleshooting(Generated):
 
 
 def setup(app):
+    app.add_directive("arguments", Arguments)
     app.add_directive("monitor-keys", MonitorKeys)
     app.add_directive("metrics-reference", MetricsReference)
     app.add_directive("troubleshooting", Troubleshooting)
