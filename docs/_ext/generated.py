@@ -1,8 +1,8 @@
 """Directives for pages that are generated from the package.
 
 ``{arguments} GradMonitor`` makes the table of a class's arguments, ``{monitor-keys} GRADIENT`` that of one schema, and
-``{metrics-reference}`` those of all. Their contents are not used: they say where the table is to those who read the page
-without Sphinx.
+``{metrics-reference}`` those of all. Their contents are not used: they say where the table is to those who read the
+page without Sphinx.
 """
 
 import inspect
