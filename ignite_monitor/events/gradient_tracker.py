@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -29,9 +29,6 @@ from ignite_monitor.model._torch import (
     registries,
     untraced,
 )
-
-if TYPE_CHECKING:
-    from ignite_monitor.events.accumulation import AccumulationProbe
 
 _logger = logging.getLogger(__name__)
 
@@ -122,7 +119,7 @@ class GradientTracker:
         self.reduced = True
         self.observers: list[Any] = []
         self.statistics = RunningStatistics()
-        self.probe: AccumulationProbe | None = None
+        self.probe: Any = None  # an AccumulationProbe
         self._has_warned = False
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
