@@ -254,7 +254,7 @@ class _Trace:
         return output
 
     def backward(self, outputs: list[Tensor]) -> tuple[str, str] | None:
-        """Back-propagate random gradients; return module and name of the first operation that makes a non-finite one."""
+        """Back-propagate random gradients; return module and name of the first operation that makes one non-finite."""
         operations: list[tuple[str, str]] = []
 
         def hook_of(module: str, name: str) -> Any:
