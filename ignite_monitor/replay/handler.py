@@ -26,7 +26,7 @@ from ignite_monitor.model.names import listed, named_parameters, parameters_of
 from ignite_monitor.model.tensors import bits_of, tensors_in
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.replay.kept_state import KeptState
 
 _INPUTS = ("batch", "dataloader")  # attributes of the state that no train step keeps
@@ -176,6 +176,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped), with all modules that it trains.
         optimizer: its optimizer.
+        group: the ranks that replay together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
@@ -188,8 +189,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             replay.attach(trainer, Events.ITERATION_STARTED(every=1000))
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, prefix: str = "replay") -> None:
-        super().__init__(model, prefix)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, group: Group = None, prefix: str = "replay") -> None:
+        super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         self.reset_run_state()
 
@@ -203,7 +204,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             return []
         is_first, self._others = self._others is None, self._others or weakref.WeakSet()
         # In the first train step DistributedDataParallel sets up its buckets.
-        return [] if is_first and world_size() > 1 else [self._watched(source)]
+        return [] if is_first and self.ranks.size > 1 else [self._watched(source)]
 
     @contextmanager
     def _watched(self, source: EventSource) -> Iterator[None]:
@@ -226,7 +227,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             replay()
 
     def _replay(self, first: FirstPass, source: EventSource, makes_step: bool) -> None:
-        if not all_take_part(self.model):
+        if not self.ranks.all_present:
             self._switch_off("ranks may have run out of data under join()")
             return
         if not self._others:
@@ -237,7 +238,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             obstacle = "handlers of MonitorEvents may change gradients between the backward passes"
         # After an overflow, which makes no step, a GradScaler has changed its scale.
         is_skipped = not makes_step and not (first.passes and all(map(_is_finite, first.gradients.values())))
-        if world_size() > 1:
+        if self.ranks.size > 1:
             refused, is_skipped = self._on_any_rank(bool(obstacle), is_skipped)
             obstacle = obstacle or ("another rank can't repeat its train step" if refused else "")
         if is_skipped or obstacle:
@@ -273,7 +274,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         """Return for every flag whether it is set on any rank; the only synchronization of a second pass."""
         device = device_of(self.model)
         values = torch.stack([move(torch.as_tensor(flag), device) for flag in flags]).float()
-        return (max_over_ranks(values) > 0).tolist()
+        return (self.ranks.max(values) > 0).tolist()
 
     def _switch_off(self, reason: str) -> None:
         self.is_finished = True
