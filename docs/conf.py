@@ -4,6 +4,8 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from ignite_monitor import Monitor
+
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "ignite_monitor"
@@ -41,6 +43,8 @@ nb_execution_in_temp = True
 nb_merge_streams = True
 
 autosummary_generate_overwrite = True
+# The pages of monitors show what is called; what is overridden is on the page of Monitor.
+autosummary_context = {"for_users": ["attach", "detach", "log_to"], "for_authors": dir(Monitor)}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -35,6 +35,7 @@ from ignite_monitor.schema import Schema
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))  # where conf.py finds them too
+ARGUMENTS = importlib.import_module("arguments")
 METRICS = importlib.import_module("metrics")
 TROUBLESHOOTING = importlib.import_module("troubleshooting")
 PAGES = {
@@ -197,13 +198,14 @@ def test_every_schema_has_its_table():
 
 
 def test_every_finding_is_in_troubleshooting():
-    kinds = [kind for group in TROUBLESHOOTING.SYMPTOMS.values() for kind in group]
+    kinds = [kind for group in TROUBLESHOOTING.SYMPTOMS.values() for kind, *_ in group]
     assert sorted(kinds) == sorted(finding.KINDS)
-    page = "\n".join(TROUBLESHOOTING.page())  # raises KeyError for a limit that is gone
+    page = PAGES["docs/troubleshooting.md"]
+    assert TROUBLESHOOTING.written(page) == page, "run `python docs/_ext/troubleshooting.py`"
     assert all(f"(`{name}`)" in page and kind.advice in page for name, kind in finding.KINDS.items())
 
 
-SECTIONS = ["Formula", "Example", "Arguments", "Metrics", "Plot", "Notes"]
+SECTIONS = ["Example", "Formula", "Arguments", "Metrics", "Plot", "Notes"]
 
 
 @pytest.mark.parametrize("page", sorted({page for _, page in METRICS.PAGES.values()}))
@@ -212,7 +214,14 @@ def test_pages_of_monitors_follow_one_template(page):
     sections = re.findall(r"^## (.+)", text, flags=re.MULTILINE)
     assert sections == [section for section in SECTIONS if section in sections]
     assert {"Example", "Arguments", "Metrics", "Notes"} <= set(sections)
-    assert "~ignite_monitor." in text  # the link to the API
+
+
+def test_every_monitor_has_the_table_of_its_arguments():
+    tables = set(re.findall(r"{arguments} (\w+)", "".join(PAGES.values())))
+    without = {"LossRecorder"}  # takes none
+    assert {monitor for monitor, _ in METRICS.PAGES.values()} - without <= tables
+    for name in tables:
+        assert len(ARGUMENTS.table(name)) > 4  # raises KeyError for an argument that the docstring lacks
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

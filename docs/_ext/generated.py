@@ -1,25 +1,39 @@
 """Directives for pages that are generated from the package.
 
-``{monitor-keys} GRADIENT`` makes the table of one schema, ``{metrics-reference}`` those of all, and
-``{troubleshooting}`` the sections of symptoms.
+``{arguments} GradMonitor`` makes the table of a class's arguments, ``{monitor-keys} GRADIENT`` that of one schema, and
+``{metrics-reference}`` those of all. Their contents are not used: they say where the table is to those who read the
+page without Sphinx.
 """
 
+import inspect
+
+import arguments
 import metrics
-import troubleshooting
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 from ignite_monitor import keys
-from ignite_monitor.report import finding, limits
 
 
 class Generated(SphinxDirective):
     """Base of the directives."""
 
+    has_content = True
+
     def parsed(self, lines, *sources):
         for source in sources:
             self.env.note_dependency(source)
         return self.parse_text_to_nodes(StringList(lines, source=sources[0]), allow_section_headings=True)
+
+
+class Arguments(Generated):
+    """The arguments of one public class, by its name."""
+
+    required_arguments = 1
+
+    def run(self):
+        name = self.arguments[0]
+        return self.parsed(arguments.table(name), inspect.getfile(arguments.public(name)[0]), arguments.__file__)
 
 
 class MonitorKeys(Generated):
@@ -41,15 +55,8 @@ class MetricsReference(Generated):
         return self.parsed(metrics.reference(), keys.__file__, metrics.__file__)
 
 
-class Troubleshooting(Generated):
-    """Sections of symptoms with the likely causes of each."""
-
-    def run(self):
-        return self.parsed(troubleshooting.page(), finding.__file__, limits.__file__, troubleshooting.__file__)
-
-
 def setup(app):
+    app.add_directive("arguments", Arguments)
     app.add_directive("monitor-keys", MonitorKeys)
     app.add_directive("metrics-reference", MetricsReference)
-    app.add_directive("troubleshooting", Troubleshooting)
     return {"parallel_read_safe": True}

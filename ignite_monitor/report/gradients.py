@@ -1,16 +1,17 @@
-"""Findings of GradMonitor and SpikeMonitor: spikes, what became of these steps, what followed, overflows."""
+"""Findings about gradient norms and other spikes: what became of these steps, their period, overflows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
-from ignite_monitor.report.run import Array, Recorded, Run, Series
+from ignite_monitor.report.run import Array, MonitorSeries, Run, Series
 
 
 @dataclass
@@ -27,25 +28,28 @@ class Norms:
     def outcome(self, at: Array) -> tuple[str, bool]:
         """Describe what became of the steps at some iterations; True if some were made without handling."""
         rest, parts = at, []
-        for outcome, steps in self.outcomes.items():
-            matching = np.isin(rest, steps)
-            if matching.any():
-                parts.append(f"{matching.sum()} {outcome}")
+        for outcome, steps in [*self.outcomes.items(), ("made", at)]:
+            if count := int(np.isin(rest, steps).sum()):
+                parts.append(f"{count} {'were' if count > 1 else 'was'} {outcome}")
             if outcome != "made":
-                rest = rest[~matching]
-        text = f"Of these steps {listed(parts)}." if parts else "No step was skipped or clipped by the handler."
-        return text, bool(len(rest))
+                rest = rest[~np.isin(rest, steps)]
+        if len(rest) == len(at):
+            return "No step was skipped or clipped by the handler.", True
+        return f"Of these steps {listed(parts)}.", bool(len(rest))
+
+    def described(self, at: Array) -> str:
+        """Name iterations, and their period in optimizer steps."""
+        return f"{iterations(at)}{period(self.norm, at)}"
 
 
-def norms(monitor: Recorded) -> Norms | None:
+def norms_of(monitor: MonitorSeries) -> Norms | None:
     """Return the series of a GradMonitor, None if the file does not hold them."""
     norm, flags, stepped, threshold = map(monitor.get, ("norm", "spike", "stepped", "threshold"))
     if not norm or not flags:
         return None
     spikes, missing = _counted(flags, monitor.get("spike_count"))
-    made, not_made = stepped.steps[stepped.values > 0], stepped.steps[stepped.values == 0]
-    if len(made):  # of accumulated gradients only the last norm, spikes and overflows
-        keep = ~np.isin(norm.steps, not_made) | np.isin(norm.steps, spikes)
+    if stepped.values.any():  # of accumulated gradients only the last norm, spikes and overflows
+        keep = ~np.isin(norm.steps, stepped.steps[stepped.values == 0]) | np.isin(norm.steps, spikes)
         keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flags.steps[flags.values > 0])
         norm = norm.part(keep)
     sizes = norm.at(spikes)
@@ -54,7 +58,8 @@ def norms(monitor: Recorded) -> Norms | None:
     skipped, clipped = (counts.steps[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
     if skips.last >= monitor.get("spike_count").last > 0:
         skipped = spikes
-    outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made, "made": made}
+    not_made = stepped.steps[stepped.values == 0]
+    outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made}
     return Norms(norm, threshold, spikes[~of_loss], spikes[of_loss], missing, outcomes)
 
 
@@ -72,51 +77,56 @@ def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
     return flags.steps[kept], max(0, int(counts.last) - int(kept.sum()))
 
 
-def gradient_findings(monitor: Recorded, run: Run) -> Iterator[Finding]:
+def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Findings about gradient norms."""
-    known = norms(monitor)
-    yield from _steps(monitor, known)
-    if known is not None:
-        for rule in (_nonfinite, _spikes, _loss_spikes, _first_norms):
-            yield from rule(monitor, known)
+    norms = norms_of(monitor)
+    yield from _steps(monitor, norms)
+    if norms is not None:
+        yield from _nonfinite(monitor, norms)
+        yield from _spikes(monitor, norms)
+        if len(at := norms.loss_spikes):
+            name = monitor.name("loss_spike")
+            what = f"{plural(len(at), 'loss spike')} ({name}): {norms.described(at)}. {norms.outcome(at)[0]}"
+            yield Finding("loss_spikes", "warning", what, (name,), at, {"count": len(at)})
 
 
-def _steps(monitor: Recorded, known: Norms | None) -> Iterator[Finding]:
+def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     """Steps that were never made, or no longer; and norms of which none was compared with a threshold."""
     stepped, name = monitor.get("stepped"), monitor.name("stepped")
-    made = stepped.steps[stepped.values > 0]
-    since = stepped.steps[stepped.steps > made[-1]] if len(made) else stepped.steps
-    lasting = len(since) >= limits.STEPLESS
-    kind, severity, advice = "no_step", "problem" if len(made) else "warning", ""
-    if len(since) and (known is None or len(np.setdiff1d(since, known.spikes))) and (lasting or not len(made)):
+    made = stepped.values > 0
+    since = stepped.steps[stepped.steps > stepped.steps[made][-1]] if made.any() else stepped.steps
+    skipped = norms is not None and np.isin(since, norms.spikes).all()
+    if len(since) and not skipped and (len(since) >= limits.STEPLESS or not made.any()):
         what = f"The optimizer made no step in {plural(len(since), 'monitored iteration')} ({name}), to the end."
-        if len(made):
+        values, severity, advice = {"count": len(since)}, "warning", ""
+        if made.any():
+            severity = "problem"
             advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients accumulate."
-        elif not lasting:  # perhaps all of one accumulation
-            kind, severity, advice = "not_monitored", "note", "Give GradMonitor the optimizer that makes the steps."
-        yield Finding(kind, severity, what, (name,), since[:1], {"count": len(since)}, advice)
-    elif known is not None and not known.threshold.finite:
+        if len(since) >= limits.STEPLESS:
+            yield Finding("no_step", severity, what, (name,), since[:1], values, advice)
+        else:  # perhaps all of one accumulation
+            advice = "Give GradMonitor the optimizer that makes the steps."
+            yield Finding("not_monitored", "note", what, (name,), since[:1], values, advice)
+    elif norms is not None and not norms.threshold.finite:
         name = monitor.name("norm")
-        what = f"None of {plural(len(known.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
+        what = f"None of {plural(len(norms.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
         what += "threshold's warm-up was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
         yield Finding("not_monitored", "note", what, (name,), advice=advice)
 
 
-def _nonfinite(monitor: Recorded, known: Norms) -> Iterator[Finding]:
+def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     """Non-finite gradients, without a GradScaler that handles them and with one."""
-    norm, name = known.norm, monitor.name("norm")
+    norm, name = norms.norm, monitor.name("norm")
     bad = norm.steps[~np.isfinite(norm.values)]
-    at, overflows = np.intersect1d(bad, known.spikes), np.setdiff1d(bad, known.spikes)
+    at, overflows = np.intersect1d(bad, norms.spikes), np.setdiff1d(bad, norms.spikes)
     if len(at):
-        outcome, unhandled = known.outcome(at)
-        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {_where(known, at)}. {outcome}"
+        outcome, unhandled = norms.outcome(at)
+        what = f"{plural(len(at), 'gradient')} with inf or NaN ({name}): {norms.described(at)}. {outcome}"
         severity, advice = "warning", "" if unhandled else "Inspect these batches."
         if not np.isfinite(norm.values[-1]):
             severity, what = "problem", f"{what} The norm is not finite at the end."
-            advice = "Lower the learning rate, and check the scale of the inputs."
-            if at[0] >= known.threshold.finite.first_step:
-                advice = f"Restore a checkpoint from before, and inspect the batch of iteration {at[0]}."
+            advice = f"Restore a checkpoint from before iteration {at[0]}, and inspect its batch and learning rate."
         yield Finding("nonfinite_gradients", severity, what, (name,), at, {"count": len(at)}, advice)
     rate = len(overflows) / len(norm.steps)
     if rate > limits.OVERFLOW_RATE and len(overflows) > limits.OVERFLOW_ALLOWANCE:
@@ -126,24 +136,22 @@ def _nonfinite(monitor: Recorded, known: Norms) -> Iterator[Finding]:
         yield Finding("overflows", "warning", what, names, overflows, values)
 
 
-def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
+def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     """Finite norms above their threshold."""
-    norm, name, missing = known.norm, monitor.name("norm"), known.missing
-    at = known.spikes[np.isfinite(norm.at(known.spikes))]
-    total = len(at) + missing
+    norm, name = norms.norm, monitor.name("norm")
+    at = norms.spikes[np.isfinite(norm.at(norms.spikes))]
+    total = len(at) + norms.missing
     if not total:
         return
-    sizes, thresholds = norm.at(at), known.threshold.at(at)
+    sizes, thresholds = norm.at(at), norms.threshold.at(at)
     factors = np.nan_to_num(sizes / np.where(thresholds > 0, thresholds, np.nan))
     factor, rate = float(factors.max(initial=0.0)), total / max(1, len(norm.steps))
     allowed = limits.SMALL_EXCESS_RATE if factor < limits.SMALL_EXCESS else limits.SPIKE_RATE
-    noise = 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not missing
-    recent = float(np.isin(norm.steps[-limits.RECENT :], at).mean()) if norm else 0.0
-    values = {"count": total, "recent_share": recent}
-    where = _where(known, at) if len(at) else ""
-    if missing:
-        where += f"{f'; {missing} of them' if len(at) else 'all'} in iterations that are not in the file"
-    what = f"{plural(total, 'gradient spike')} ({name}): {where}."
+    values: dict[str, Any] = {"count": total}
+    what = f"{plural(total, 'gradient spike')} ({name}): {norms.described(at) if len(at) else 'all'}"
+    if norms.missing:
+        what += f"{f'; {norms.missing} of them' if len(at) else ''} in iterations that are not in the file"
+    what += "."
     if factor:
         worst = int(factors.argmax())
         size, threshold = float(sizes[worst]), float(thresholds[worst])
@@ -151,48 +159,52 @@ def _spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
         what += f" The largest, in iteration {int(at[worst])}, was {number(size)}, {above} its threshold of "
         what += f"{number(threshold)}{_excess(monitor, at[worst])}."
         values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
-    outcome, unhandled = known.outcome(at)
-    what, severity, advice = f"{what} {outcome}", "warning", "" if unhandled or missing else "Inspect these batches."
-    kind = "spikes"
-    if not noise and not missing and _passes(known, at):
-        kind = "periodic_spikes" if _period(known.norm.steps, at) else "bad_batches"
-        what = f"{what} The next norm was within the threshold again, so it was these batches."
-    if noise:
+    outcome, unhandled = norms.outcome(at)
+    what, kind, severity = f"{what} {outcome}", "spikes", "warning"
+    advice = "" if unhandled or norms.missing else "Inspect these batches."
+    if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not norms.missing:
         what, severity, advice = f"{what} So few, so near the threshold, are noise.", "note", "No action needed."
+    elif not norms.missing and _passes(norms, at):
+        kind = "periodic_spikes" if period(norm, at) else "bad_batches"
+        what = f"{what} The next norm was within the threshold again, so it was these batches."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding(kind, severity, what, (name, monitor.name("spike")), at, values, advice, onset)
 
 
-def _passes(known: Norms, at: Array) -> bool:
+def _passes(norms: Norms, at: Array) -> bool:
     """Check that the largest spike, or most of them, passed: the next other norm was within the threshold before it."""
-    norm = known.norm.finite
+    norm = norms.norm.finite
     places = np.flatnonzero(np.isin(norm.steps, at))
     if not len(places):
         return False
     groups = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)  # of spikes that follow each other
-    limits_before = known.threshold.at(norm.steps[[group[0] for group in groups]])
+    limits_before = norms.threshold.at(norm.steps[[group[0] for group in groups]])
     following = np.append(norm.values, np.inf)[[group[-1] + 1 for group in groups]]
     passed = following <= limits_before
     largest = np.argmax([norm.values[group].max() for group in groups])
     return bool(passed[largest] or passed.mean() >= limits.PERIODIC_SHARE)
 
 
-def _where(known: Norms, at: Array) -> str:
-    return f"{iterations(at)}{_period(known.norm.steps, at)}"
+def period(series: Series, at: Array) -> str:
+    """Describe the period of values that are far above those between, one per optimizer step, from a spike on.
 
-
-def _period(steps: Array, at: Array) -> str:
-    """The period of a fault that recurs, in the steps that were measured: one per optimizer step."""
-    places = np.searchsorted(steps, at)
-    places = places[np.diff(places, prepend=-2) > 1]  # the first of those that follow each other
-    distances, counts = np.unique(np.diff(places), return_counts=True)
-    if len(places) < limits.PERIODIC or counts.max() < limits.PERIODIC_SHARE * (len(places) - 1):
+    Spikes alone do not show it: while a threshold adapts to some of them, others are below it.
+    """
+    if len(at) < limits.PERIODIC:
         return ""
-    period = int(distances[counts.argmax()])
-    return f", every {period} optimizer steps" if period > 1 else ""
+    values = np.nan_to_num(series.values[series.steps >= at[0]][: limits.PERIODIC_VALUES], posinf=limits.HUGE)
+    sizes = np.log(np.clip(np.abs(values), 1 / limits.HUGE, limits.HUGE))
+    for distance in range(2, min(limits.LONGEST_PERIOD, len(sizes) // limits.PERIODIC) + 1):
+        rows = sizes[: len(sizes) // distance * distance].reshape(-1, distance)
+        usual = np.median(rows, axis=0)
+        phase = int(usual.argmax())
+        often = (rows.argmax(1) == phase).mean() >= limits.PERIODIC_SHARE
+        if often and usual[phase] - np.median(rows) > np.log(limits.SPIKE_FACTOR):
+            return f", every {distance} optimizer steps"
+    return ""
 
 
-def _excess(monitor: Recorded, step: int) -> str:
+def _excess(monitor: MonitorSeries, step: int) -> str:
     """The parameters with the largest excess over their thresholds at a spike."""
     shares = {item: float(series.at(np.array([step]))[0]) for item, series in monitor.items("culprit/{}").items()}
     known = sorted((item for item in shares if np.isfinite(shares[item])), key=lambda item: -shares[item])
@@ -200,31 +212,11 @@ def _excess(monitor: Recorded, step: int) -> str:
     return f" (share of the excess: {listed(named)})" if named else ""
 
 
-def _loss_spikes(monitor: Recorded, known: Norms) -> Iterator[Finding]:
-    at, name = known.loss_spikes, monitor.name("loss_spike")
-    if len(at):
-        what = f"{plural(len(at), 'loss spike')} ({name}): {_where(known, at)}. {known.outcome(at)[0]}"
-        yield Finding("loss_spikes", "warning", what, (name,), at, {"count": len(at)})
-
-
-def value_spikes(monitor: Recorded, run: Run) -> Iterator[Finding]:
+def value_spikes(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Spikes of a SpikeMonitor's value."""
     at, _ = _counted(monitor.get("spike"), monitor.get("spike_count"))
     if len(at):
-        few = len(at) <= limits.SPIKE_RATE * len(monitor.get("value").steps)
-        names = monitor.name("value"), monitor.name("spike")
-        what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{_period(monitor.get('value').steps, at)}."
-        yield Finding("loss_spikes", "note" if few else "warning", what, names, at, {"count": len(at)})
-
-
-def _first_norms(monitor: Recorded, known: Norms) -> Iterator[Finding]:
-    """Norms in the threshold's warm-up that are far above the run's own."""
-    norm, threshold, name = known.norm.finite, known.threshold.finite, monitor.name("norm")
-    first = norm.part(slice(limits.EARLY_WINDOW))
-    usual = max(norm.median, first.median)
-    at = norm.steps[(norm.steps < threshold.first_step) & (norm.values > limits.EARLY_FACTOR * usual)]
-    if threshold and len(at) and usual > 0:
-        largest = float(norm.at(at).max())
-        what = f"In the threshold's warm-up the gradient norm was {number(largest, 3)} ({name}), "
-        what += f"{times(largest / usual)} the run's median of {number(usual, 3)}: {iterations(at)}."
-        yield Finding("early_norms", "warning", what, (name,), at, {"largest": largest, "median": usual})
+        value, names = monitor.get("value"), (monitor.name("value"), monitor.name("spike"))
+        what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{period(value, at)}."
+        severity = "note" if len(at) <= limits.SPIKE_RATE * len(value.steps) else "warning"
+        yield Finding("loss_spikes", severity, what, names, at, {"count": len(at)})

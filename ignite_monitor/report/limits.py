@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # Spikes. The rules raise 1 to 5 false alarms per 1,000 iterations of healthy runs, nearly all below 2 thresholds.
@@ -9,10 +10,9 @@ SPIKE_FACTOR = 2.0  # times the threshold; damaged batches are mostly beyond it
 SPIKE_RATE = 0.01  # spikes per norm that are still noise: twice the rules' own false alarms
 SMALL_EXCESS = 1.5  # times the threshold; while norms rise, healthy ones exceed it by up to 1.4
 SMALL_EXCESS_RATE = 0.1  # spikes per norm of this size: twice those of a healthy run of 300 iterations whose norm rises
-RECENT = 1000  # latest norms of which the share of spikes is reported
-PERIODIC, PERIODIC_SHARE = 4, 0.8  # spikes, and share of equal distances, of a periodic fault
-EARLY_FACTOR = 50.0  # a norm in the warm-up to the run's median; first norms of healthy runs reach 15
-EARLY_WINDOW = 50  # first norms whose median counts too: the norm of a run that overfits falls to 0
+PERIODIC, PERIODIC_SHARE = 4, 0.8  # spikes, and share of the periods with the largest value there, of a periodic fault
+LONGEST_PERIOD, PERIODIC_VALUES = 100, 5000  # steps, and values that are looked at
+HUGE = 1e100  # in place of infinite values
 STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
 OVERFLOW_RATE = 0.05  # of a GradScaler: 1 in 2,000 after the first ones
 OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
@@ -21,55 +21,38 @@ OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
 LOSS_POINTS = 10  # fewer values have no course
 LOST_GAIN = 0.5  # share of the gain that is lost again; noise at a plateau is far below
 LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-to-step noise above it
-PEAK_FACTOR, PEAK_NOISE = 5.0, 20.0  # times the start, and times the step-to-step noise above it
-
-# Learning rate.
-RATE_RISE = 10.0  # times the largest rate of the first half until then; a warm-up, linear or by a cosine, reaches 3
-RATE_RISE_START = 1.5  # the same where the rise begins
-RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
-
-# Weights and their updates.
-GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
-GROUP_RATIO = 4.0  # times the median update ratio that the largest must be, to be more than a note
-GROUP_GROWTH = 2.0  # of the parameters' norm from the first measurement on, to be more than a note: 1.5 in healthy runs
-VANISHING = 1e-7  # of the largest gradient norm, of a weight; biases that a normalization or softmax cancels have less
-SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
-
-LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
-SMALL_UPDATE = 1e-6  # of the median update ratio: a change of a tenth takes 1e5 steps
-VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
-CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
-JUMP, OTHER_MEANS, JUMPS = (
-    1.0,
-    10.0,
-    50,
-)  # of the parameters' norm between measurements; times what the steps can move; number looked at
-
-# Layers.
-DEAD_FRACTION = 0.5  # healthy ReLU layers stay below 0.3
-MOSTLY_DEAD_FRACTION = 0.9
-ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks
-USUAL_ACTIVATION = 20.0  # a standard deviation that is not too large, whatever the others are
-LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever the others are
-COLLAPSED_ENTROPY = 0.1  # nats; 98 % of the attention on one position
-ENTROPY_FALL = 5.0  # some heads are sharp from the start of a fine-tuning on
-LARGE_LOGIT = 100.0  # QK-clip (arXiv:2507.20534) rescales queries and keys there
-SPECTRAL_GROWTH = 10.0  # 2 to 5 in healthy runs
-
-# Batch and curvature.
-BATCH_FACTOR = 4.0  # noise scale to batch: twice the batch then saves 40 % of the steps (arXiv:1812.06162, eq. 2.7)
-CURVATURE = 1.2  # times the stability threshold; full-batch gradient descent stays within 5 % of it
-CURVATURE_NEAR = 0.3  # with momentum and AdamW, at batches of 64, the loss rises 10 iterations later
-CURVATURE_MEASUREMENTS = 3
-
-# Data and loss.
-LARGE_INPUT = 50.0  # root mean square of a tensor of the batch; normalized ones have 1
-LARGE_LOSS = 50.0  # times the square of the outputs: a mean squared error with targets of 7 times their size
 LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
 RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
 OVERFIT = 1.2  # held-out loss at the end to the best
+
+# Data.
+LARGE_INPUT = 50.0  # root mean square of a tensor of the batch; normalized ones have 1
+SMALL_INPUT = 1e-6  # the same of inputs
+LARGE_LOSS = 50.0  # times the square of the outputs: a mean squared error with targets of 7 times their size
+
+# Learning rate.
+RATE_RISE = 10.0  # times the largest rate of the first half until then; a warm-up, linear or by a cosine, reaches 3
+RATE_RISE_START = 1.5  # the same where the rise begins
+RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
+GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
+GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
+VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
+LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
+CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
+
+# Weights.
+SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
+JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
+OTHER_MEANS = 10.0  # times what the steps between can move
+JUMPS = 50  # number of jumps that are looked at
+
+# Layers.
+ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks
+USUAL_ACTIVATION = 20.0  # a standard deviation that is not too large, whatever the others are
+LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever the others are
+ENTROPY_FALL = 5.0  # times the limit of an entropy; some heads are sharp from the start of a fine-tuning on
 
 
 class Persistent(NamedTuple):
@@ -77,26 +60,57 @@ class Persistent(NamedTuple):
 
     kind: str
     monitor: str
-    key: str
+    key: str  # or a pattern, whose items are named
     limit: float
-    text: str  # of the median value in the last quarter
+    text: str  # of the median value in the last quarter, the farthest one's
     below: bool = False  # whether values below the limit are reported
     severity: str = "warning"
+    problem: float = math.inf  # from which value on it is a problem
+    largest: str = ""  # pattern of the items that are named
 
 
 _SIZE = "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual"
 PERSISTENT = (
-    Persistent("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
+    Persistent(
+        *("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
+        largest="topk_grad/{}",
+    ),
     # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
     Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
-    Persistent("small_updates", "weights", "update_ratio_median", SMALL_UPDATE, _SIZE, below=True),
+    Persistent("no_gradients", "grad", "norm", 1e-30, "The gradient's norm is {:.2g}", below=True, severity="problem"),
+    # A change of a tenth would take 1e5 steps.
+    Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True),
     # A loss spike is likely from 2.3 on (arXiv:2304.13013), but value functions of healthy runs reach 3.
-    Persistent("stale_moments", "optimizer", "rms_p95", 5.0, "Gradients are {:.3g} times what second moments expect"),
+    Persistent(
+        *("stale_moments", "optimizer", "rms_p95", 5.0, "Gradients are {:.3g} times what second moments expect"),
+        largest="topk_rms/{}",
+    ),
     Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, "{:.0%} of second moments are < eps"),
     # An iteration could be 1.4 times as fast.
     Persistent(
         "data_wait", "step", "data_wait_share", 0.3, "Waiting for data takes {:.0%} of the time", severity="note"
     ),
+    # Healthy ReLU layers stay below 0.3.
+    Persistent(
+        *("dead_units", "activation", "activation/{}/dead_fraction", 0.5),
+        "Fractions of units that are 0 over the whole batch, at the end",
+        problem=0.9,
+    ),
+    Persistent(
+        *("nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0),
+        "Modules whose outputs are inf or NaN, to the end",
+    ),
+    # QK-clip (arXiv:2507.20534) rescales queries and keys there: rounding, and one key, decide.
+    Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100, to the end"),
 )
-LARGEST = {"exploding_count": "topk_grad/{}", "rms_p95": "topk_rms/{}"}
-"""Key -> pattern of the items that are named."""
+VANISHING = Persistent(  # biases that a normalization or softmax cancels have less
+    *("vanishing_gradients", "weights", "smallest_grad/{}", 1e-7),
+    "Gradients vanish: the smallest of weights, as shares of the largest gradient, are",
+    below=True,
+)
+OUTLIERS = Persistent("activation_outlier", "activation", "activation/{}/std", USUAL_ACTIVATION, "")
+COLLAPSED = Persistent(  # 98 % of the attention on one position
+    *("attention_collapse", "activation", "attention_entropy/{}", 0.1),
+    "Attention heads attend to a single position, by their entropy in nats",
+    below=True,
+)

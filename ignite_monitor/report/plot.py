@@ -1,4 +1,4 @@
-"""Figure of a run: one panel per chart of the schemas, or per metric, with the spikes marked."""
+"""Figure of a run: one panel per chart of the schemas, or per metric, with spikes and reported events marked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,9 +16,8 @@ import numpy as np
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.finding import Finding
-from ignite_monitor.report.run import Array, Recorded, Run, Series, natural
+from ignite_monitor.report.run import Array, MonitorSeries, Run, Series, natural
 from ignite_monitor.report.summary import summarise
-from ignite_monitor.report.training import rollbacks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +28,9 @@ _SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
 
 # Legible on white and on black.
 LINES = ("#2f7fc1", "#e07b00", "#2a9d4a", "#9b6bd0", "#a0704f", "#d060a0")
-SPIKE, ROLLBACK, GRID = "#e5383b", "#2a9d4a", "#80808040"
+SPIKE, EVENT, GRID = "#e5383b", "#808080", "#80808040"
+EVENT_STYLES = ("--", ":", "-.")
+MARKED = 30  # spikes, or events, beyond which marks would hide the lines
 FEW = len(LINES)
 LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
 LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
@@ -61,7 +62,7 @@ class Picture:
 
     panels: list[Panel]
     spikes: tuple[int, ...] = ()  # iterations with a gradient spike
-    rollbacks: tuple[int, ...] = ()  # iterations with a rollback
+    events: Mapping[str, list[int]] = field(default_factory=dict)  # kind of report -> iterations; notes are left out
     words: str = ""  # about the run and the omitted panels; empty if metrics were selected
 
 
@@ -74,15 +75,18 @@ def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = Fa
     """
     flags = [monitor.get("spike") for monitor in run.of("grad")]
     spikes = tuple(sorted({step for series in flags for step in series.steps[series.values > 0].tolist()}))
-    marks = spikes, tuple(sorted(finding.onset for finding in rollbacks(run)))
+    events: dict[str, list[int]] = {}
+    for report in run.reports:
+        if report.severity != "note":
+            events.setdefault(report.kind, []).append(report.iteration)
     panels = [*_own(run), *(panel for monitor in run.monitors for panel in _panels(monitor))]
     if selection is not None:
         chosen = [(panel, [line for line in panel.lines if selection.search(line.name)]) for panel in panels]
-        return Picture([replace(panel, lines=lines) for panel, lines in chosen if lines], *marks)
+        return Picture([replace(panel, lines=lines) for panel, lines in chosen if lines], spikes, events)
     summary = summarise("", run)
     shown = panels if every else _most_important(panels, summary.findings)
     omitted = f"   ({len(panels) - len(shown)} more panels with --all)" if len(panels) > len(shown) else ""
-    return Picture(shown, *marks, f"{summary.assessment}{omitted}")
+    return Picture(shown, spikes, events, f"{summary.assessment}{omitted}")
 
 
 def _most_important(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
@@ -103,7 +107,7 @@ def _varies(series: Series) -> bool:
     return len(series.values) == 1 or bool((series.values != series.values[0]).any())
 
 
-def _panels(monitor: Recorded) -> Iterator[Panel]:
+def _panels(monitor: MonitorSeries) -> Iterator[Panel]:
     """Panels of a monitor: keys of one chart share a panel, and so do the layers or parameters of one metric."""
     charts: dict[str, list[Line]] = defaultdict(list)
     for key in sorted(monitor.series, key=natural):
@@ -230,13 +234,14 @@ def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:
         steps, values = panel.marked.finite
         axes.plot(steps, _drawable(values), "x", color=SPIKE, markersize=6, markeredgewidth=1.6, label="spike")
     low, high = axes.get_xlim()
-    for at in picture.spikes if len(picture.spikes) <= 30 else ():
+    for at in picture.spikes if len(picture.spikes) <= MARKED else ():
         if low <= at <= high:
             axes.axvline(at, color=SPIKE, linewidth=0.8, alpha=0.25, zorder=0.5)
-    for at in picture.rollbacks:
-        if low <= at <= high:
-            label = "_" if at > picture.rollbacks[0] else "rollback"
-            axes.axvline(at, color=ROLLBACK, linewidth=1.0, linestyle="--", zorder=0.6, label=label)
+    for place, (kind, reported) in enumerate(picture.events.items()):
+        label, style = printable(kind), EVENT_STYLES[place % len(EVENT_STYLES)]
+        for at in [step for step in reported if low <= step <= high][:MARKED]:
+            axes.axvline(at, color=EVENT, linewidth=1.0, linestyle=style, zorder=0.6, label=label)
+            label = "_"
 
 
 def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> None:

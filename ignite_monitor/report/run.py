@@ -107,7 +107,7 @@ class Series(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recorded:
+class MonitorSeries:
     """The metrics of one monitor by their keys, which are the names without the root."""
 
     kind: str  # of the monitor's schema
@@ -131,11 +131,6 @@ class Recorded:
             if key.startswith(start) and key.endswith(end) and np.isfinite(series.values).any()
         }
 
-    @property
-    def modules(self) -> set[str]:
-        """Names of the modules whose outputs were measured."""
-        return {key.split("/")[1] for key in self.series if key.startswith("activation/")}
-
     def names(self, pattern: str, items: Iterable[str]) -> tuple[str, ...]:
         """Return the full names of a pattern's items."""
         return tuple(self.name(pattern.format(item)) for item in items)
@@ -151,7 +146,7 @@ class Run:
     def __init__(self, recording: Any) -> None:
         self.series: dict[str, Series] = {}  # by full name, in the order of recording
         self.own: dict[str, Series] = {}  # the user's own
-        monitors: dict[tuple[str, str], Recorded] = {}
+        monitors: dict[tuple[str, str], MonitorSeries] = {}
         for name in recording:
             series = Series(recording.iterations(name), recording[name][1])
             if (np.diff(series.steps) < 0).any():
@@ -164,20 +159,20 @@ class Run:
                 self.own[name] = series
             else:
                 key = name.removeprefix(f"{root}/") if root else name
-                monitors.setdefault((kind, root), Recorded(kind, root)).series[key] = series
+                monitors.setdefault((kind, root), MonitorSeries(kind, root)).series[key] = series
         reports = getattr(recording, "reports", ())
         self.reports: list[Any] = list(reports() if callable(reports) else reports)
         self.monitors = sorted(monitors.values(), key=lambda monitor: (_ORDER.get(monitor.kind, 99), monitor.root))
 
-    def of(self, kind: str) -> list[Recorded]:
+    def of(self, kind: str) -> list[MonitorSeries]:
         """Return the monitors of a kind."""
         return [monitor for monitor in self.monitors if monitor.kind == kind]
 
-    def beside(self, monitor: Recorded, kind: str) -> Recorded:
+    def beside(self, monitor: MonitorSeries, kind: str) -> MonitorSeries:
         """Return the monitor of a kind whose tag and prefix begin as another's do; an empty one if there is none."""
         tag = monitor.root.rpartition("/")[0]
         same = [it for it in self.of(kind) if tag in (it.root, it.root.rpartition("/")[0])]
-        return same[0] if same else Recorded(kind, "")
+        return same[0] if same else MonitorSeries(kind, "")
 
     @property
     def distance(self) -> int:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ignite_monitor.report import causes, layers, training
+from ignite_monitor.report import causes, layers, losses
 from ignite_monitor.report.finding import Finding, in_order, plural
 from ignite_monitor.report.gradients import gradient_findings, value_spikes
-from ignite_monitor.report.run import Recorded, Run, Series, natural
+from ignite_monitor.report.run import MonitorSeries, Run, Series, natural
 
 VERSION = 5
 """Version of the JSON; raised when a key changes its meaning or is removed."""
@@ -20,28 +20,17 @@ VERSION = 5
 MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
 
-RUN_RULES = (
-    causes.reported,
-    training.curves,
-    training.rollbacks,
-    layers.persistent,
-    causes.learning,
-    causes.overfitting,
-)
+RUN_RULES = (causes.reported, losses.curves, losses.learning, losses.overfitting, layers.persistent)
 """Rules for the whole run."""
-RULES: dict[str, tuple[Callable[[Recorded, Run], Iterator[Finding]], ...]] = {
+RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] = {
     "grad": (gradient_findings,),
-    "spike": (value_spikes, training.monitored_value),
-    "weights": (layers.frozen, layers.vanishing),
-    "activation": (layers.nonfinite, layers.dead, layers.outliers, layers.collapsed, layers.large_logits),
-    "replicas": (training.disagreement,),
+    "spike": (value_spikes,),
+    "weights": (layers.vanishing,),
+    "activation": (layers.outliers, layers.collapsed),
     "step": (
-        *(causes.large_updates, causes.rate_vanished, causes.clipped_away, causes.input_scale, causes.weight_changed),
-        *(layers.group_rates, layers.shrinking),
+        *(causes.large_updates, causes.rate_vanished, causes.group_rates, causes.clipped_away),
+        *(causes.input_scale, causes.weight_changed, causes.shrinking),
     ),
-    "spectral": (layers.spectral,),
-    "noise scale": (training.noise_scale,),
-    "curvature": (training.curvature,),
 }
 """Kind of monitor -> the rules for its metrics."""
 
@@ -71,15 +60,11 @@ def diagnose(run: Run) -> Diagnosis:
         for monitor in run.monitors:
             for monitor_rule in RULES.get(monitor.kind, ()):
                 apply(monitor_rule, monitor, run)
-        apply(training.rate_rises, run, [*findings])
+        apply(causes.rate_rises, run, [*findings])
         apply(_not_monitored, run)
-    return Diagnosis(in_order(merged(findings), run.distance), failed)
-
-
-def merged(findings: list[Finding]) -> list[Finding]:
-    """Leave out reports of which a rule says more."""
-    told = {it.kind for it in findings if it.values}
-    return [it for it in findings if it.values or it.kind not in told]
+    computed = {it.kind for it in findings if it.values}  # these say more than reports of their kinds
+    findings = [it for it in findings if it.values or it.kind not in computed]
+    return Diagnosis(in_order(findings, run.distance), failed)
 
 
 def _not_monitored(run: Run) -> Iterator[Finding]:

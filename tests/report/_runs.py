@@ -100,6 +100,11 @@ def weights(count=40, every=5, frozen=0, median=1e-3, spread=10.0, root="monitor
     return run
 
 
+def with_dead_units(count=40):
+    """A layer whose units die in the middle of the run."""
+    return {"activation/a/dead_fraction": series(np.where(np.arange(count) < count // 2, 0.1, 0.95), 5)}
+
+
 def rollback(events, root="rollback"):
     """Values of RollbackHandler over 200 iterations; events are (iteration, restored, number discarded then)."""
     counts, discarded, restored = np.zeros(200), np.zeros(200), {}

@@ -311,7 +311,9 @@ def test_demo(tmp_path, capsys):
     assert (tmp_path / "run.h5").read_text() == "somebody's own"
     assert "iteration  101: SPIKE" in output
     assert re.search(r"^iteration  14\d: rolled back to iteration \d+$", output, re.MULTILINE)
-    assert re.search(r"Rolled back to iteration \d+ at iteration 14\d", output)
+    assert re.search(
+        r"RollbackHandler \(rollback\), iteration 14\d: .*rolled\s+back to\s+iteration \d+", output, re.DOTALL
+    )
     reported, commands = output.split("Everything is in")
     assert all(len(line) <= 80 for line in reported.splitlines())
     recording = read_hdf5(tmp_path / "run_2.h5")

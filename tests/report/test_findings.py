@@ -11,9 +11,9 @@ import pytest
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, SEVERITIES, iterations, listed, number, times
-from ignite_monitor.report.summary import diagnose, measured
+from ignite_monitor.report.summary import measured
 from tests.report import _runs as runs
-from tests.report._runs import found, make_run, only, rollback, series, summary, weights
+from tests.report._runs import found, make_run, series, summary, weights
 
 HALF = np.arange(40) < 20
 
@@ -75,69 +75,17 @@ def jump(factor, at=100):
     return np.where(np.arange(1, 201) < at, 1.0, factor)
 
 
-def peak(size, at=150):
-    values = np.linspace(3, 1, 200)
-    values[at - 1 : at + 2] = size
-    return {"train/loss": series(values)}
-
-
 def shrinking(end, every=5):
     return {"step/parameter_norm": series(np.linspace(8, end, 40), every)}
 
 
-def noise_scale(value, low, high, batch=32):
-    names = {"value": value, "low": low, "high": high, "batch": batch}
-    return {f"noise_scale/{name}": every(number) for name, number in names.items()}
-
-
-def sharpness(*shares, metric="hessian_max_eigenvalue"):
-    run = {"curvature/stability_threshold": series([40.0] * 4), "curvature/hessian_max_eigenvalue": series([1e9] * 4)}
-    return run | {f"curvature/{metric}": series(40 * np.array(shares))}
-
-
-GROWN = [1.0] + [9.0] * 39
-PRECONDITIONED = {"metric": "hessian_max_eigenvalue_preconditioned"}
 # kind: case -> run, severity (None: not found), what the text says
 CASES = {
-    "frozen_parameters: two": (weights(frozen=2), "problem", "2 parameters no longer move (monitor/frozen_count)"),
-    "frozen_parameters: for a while": (weights(frozen=np.isin(np.arange(40), [10, 11, 12]) * 3), None, ""),
-    "frozen_parameters: idle bias": (
-        weights(frozen=1) | {"monitor/topk_frozen/0.bias": series(np.arange(3, 43), 5)},
-        *("note", "0.bias since iteration 5. These are biases whose weights move."),
-    ),
-    "frozen_parameters: bias and weight": (
-        weights(frozen=2) | {f"monitor/topk_frozen/0.{it}": series(np.arange(3, 43), 5) for it in ("bias", "weight")},
-        *("problem", "0.bias since iteration 5 and 0.weight since iteration 5"),
-    ),
     "group_rate: 100 times": (
         groups(0.1, 12.0),
-        *("warning", "Parameter group 1 (with fast.w) has a learning rate of 0.1|100 times|and moves fast.w up to 9"),
-    ),
-    "group_rate: another group moves": (groups(0.1, 12.0, fast=0), "note", "group 1 (with slow.w) has"),
-    "group_rate: 0": (groups(0, 2.0), "warning", "group 1 (with fast.w) has a learning rate of 0 "),
-    "group_rate: falls to 0": (groups(0, 2.0) | {"step/lr/group_1": every(np.linspace(1e-3, 0, 40))}, None, ""),
-    "group_rate: of the first group": (
-        groups(1e-3, 12.0, fast=0) | {"step/lr/group_0": every(0.1)},
-        *("warning", "Parameter group 0 (with fast.w) has"),
-    ),
-    "group_rate: of another tag": (
-        {name.replace("step/", "b/step/"): value for name, value in groups(0.1, 12.0).items()},
-        *("note", "group 1 has a learning rate"),
-    ),
-    "group_rate: small updates": (groups(0.1, 2.0), "note", ""),
-    "group_rate: growth of 3.9": (
-        groups(0.1, 2.0) | {"step/parameter_norm": every(np.linspace(1, 4, 40))},
-        *("warning", "and the norm of all parameters grew 3.9 times"),
-    ),
-    "group_rate: growth of 1.9": (
-        groups(0.1, 2.0) | {"step/parameter_norm": every(np.linspace(1, 1.9, 40))},
-        *("note", ""),
+        *("warning", "Parameter group 1 has a learning rate of 0.1|100 times|and moves fast.w 6 times"),
     ),
     "group_rate: 20 times": (groups(0.02, 12.0), None, ""),
-    "small_updates: of a group": (
-        groups(1e-9, 2.0) | {"monitor/largest_update_ratio/group_1/fast.w": every(1e-8)},
-        *("warning", "group 1 (with fast.w) moves no parameter by more than 1e-08 of its size"),
-    ),
     "exploding_gradients: four": (
         weights() | {"monitor/exploding_count": late(0.6, 4), "monitor/topk_grad/a": every(1e9)},
         *("warning", "exploding gradients: 4 (monitor/exploding_count), since iteration 175; largest in a."),
@@ -153,7 +101,7 @@ CASES = {
     "dead_units: healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, None, ""),
     "dead_units: from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.55))} | {"grad/stepped": series(np.ones(200))},
-        *("warning", "a (0.55, from the first measurement on)|Raise the biases"),
+        *("warning", "a (0.55, from the first measurement on)|re-initialize that layer"),
     ),
     "dead_units: died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},
@@ -168,9 +116,13 @@ CASES = {
     "attention_collapse: 0.12 nats": (entropy(0.12), None, ""),
     "attention_collapse: 0.08 nats": (
         entropy(0.08),
-        *("warning", "1 of 12 attention heads|h.0/head_3 (0.08, since iteration 150)"),
+        *("warning", "h.0/head_3 (0.08, since iteration 150)"),
     ),
-    "attention_collapse: most heads": (entropy(0.01, 3, (0, 1)), "problem", "2 of 3 attention heads"),
+    "attention_collapse: most heads": (
+        entropy(0.01, 3, (0, 1)),
+        "warning",
+        "head_0 (0.01, since iteration 145) and h.0/head_1",
+    ),
     "attention_collapse: always sharp": (
         entropy(0.5) | {"attention_entropy/h.0/head_0": every(0.01), "attention_entropy/h.0/head_1": every(0.01)},
         *(None, ""),
@@ -185,30 +137,11 @@ CASES = {
         {"attention_logit_max/a/head_0": every(np.linspace(5, 200, 40))},
         *("warning", "a/head_0 (1.8e+02, since iteration 105)"),
     ),
-    "spectral_growth: 9 times": ({"spectral/norm_max": every(GROWN)}, None, ""),
-    "spectral_growth: 11 times": ({"spectral/norm_max": every([0.8, *GROWN[1:]])}, "warning", "grew 11 times"),
-    "ranks_differ: in sync": ({"replicas/in_sync": every(1.0)}, None, ""),
-    "ranks_differ: out of sync": ({"replicas/in_sync": every(HALF)}, "problem", "the log names them"),
-    "batch_size: small": (
-        noise_scale(300, 200, 400),
-        *("note", "300 items (200 to 400, |a step uses 32|Use larger batches"),
-    ),
-    "batch_size: large": (noise_scale(3, 2, 7), "note", "Use smaller batches"),
-    "batch_size: in between": (noise_scale(300, 100, 900), "note", "a larger batch saves steps"),
-    "near_curvature: flat": (sharpness(2.0, 0.1, 2.0, 0.1), None, ""),
-    "near_curvature: near": (sharpness(1.05, 0.95, 1.0, 1.04), "note", "learning rate"),
-    "near_curvature: near, preconditioned": (sharpness(0.1, 0.4, 0.1, 0.5, **PRECONDITIONED), "note", "0.4 times"),
-    "large_curvature: sharp": (sharpness(0.5, 1.4, 0.9, 1.5), "warning", "1.4 times the stability threshold"),
     "loss_rose_again: a little": (loss(1.8), None, ""),
     "loss_rose_again: more": (loss(2.3), "warning", "and rose again to 2.2"),
     "loss_rose_again: far above its best": (
         {"train/loss": series(np.append(10 * np.exp(-np.arange(300) / 50) + 0.03, np.linspace(0.03, 1.0, 100)))},
         *("warning", "lowest about iteration"),
-    ),
-    "loss_rose_again: of a SpikeMonitor": (
-        {"l/value": series(np.append(10 * np.exp(-np.arange(300) / 50) + 0.03, np.linspace(0.03, 1.0, 100)))}
-        | {"l/spike": series(np.zeros(400))},
-        *("warning", "l/value"),
     ),
     "loss_rose: above its start": (loss(6.0), "problem", "ended above its start, at 5.9"),
     "loss_rose: accuracy": ({"val/accuracy": series(np.append(np.linspace(3, 1, 100), np.full(100, 3)))}, None, ""),
@@ -219,10 +152,6 @@ CASES = {
     ),
     "nonfinite_metric: NaN of another metric": (nan_from(61, "val/f1"), "warning", ""),
     "nonfinite_metric: never a value": (nan_from(1, "val/f1"), "note", "(100 of 100 values)"),
-    "loss_peak: 60": (peak(60), "warning", "train/loss was 60 in iteration 150, far above its start of 2.905"),
-    "loss_peak: 12": (peak(12), None, ""),
-    "loss_peak: peak at first": (peak(60, 2), None, ""),
-    "loss_peak: peak, then NaN": ({"train/loss": series(np.append(peak(60)["train/loss"][1], math.nan))}, None, ""),
     "rate_rose: 12 times": (
         rate(jump(12.0)),
         *("problem", "rose 12 times (step/lr/group_0), from 1 to 12, in iteration 100, and damage"),
@@ -240,19 +169,6 @@ CASES = {
     "weights_shrank: to 5": (shrinking(5.0), "warning", "fell from 8 to 5 in iterations 5 to 200 (step/"),
     "weights_shrank: to 5.5": (shrinking(5.5), None, ""),
     "weights_shrank: slowly": (shrinking(5.0, 25), None, ""),
-    "rolled_back: once": (
-        rollback([(80, 50, 20)], "t/mine"),
-        *("warning", "Rolled back to iteration 50 at iteration 80 (t/mine/count): 30 batches skipped, 20 "),
-    ),
-    "rolled_back: never": (rollback([]), None, ""),
-    "nonfinite_activations: once": (
-        {"activation/a/nonfinite_count": every(0), "activation/b/nonfinite_count": every(np.arange(40) == 7)},
-        *("warning", "first in b: iteration 40."),
-    ),
-    "nonfinite_activations: to the end": (
-        {"activation/a/nonfinite_count": every(np.arange(40) >= 7)},
-        *("problem", "to the end"),
-    ),
 }
 
 
@@ -266,6 +182,10 @@ def test_limits(case):
 
 
 PERSISTENT = {
+    "no_gradients": 1e-30,
+    "dead_units": 0.5,
+    "nonfinite_activations": 0,
+    "large_logits": 100.0,
     "exploding_gradients": 0,
     "lost_updates": 0.5,
     "small_updates": 1e-6,
@@ -279,8 +199,13 @@ PERSISTENT = {
 def test_persistent_limits(limit):
     prefix, expected = {"weights": "monitor"}.get(limit.monitor, limit.monitor), PERSISTENT[limit.kind]
     sizes = [expected * 0.99, expected * 1.01 or 0.01]
-    findings = [found({f"{prefix}/{limit.key}": every(size)}, limit.kind) for size in sizes]
-    assert [len(its) for its in findings] == ([1, 0] if limit.kind == "small_updates" else [0, 1])
+    name = (
+        limit.key.format("a/head_0" if "attention" in limit.key else "a")
+        if "{}" in limit.key
+        else f"{prefix}/{limit.key}"
+    )
+    findings = [found({name: every(size)}, limit.kind) for size in sizes]
+    assert [len(its) for its in findings] == ([1, 0] if limit.below else [0, 1])
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 20, 200, 2000])
@@ -308,56 +233,21 @@ def test_measurements_are_named():
     assert found({}) == measured(make_run({"train/loss": series([1, 2])})) == []
 
 
-@pytest.mark.parametrize("interval", [1, 10])
-def test_since_when_a_parameter_is_frozen(interval):
-    """Also if it is logged less often than measured."""
-    steps = np.arange(interval, 1001, interval)
-    still = np.maximum(0, steps - 950).astype(float)
-    run = {"monitor/frozen_count": (steps, (still >= 3) * 1.0)}
-    run["monitor/topk_frozen/b.weight"] = (steps[still >= 3], still[still >= 3])
-    assert only(run, "frozen_parameters").iterations == (951,)
-
-
-def test_the_first_nonfinite_module_is_named_in_the_order_of_execution():
-    """A container has its output later, and its name may come earlier in the alphabet."""
-    bad, good = series([0, 0, 5, 5.0]), series([0, 0, 0, 0.0])
-    modules = {"z.embed": good, "m.lin": bad, "b.lin": bad, "m": bad, "b": bad, "_root_": bad}
-    run = {f"activation/{module}/nonfinite_count": counts for module, counts in modules.items()}
-    assert "first in m.lin, and in 4 more modules" in only(run, "nonfinite_activations").text
-    backwards = dict(reversed(run.items()))  # recorded in another order, containers are still not the first
-    assert "first in b.lin," in only(backwards, "nonfinite_activations").text
-
-
-def test_one_finding_for_each_rollback():
-    first, second = found(rollback([(80, 50, 20), (150, 120, 0)]), "rolled_back")
-    assert (first.iterations, second.iterations) == ((80,), (150,))
-    assert (first.values, second.values) == ({"target": 50, "discarded": 20}, {"target": 120, "discarded": 0})
-
-
 # Order and form
 
 
 def test_the_first_event_comes_first():
-    run = runs.grad(runs.with_spike([50]), [50]) | weights(frozen=2) | {"step/data_wait_share": every(0.6)}
-    run |= nan_from(101, count=200)
+    run = runs.grad(runs.with_spike([50]), [50]) | runs.with_dead_units() | {"step/data_wait_share": every(0.6)}
+    run |= nan_from(101, count=200, name="val/f1")
     kinds = [finding.kind for finding in found(run)]
-    assert kinds == ["frozen_parameters", "bad_batches", "nonfinite_metric", "data_wait"]
-
-
-def test_no_advice_contradicts_another():
-    """Dead units, from iteration 105 on; parameters that no longer move and small updates follow."""
-    run = {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))} | runs.grad(runs.calm_norms())
-    run |= weights(frozen=np.where(np.arange(40) < 22, 0, 2), median=5e-7)
-    findings = diagnose(make_run(run)).findings
-    assert [finding.kind for finding in findings] == ["small_updates", "dead_units", "frozen_parameters"]
-    assert [finding.action[:5] for finding in findings] == ["Raise", "Follo", "Proba"]
+    assert kinds == ["bad_batches", "nonfinite_metric", "dead_units", "data_wait"]
 
 
 def test_form_of_findings():
     run = runs.grad(runs.with_spike([50], math.nan), [50]) | weights(frozen=2, median=0.5, spread=1e4)
     run |= std(a=1, b=1, c=1, d=1e5) | {"activation/x/dead_fraction": series([1.0] * 5)}
     findings = found(run | {"\x1b[31mloss": series([1.0, math.nan])})
-    assert len(findings) > 4
+    assert len(findings) > 3
     for finding in findings:
         assert finding.kind in KINDS
         assert finding.severity in SEVERITIES

@@ -12,6 +12,7 @@ import pytest
 from matplotlib import image
 from matplotlib.axes import Axes
 
+from ignite_monitor.hdf5.reader import RecordedReport
 from ignite_monitor.keys import SCHEMAS
 from ignite_monitor.report.plot import ONE_SCREEN, draw, picture
 from tests.report import _runs as runs
@@ -111,7 +112,6 @@ def test_every_monitor_has_panels():
 AWKWARD = {
     "one point": {name: (steps[:1], values[:1]) for name, (steps, values) in runs.weights().items()},
     "spikes": runs.grad(runs.with_spike([50, 90]), [50, 90]),
-    "rollbacks": runs.grad(runs.calm_norms()) | runs.rollback([(80, 50, 20), (150, 120, 0)]),
     "nothing finite": {"a": runs.series([math.nan] * 3), "b": runs.series([math.inf, -math.inf])},
     "holes": runs.grad(np.where(np.arange(200) % 50 == 7, math.nan, runs.calm_norms())),
     "huge": {"a": runs.series([1e-300, 1e300]), "b": runs.series([-1.7e308, 1.7e308]), "c": runs.series([5e-324, 1])},
@@ -143,19 +143,22 @@ def test_spikes_are_red(tmp_path):
     assert red(runs.grad(runs.with_spike([50]))) == 0
 
 
-def test_rollbacks_are_marked_in_every_panel(monkeypatch, tmp_path):
+def test_events_are_marked_in_every_panel(monkeypatch, tmp_path):
     marks, axvline = {}, Axes.axvline
 
     def note(axes, x, **kwargs):
-        marks.setdefault(axes, []).append(x)
+        marks.setdefault(axes, []).append((x, kwargs["label"]))
         return axvline(axes, x, **kwargs)
 
     monkeypatch.setattr(Axes, "axvline", note)
-    shown = picture(make_run(AWKWARD["rollbacks"]))
-    assert shown.rollbacks == (80, 150)
+    run = make_run(runs.grad(runs.calm_norms()))
+    events = [(80, "rolled_back", "warning"), (150, "rolled_back", "warning"), (3, "too_few", "problem")]
+    events.append((9, "unknown_items", "note"))
+    run.reports = [RecordedReport(at, "M (m)", kind, severity, "is so", (), 1) for at, kind, severity in events]
+    shown = picture(run)
     draw(shown, tmp_path / "run.png")
     assert len(marks) == len(shown.panels)
-    assert all({80, 150} <= set(steps) for steps in marks.values())
+    assert all(of == [(80, "rolled_back"), (150, "_"), (3, "too_few")] for of in marks.values())
 
 
 def test_one_screen_is_no_higher_than_a_screen(tmp_path):

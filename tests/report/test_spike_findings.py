@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ignite_monitor.report.gradients import norms
+from ignite_monitor.report.gradients import norms_of
 from ignite_monitor.report.summary import diagnose
 from tests.report._runs import calm_norms, found, grad, make_run, only, series, summary, weights, with_spike
 
@@ -21,7 +21,7 @@ SPIKES = {
         grad(with_spike([120]), [120]),
         ["warning"],
         "1 gradient spike (grad/norm): iteration 120. The largest, in iteration 120, was 60, "
-        "10 times its threshold of 6.|Of these steps 1 skipped.|Inspect these batches.|-share of the excess",
+        "10 times its threshold of 6.|Of these steps 1 was skipped.|Inspect these batches.|-share of the excess",
     ),
     "two": (grad(with_spike([50, 90]), [50, 90]), ["warning"], "2 gradient spikes (grad/norm): iterations 50 and 90."),
     "twice the threshold": (grad(with_spike([120], 11.9), [120]), ["note"], "noise.|No action"),
@@ -38,7 +38,7 @@ SPIKES = {
         | {"grad/skipped_count": series(np.isin(ALL, range(80, 201)))}
         | {"grad/clipped_count": series(np.isin(ALL, range(50, 201)))},
         ["warning"],
-        "Of these steps 1 skipped, 1 clipped, 1 not made by the train step and 2 made.|on_spike=",
+        "Of these steps 1 was skipped, 1 was clipped, 1 was not made by the train step and 2 were made.|on_spike=",
     ),
     "not handled": (grad(with_spike([50]), [50], skipped=False), ["warning"], "No step was skipped or clipped"),
     "culprit": (
@@ -100,7 +100,7 @@ def test_spikes_of_partial_gradients_count_once_per_step():
     run |= {"grad/spike": series(flags), "grad/spike_count": series(counts)}
     assert (flags.sum(), counts[-1]) == (27, 11)
     assert only(run, *KINDS).values["count"] == 11
-    assert norms(make_run(run).of("grad")[0]).norm.steps.tolist() == [*range(4, 401, 4)]
+    assert norms_of(make_run(run).of("grad")[0]).norm.steps.tolist() == [*range(4, 401, 4)]
 
 
 # Other findings
@@ -110,10 +110,10 @@ def test_finite_and_nonfinite_spikes_are_counted_apart():
     norms = with_spike([50, 80, 110])
     norms[99] = np.nan
     run = grad(norms, [50, 80, 100, 110])
-    assert "Of these steps 3 skipped." in only(run, *KINDS).text
+    assert "Of these steps 3 were skipped." in only(run, *KINDS).text
     finding = only(run, "nonfinite_gradients")
     assert (finding.severity, finding.iterations) == ("warning", (100,))
-    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Of these steps 1 skipped." in finding.text
+    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Of these steps 1 was skipped." in finding.text
     assert "on_spike" not in finding.text
 
 
@@ -121,10 +121,10 @@ def test_gradients_that_stay_nonfinite_are_a_problem():
     norms = calm_norms()
     norms[150:] = math.nan
     finding = only(grad(norms, range(151, 201)), "nonfinite_gradients")
-    assert (finding.severity, finding.action[:51]) == ("problem", "Restore a checkpoint from before, and inspect the b")
+    assert (finding.severity, finding.action[:48]) == ("problem", "Restore a checkpoint from before iteration 151, ")
     all_nan = grad(np.full(50, math.nan), range(1, 51), thresholds=math.nan)
     assert summary(all_nan).healthy is False
-    assert only(all_nan, "nonfinite_gradients").action.startswith("Lower the learning rate")
+    assert only(all_nan, "nonfinite_gradients").severity == "problem"
 
 
 def test_overflows_of_a_scaler():
@@ -167,17 +167,6 @@ def test_without_norms_it_is_known_too():
     short = {"grad/stepped": series(np.zeros(3))}  # of an accumulation over 4
     assert summary(short).healthy is None
     assert found(grad(np.full(300, 60.0), range(1, 301), made=()), "no_step") == []  # all skipped
-
-
-@pytest.mark.parametrize(("factor", "iterations"), [(40, []), (60, [(7,)])])
-def test_norms_of_the_warm_up_are_compared_with_the_run(factor, iterations):
-    norms = np.ones(200)
-    norms[6] = factor
-    run = grad(norms)
-    run["grad/threshold"] = tuple(part[20:] for part in run["grad/threshold"])
-    findings = found(run)
-    assert [finding.kind for finding in findings] == ["early_norms"] * len(iterations)
-    assert [finding.iterations for finding in findings] == iterations
 
 
 # Without a threshold

@@ -153,12 +153,6 @@ def rates(factor):
     return change
 
 
-def detached():
-    model = mlp()
-    model[1].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
-    return model
-
-
 def dead():
     model = mlp()
     with torch.no_grad():
@@ -171,14 +165,12 @@ SICK = {
     "rate x 1000": (mlp, vectors, adam(1.0), {}, "large_updates"),
     "rate x 1000, SGD": (mlp, vectors, sgd(1e4), {}, "large_updates"),
     "rate x 1000 in iteration 100": (mlp, vectors, adam(1e-3), {"damage": rates(1000)}, "rate_rose"),
-    "rate of 0": (mlp, vectors, adam(0.0), {}, "group_rate"),
     "rate of 1e-9": (mlp, vectors, adam(1e-9), {}, "small_updates"),
     "weight decay": (
         *(mlp, vectors, lambda model: torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=30.0), {}),
         "weights_shrank",
     ),
     "dead units": (dead, vectors, adam(1e-3), {}, "dead_units"),
-    "no gradient": (detached, vectors, adam(1e-3), {}, "frozen_parameters"),
     "gpt, rate x 1000": (TinyGPT, text, adam(2.0), {"every": 20, "iterations": 60}, "large_updates"),
 }
 
@@ -201,7 +193,6 @@ def test_the_module_that_produces_nan_is_named(train):
                 model.blocks[1].norm_2.weight[0] = math.nan
 
     summary = train(TinyGPT(), text(), adam(2e-3), damage=damage, iterations=60)
-    assert "first in blocks.1.norm_2," in of(summary, "nonfinite_activations").text
     first = summary.findings[0]
     assert (first.kind, first.onset) == ("nonfinite_forward", 50)
     assert "blocks.1.norm_2" in first.text

@@ -1,0 +1,107 @@
+"""Findings about losses and the user's own metrics: non-finite values, their course, learning, overfitting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from ignite_monitor.hdf5.layout import printable
+from ignite_monitor.report import limits
+from ignite_monitor.report.finding import Finding, iterations, number, plural
+from ignite_monitor.report.run import MIN_ONSET, Run, Series, is_loss
+
+HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev|held_?out)([^a-z]|$)", re.IGNORECASE)
+
+
+def curves(run: Run) -> Iterator[Finding]:
+    """The user's own metrics that are non-finite, and the course of losses."""
+    for name, series in run.own.items():
+        bad = ~np.isfinite(series.values)
+        if bad.any():
+            stays = bool(bad[-1])
+            where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.steps[bad])}"
+            numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
+            what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
+            severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
+            yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
+    for name, series in run.losses.items():
+        begun = series.part(series.steps >= run.first_made)
+        if len(begun.values) >= limits.LOSS_POINTS and np.isfinite(begun.values[-1]):
+            yield from _course(name, begun.finite, has_to_fall=name not in run.own and run.judges_loss)
+
+
+def _course(name: str, series: Series, has_to_fall: bool) -> Iterator[Finding]:
+    """A loss that ended far above its best.
+
+    Unless it has to fall, only one that fell at first is a loss: others grow with the returns of a policy.
+    """
+    begin, end, smooth = series.head.median, series.tail.median, _smoothed(series)
+    lowest, best = int(smooth.values.argmin()), float(smooth.values.min())
+    noise = float(np.median(np.abs(np.diff(series.values))))
+    gained, lost = begin - best, end - best
+    if not has_to_fall and not smooth.values[: max(1, len(smooth.values) // 2)].min() < begin - 2 * noise:
+        return
+    much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
+    far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
+    if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
+        kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
+    elif gained > 0 and (much or far):
+        kind, severity = "loss_rose_again", "warning"
+        what = f"fell from {number(begin)} to {number(best)} and rose again to {number(end)}"
+    else:
+        return
+    rise = smooth.since(smooth.values > best + lost / 2)  # it stays above the middle between its best and its end
+    what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
+    yield Finding(kind, severity, what, (name,), (rise,), {"first": begin, "best": best, "end": end})
+
+
+def _smoothed(series: Series) -> Series:
+    """Running medians over a tenth of the series, at most 51 values; of a long series about 2,000 of them."""
+    half = min(25, len(series.values) // 20)
+    windows = np.lib.stride_tricks.sliding_window_view(series.values, 2 * half + 1)
+    every = max(1, len(windows) // 2000)
+    return Series(series.steps[half : len(series.steps) - half : every], np.median(windows[::every], axis=1))
+
+
+def learning(run: Run) -> Iterator[Finding]:
+    """A recorded loss that does not fall, or that rises from the beginning; outputs that the loss cannot fit."""
+    loss, name = run.loss.finite, run.loss_name
+    if len(loss.values) < limits.LEARNING_POINTS or not run.judges_loss:
+        return
+    begin, end = loss.head.median, loss.tail.median
+    values = {"first": begin, "last": end}
+    for monitor in run.of("activation"):
+        most, std = (monitor.get(f"activation/_root_/{key}").finite for key in ("max_abs", "std"))
+        bounded = most and (most.values <= 1.0).all() and most.last_quarter.median > limits.SATURATED
+        if bounded and std.median < limits.BINARY and end > max(1.0, limits.UNFITTED * begin):
+            outputs = monitor.name("activation/_root_/max_abs")
+            what = f"The model's outputs are never above 1 and reach it ({outputs}), as those of softmax or sigmoid, "
+            what += f"while the loss ended at {number(end)} after {number(begin)}."
+            yield Finding("bounded_outputs", "warning", what, (name,), (), values)
+            return
+    tenths = np.array([np.median(part) for part in np.array_split(loss.values, 10)])
+    if (np.diff(tenths) > 0).sum() >= limits.RISING and end - begin > limits.RISE * abs(begin):
+        what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
+        yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
+    elif abs(begin - end) < limits.FLAT * max(abs(begin), abs(end)) and loss.steps[0] <= max(1, run.first_made):
+        what = f"The loss has not fallen in {plural(int(loss.steps[-1] - loss.steps[0]), 'iteration')} ({name}): "
+        what += f"{number(begin)} at the beginning, {number(end)} at the end."
+        yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
+
+
+def overfitting(run: Run) -> Iterator[Finding]:
+    """A held-out loss that rose again while the training loss fell."""
+    train = run.loss.finite
+    for name, series in run.own.items():
+        held = series.finite
+        if not is_loss(name) or not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
+            continue
+        place = int(held.values.argmin())
+        best, end, at = float(held.values[place]), held.tail.median, int(held.steps[place])
+        near = train.part(np.abs(train.steps - at) <= max(5, train.steps[-1] // 20)).median
+        if end > limits.OVERFIT * best > 0 and len(held.values) - place > MIN_ONSET and train.tail.median < near:
+            what = f"{printable(name)} rose from {number(best)} in iteration {at} to {number(end)}, while the training "
+            what += f"loss ({run.loss_name}) fell from {number(near)} to {number(train.tail.median)}."
+            yield Finding("overfitting", "warning", what, (name, run.loss_name), (at,), {"best": best, "last": end})
