@@ -17,7 +17,8 @@ COLUMNS = ("parameters", "published", "compared", "heads")
 ABOUT = """# Real models and train steps
 
 `make compatibility` trains {models} models of torchvision, timm, transformers, diffusers, peft and
-torch_geometric with tiny configurations for four iterations of two micro-batches each, with the monitors of this table on one engine, and once more without.
+torch_geometric with tiny configurations for four iterations of two micro-batches each, with the monitors of this table
+on one engine, and once more without.
 Weights, buffers, gradients, optimizer state, losses and RNG state are bitwise the same on all models.
 
 | monitor | also asserted on all models |
@@ -46,7 +47,8 @@ and largest update ratio of every optimizer step equal float64 arithmetic, and S
 {steps}
 
 A skipped step leaves no trace in {optimizers} optimizers of pytorch_optimizer, bitsandbytes, timm and schedulefree:
-weights, `state_dict()` and attributes are bitwise those of a run without the skipped batches, for one batch and for five.
+weights, `state_dict()` and attributes are bitwise those of a run without the skipped batches,
+for one batch and for five.
 
 An optimizer step in an event handler is not monitored, and a warning reports it: tested with an actor-critic.
 

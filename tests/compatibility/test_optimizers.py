@@ -25,14 +25,14 @@ NAMES = """
     Ranger SCION SCIONLight SGD SGDP SGDSaI SGDW SM3 SOAP SPAM SPlus SRMM SWATS SaRA ScheduleFreeAdamW
     ScheduleFreeRAdam ScheduleFreeSGD Shampoo SignSGD SimplifiedAdEMAMix SpectralSphere StableAdamW StableSPAM TAM Tiger
     VSGD Yogi
-""".split()
+"""
 WRAPPERS = ("Lookahead", "TRAC", "OrthoGrad", "ScheduleFreeWrapper")
 EIGHT_BIT = """
     Adam AdamW SGD Lion RMSprop AdEMAMix LAMB LARS Adagrad Adam8bit AdamW8bit Lion8bit SGD8bit PagedAdamW
-""".split()
+"""
 CASES = [
-    *(f"pytorch_optimizer.{name}" for name in (*NAMES, *WRAPPERS)),
-    *(f"bitsandbytes.{name}" for name in EIGHT_BIT),
+    *(f"pytorch_optimizer.{name}" for name in (*NAMES.split(), *WRAPPERS)),
+    *(f"bitsandbytes.{name}" for name in EIGHT_BIT.split()),
     *_optimizers.INSTALLED_FOR_COMPATIBILITY,
 ]
 
