@@ -22,9 +22,9 @@ from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_d
 from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, tags
 from ignite_monitor.monitor.ranks import sum_over_ranks
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.monitor import ReferenceMonitor
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError, Reference
 from ignite_monitor.scaling.parametrization import Parametrization
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")  # names of the three products in keys
