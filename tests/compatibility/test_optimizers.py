@@ -10,7 +10,7 @@ import torch
 
 from tests._helpers import make_step
 from tests.gradient import _optimizers
-from tests.gradient.test_skip_step import compare
+from tests.gradient._skipped import compare
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
 
