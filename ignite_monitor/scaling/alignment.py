@@ -204,7 +204,7 @@ def measurable_layers(model: nn.Module, parametrization: Parametrization | None)
     """Return the names of modules whose alignment is defined; of a parametrization, of hidden layers and readouts."""
     modules = modules_by_name(model)
     if parametrization is not None:
-        layers = [layer for layer in parametrization.layers.values() if layer.layer_type != "embedding"]
+        layers = [layer for layer in parametrization.layers.values() if layer.role != "embedding"]
         modules = {layer.module: modules[layer.module] for layer in layers if layer.module in modules}
     linear: dict[str, Any] = {name: module for name, module in modules.items() if linear_map(module) is not None}
     return [name for name, module in linear.items() if module.weight.numel() and fan_in(module) > 1]
