@@ -71,12 +71,13 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
     mean = total / elements
     nonfinite = torch.zeros_like(mean)
     if not transfer.is_cpu(mean) or not mean.isfinite().all():
-        nonfinite = _added(piece.isfinite().logical_not_().sum((1, 2)) for piece in pieces).to(wide)
+        nonfinite = elements - _added(piece.isfinite().sum((1, 2), dtype=wide) for piece in pieces)
     # Differences keep their digits in the tensors' dtype, since they are taken from the mean in that dtype.
     shift = mean.to(torch.promote_types(tensors.dtype, torch.float32))
     differences = (piece - shift[:, None, None] for piece in pieces)
     squares = _added(torch.linalg.vector_norm(item, dim=(1, 2), dtype=wide).square_() for item in differences)
-    squares = (squares - elements * (mean - shift).square()).clamp_(min=0.0)
+    error = mean - shift
+    squares = squares.addcmul_(error, error, value=-elements).clamp_(min=0.0)
     counts = (torch.full_like(mean, count) for count in (elements, vectors.shape[1]))
     sums = torch.stack([*counts, norms, nonfinite, squares, total, total * mean, mean, -mean], 1)
     return torch.cat([sums, _largest(tensors, unit)], 1)
