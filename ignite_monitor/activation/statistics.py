@@ -74,7 +74,7 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
         nonfinite = elements - _added(piece.isfinite().sum((1, 2), dtype=wide) for piece in pieces)
     # Differences keep their digits in the tensors' dtype, since they are taken from the mean in that dtype.
     shift = mean.to(torch.promote_types(tensors.dtype, torch.float32))
-    differences = (piece - shift[:, None, None] for piece in pieces)
+    differences = (piece - shift.view(-1, 1, 1) for piece in pieces)
     squares = _added(torch.linalg.vector_norm(item, dim=(1, 2), dtype=wide).square_() for item in differences)
     error = mean - shift
     squares = squares.addcmul_(error, error, value=-elements).clamp_(min=0.0)
