@@ -69,8 +69,9 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
     total = _added(piece.sum((1, 2), dtype=wide) for piece in pieces)
     norms = _added(torch.linalg.vector_norm(piece, dim=2, dtype=wide).sum(1) for piece in pieces)
     mean = total / elements
-    nonfinite = torch.zeros_like(mean)
-    if not transfer.is_cpu(mean) or not mean.isfinite().all():
+    if transfer.is_cpu(mean) and mean.isfinite().all():
+        nonfinite = torch.zeros_like(mean)
+    else:
         nonfinite = elements - _added(piece.isfinite().sum((1, 2), dtype=wide) for piece in pieces)
     # Differences keep their digits in the tensors' dtype, since they are taken from the mean in that dtype.
     shift = mean.to(torch.promote_types(tensors.dtype, torch.float32))
