@@ -213,7 +213,7 @@ def _synchronized() -> float:
 
 
 def unmonitored(setting: Setting, device: str, name: str, rounds: int) -> Cost:
-    """Seconds that a monitor adds to an iteration that it does not monitor."""
+    """Seconds that a monitor adds to an unmonitored iteration."""
     plain, variant = (Runner(setting, device, kind, idle=True) for kind in ("", name))
     return Cost.of([median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(2 * rounds)])
 

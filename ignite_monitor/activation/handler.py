@@ -26,7 +26,6 @@ from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
-    hookable,
     modules_by_name,
     named_parameters,
     parameters_of,
@@ -37,10 +36,6 @@ from ignite_monitor.monitor.ranks import RankReduction, world_size
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
-_FAST_PATH = Reason(
-    "fast_path",
-    "a hook would disable the fast path of nn.TransformerEncoderLayer in eval mode, which rounds differently",
-)
 _COMPLEX = Reason("complex", "complex numbers have no built-in metrics")
 
 Metrics = Mapping[str, Any] | bool | None
@@ -187,9 +182,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._forward = ForwardMetrics(
             self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pauses
         )
-        hooked = hookable(self._modules)
-        self._report_skipped(_FAST_PATH, [name for name in self._modules if name not in hooked])
-        return [eager(), *self._forward.contexts(list(hooked.values())), *super().train_step_contexts()]
+        return [eager(), *self._forward.contexts(self._modules), *super().train_step_contexts()]
 
     def on_run_end(self) -> None:
         super().on_run_end()
@@ -246,7 +239,9 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         measurements = [forward.activation, forward.recorded]
         if self._differences is not None:
             measurements.append(self._differences.measured)
-        rows = rows_of(measurements, *forward.attention_rows())
+        rows = rows_of(measurements)
+        for own, of_attention in zip(rows, forward.attention_rows(), strict=True):
+            own |= of_attention
         if self._differences is not None and self._passes is not None:
             self._differences.put_incomplete(rows[0], self._passes.incomplete)
         if world_size() > 1:

@@ -14,7 +14,7 @@ from ignite_monitor.checks import check_function
 from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.events.step_owner import check_skippable, hides_gradients, skips_on_device
+from ignite_monitor.events.step_owner import hides_gradients, skippable, skips_on_device
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import move_like
@@ -32,6 +32,7 @@ class SpikeAction:
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
+        self.acts_on: Optimizer | None = None
         self.kind = on_spike if isinstance(on_spike, str) else None  # "skip", "clip" or None
         if self.kind is None:
             check_function("on_spike", on_spike, "the engine", "the norm", described=_CHOICES)
@@ -40,7 +41,9 @@ class SpikeAction:
         elif optimizer is None:
             raise ValueError(f"on_spike={self.kind!r} requires the argument optimizer, in whose step it acts")
         elif self.kind == "skip":
-            check_skippable(optimizer)
+            self.acts_on = skippable(optimizer)
+        elif hides_gradients(optimizer):  # others cannot be stopped inside of "clip", which allows for closures
+            self.acts_on = optimizer
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         # Steps skipped, and with "clip" gradients clipped, so far: 0-dim.
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}

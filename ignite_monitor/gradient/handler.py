@@ -20,7 +20,6 @@ from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
-from ignite_monitor.events.step_owner import hides_gradients
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector
@@ -121,9 +120,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._action = SpikeAction(on_spike, optimizer)
         self.optimizer = optimizer
-        # Others than torch's cannot be stopped inside of "clip", which allows for closures.
-        if optimizer is not None and (on_spike == "skip" or (on_spike == "clip" and hides_gradients(optimizer))):
-            self.acts_on = optimizer
+        self.acts_on = self._action.acts_on
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
         self._unseen = 0  # consecutive iterations without a gradient

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
+from ignite_monitor.events.accumulation import AccumulationProbe
+from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
 

@@ -15,8 +15,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.modes import eager
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import all_take_part
-from ignite_monitor.reference.call import Comparison
-from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.reference.passes import Comparison, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
 
@@ -49,8 +48,8 @@ class ReferenceMonitor(Monitor):
         """Compare the calls of modules in monitored iterations."""
         if self._reference is not None:
             report = weak_method(self._report_excluded)
-            self._passes = ReferencePasses(self._reference, names, comparison, report)
-            self._passes.warned, self._passes.pauses = self._warned_subjects, self._pauses
+            warned, pauses = self._warned_subjects, self._pauses
+            self._passes = ReferencePasses(self._reference, names, comparison, report, warned, pauses)
 
     def _report_excluded(self, text: str) -> None:
         self.report("not_compared", text, once=False)

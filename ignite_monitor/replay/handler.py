@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ignite_monitor.events.hooks import after_each_backward
+from ignite_monitor.events.gradient_tracker import after_each_backward
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.keys import REPLAY
 from ignite_monitor.model.devices import device_of, move

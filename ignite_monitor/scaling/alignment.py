@@ -22,9 +22,9 @@ from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_d
 from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, tags
 from ignite_monitor.monitor.ranks import sum_over_ranks
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
 from ignite_monitor.reference.monitor import ReferenceMonitor
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError, Reference
 from ignite_monitor.scaling.parametrization import Parametrization
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")  # names of the three products in keys
@@ -202,7 +202,7 @@ def measurable_layers(model: nn.Module, parametrization: Parametrization | None)
     """Return the names of modules whose alignment is defined; of a parametrization, of hidden layers and readouts."""
     modules = modules_by_name(model)
     if parametrization is not None:
-        layers = [layer for layer in parametrization.layers.values() if layer.layer_type != "embedding"]
+        layers = [layer for layer in parametrization.layers.values() if layer.role != "embedding"]
         modules = {layer.module: modules[layer.module] for layer in layers if layer.module in modules}
     linear: dict[str, Any] = {name: module for name, module in modules.items() if linear_map(module) is not None}
     return [name for name, module in linear.items() if module.weight.numel() and fan_in(module) > 1]

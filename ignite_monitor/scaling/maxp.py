@@ -198,7 +198,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         for key, group in self._groups():
             layer = layers.get(group["layer_name"])
             group["c"] = self.solution.c.get(key, 0.0)
-            factor = 1.0 if layer is None else layer.fan_in ** -group["c"]
+            factor = 1.0 if layer is None else layer.width ** -group["c"]
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(self.lr_prefactor * factor)
             else:
