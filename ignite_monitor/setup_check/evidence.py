@@ -44,12 +44,14 @@ class Evidence:
     """Evidence since a check began.
 
     Attributes:
-        held: parameters of the model that the optimizer holds.
-        others: of the rest those with ``requires_grad`` and data on this rank.
-        names: names of the parameters, by id.
-        iterations: number of checked iterations; ``stepped`` of those with a step of the optimizer.
+        model: the model.
+        optimizer: its optimizer.
+        batch: the first batch, or what is compared of it.
+        iterations: number of checked iterations.
+        stepped: number of those with a step of the optimizer.
         is_training: True if a module was in training mode at any event.
         seen: ids of the parameters that had a gradient.
+        steps: steps of the optimizer.
         is_torch: for each step, whether the class that made it is torch's.
         calls: for each call, True of DistributedDataParallel, False of the module in it.
         found: norms of the gradients that backward passes find.
