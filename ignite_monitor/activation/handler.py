@@ -32,7 +32,7 @@ from ignite_monitor.model.names import (
     tags,
 )
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.ranks import RankReduction, world_size
+from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
@@ -73,6 +73,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         aggregate: aggregation of own functions over passes and micro-batches: ``"mean"``, weighted by the tensors'
             numbers of elements, ``"sum"``, ``"max"`` or ``"min"``.
         scaler: the GradScaler of the train step.
+        group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: the start of all names; several handlers on one engine need different ones.
 
     Raises:
@@ -110,6 +111,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         attention: bool = False,
         aggregate: str = "mean",
         scaler: GradScaler | None = None,
+        group: Group = None,
         prefix: str = "",
     ) -> None:
         check_type("prefix", prefix, str, "str")
@@ -123,7 +125,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         families = ["recorded", *(family for family, (_, metrics) in given.items() if metrics not in (None, False))]
         families += ["gradient_after_clip"] if "gradient" in families else []
         families += ["attention_entropy", "attention_logit_max"] if attention else []
-        super().__init__(model, prefix, families)
+        super().__init__(model, prefix, families, group=group)
         check_choice("aggregate", aggregate, *AGGREGATES)
         self._metrics = {
             family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
@@ -170,7 +172,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._of_parameters: list[NamedValues] = []
         self._differences: OutputComparison | None = None
         self._passes = None
-        self._over_ranks = RankReduction()
+        self._over_ranks = RankReduction(self.ranks)
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
@@ -244,7 +246,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             own |= of_attention
         if self._differences is not None and self._passes is not None:
             self._differences.put_incomplete(rows[0], self._passes.incomplete)
-        if world_size() > 1:
+        if self.ranks.size > 1:
             if not self._all_ranks_present():
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))

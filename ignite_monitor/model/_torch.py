@@ -138,6 +138,7 @@ WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 
 is_in_join: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")  # of a DistributedDataParallel
+has_communication_hook: Callable[[nn.Module], Any] = attrgetter("_comm_hooks")
 
 
 def is_compilers_wrapper(module: nn.Module) -> bool:

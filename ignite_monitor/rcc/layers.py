@@ -25,7 +25,7 @@ from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import floating_tensors
-from ignite_monitor.monitor.ranks import sum_over_ranks
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.rcc.terms import QUANTITIES, NormSums, mean_norms, norm_sums, table_of
 from ignite_monitor.reference.passes import Call, Comparison
 from ignite_monitor.reference.reference import NotComparableError, Reference, detached_copy, user_forward_hooks
@@ -84,11 +84,11 @@ class LayerChanges(Comparison):
     def clear(self) -> None:
         self._calls = []
 
-    def means(self, incomplete: Collection[str]) -> Tensor:
+    def means(self, incomplete: Collection[str], ranks: Ranks) -> Tensor:
         """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`; NaN if a rank's are incomplete."""
         calls = [(self._rows[name], result) for name, result in self._calls]
         rows, device = [self._rows[name] for name in incomplete], device_of(self._reference.root)
-        return mean_norms(*sum_over_ranks(table_of(calls, rows, len(self._rows), device)))
+        return mean_norms(*ranks.sum(table_of(calls, rows, len(self._rows), device)))
 
     def _compared(self, call: Call, x: Tensor | None, initial_on_input: Tensor | None) -> NormSums:
         outputs = [item for item in (_first(call.output), initial_on_input, call.kept[1]) if item is not None]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.monitor.ranks import from_every_rank
 from ignite_monitor.scaling.solver import Alignment, Node, ParametrizedLayer, Solution, solve
 
 
@@ -131,8 +131,10 @@ def is_zero(parameter: Tensor) -> bool:
 @torch.no_grad()
 def initialize_weights(model: nn.Module, layers: Mapping[str, ParametrizedLayer]) -> None:
     """Set the initial weights, the same on every rank and device, and zero biases, and add multipliers."""
-    seed = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
-    generator = torch.Generator("cpu").manual_seed(seed)
+    seed = [int(torch.randint(2**62, (), device="cpu"))]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(seed)
+    generator = torch.Generator("cpu").manual_seed(seed[0])
     parameters = {name: parameter for name, parameter, _ in named_parameters(model)}
     modules = dict(named_modules(model))
     for layer in layers.values():
