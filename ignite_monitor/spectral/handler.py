@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from ignite.engine import Engine
@@ -22,9 +20,10 @@ from ignite_monitor.model.names import Pattern, Selection, listed, named_paramet
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
-from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
+from ignite_monitor.spectral.spectra import Spectra, measure_all
 
 
 class SpectralNormHandler(Monitor, schema=SPECTRAL):
@@ -39,8 +38,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     {keys}
 
     ``"power"`` is a block Lanczos iteration, with a bound of its error by the residual. ``"ns5-fast"`` and
-    ``"ns3-accurate"`` are Newton-Schulz iterations, biased and without a bound; if one fails, "power" replaces it.
-    Only weights that a step was to move count for updates. The ``topk`` keys appear when a logger writes.
+    ``"ns3-accurate"`` are Newton-Schulz iterations, biased and without a bound. Only weights that a step
+    was to move count for updates. The ``topk`` keys appear when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -64,8 +63,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
     """
 
-    _state_dict_all_req_keys = ("weights", "updates")
-
     def __init__(
         self,
         model: nn.Module,
@@ -87,8 +84,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self.top_k = check_count("top_k", top_k)
         self.per_parameter = per_parameter
         self._selection = Selection(include, exclude)
-        self._weights = SpectralMeter(method, "weights")
-        self._updates = SpectralMeter(method, "updates")
+        self._nonfinite = DeferredFlag()  # a weight or an update
         names = [name for name, parameter, _ in named_parameters(model) if parameter.is_complex()]
         skipped = [name for name in names if name in self._selection]
         if not self._effective():
@@ -103,32 +99,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self._names: list[str] = []
         self._norms: Tensor | None = None
 
-    @property
-    def iterations(self) -> int:
-        """The number of "power" steps in the last measurement, for the weight that needed most."""
-        return self._weights.steps
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the methods in use: one that failed has been replaced."""
-        return OrderedDict(weights=self._weights.method, updates=self._updates.method)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it was saved by a monitor of another kind, or is damaged.
-        """
-        super().load_state_dict(state_dict)
-        meters = {"weights": self._weights, "updates": self._updates}
-        for name in meters:
-            check_choice(f"state_dict[{name!r}]", state_dict[name], *METHODS)
-        for name, meter in meters.items():
-            if state_dict[name] == "power":  # another method has been replaced
-                meter.method = "power"
-
     def handlers(self) -> Handlers:
         handlers: Handlers = [(Phase.STEP_DECIDED, self._on_step_decided)] if self.updates else []
         return [*handlers, (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -136,14 +106,14 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     @torch.no_grad()
     def start_iteration(self, engine: Engine) -> None:
         self._norms = None
-        self._report_failures()
+        self._report_nonfinite()
         if self.updates:
             weights = list(enumerate(self._effective()))
             self._stepped = SteppedParameters({id(part): i for i, weight in weights for part in weight.parameters})
             self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
 
     def reset_run_state(self) -> None:
-        self._report_failures(wait=True)
+        self._report_nonfinite(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})
 
@@ -158,8 +128,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if not weights:
             self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
-        measured = self._weights.measure(part for weight in weights for part in as_weights(weight, weight.value()))
-        values = _summary(measured, self._weights.steps)
+        parts = (part for weight in weights for part in as_weights(weight, weight.value()))
+        measured = measure_all(parts, self.method)
+        self._nonfinite.set(measured.norms.isnan().any())
+        values = _summary(measured)
         values |= _spectral_scales("weight", measured.norms, measured.scales)
         self._names, self._norms = measured.names, measured.norms
         if self.per_parameter:
@@ -170,7 +142,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             values |= self._update_values(weights)
         self._before = {}
         self.publish(**values)
-        self._report_failures()
+        self._report_nonfinite()
 
     def _update_values(self, weights: list[EffectiveWeight]) -> dict[str, Tensor]:
         shapes = {name: before.shape for name, (_, before) in self._before.items()}
@@ -189,7 +161,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
                 origins.extend([origin] * len(parts))
                 yield from parts
 
-        measured = self._updates.measure(changes())
+        measured = measure_all(changes(), self.method)
+        self._nonfinite.set(measured.norms.isnan().any())
         if not self._stepped:
             return {}
         device = measured.norms.device
@@ -202,10 +175,9 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             **_spectral_scales("update", norms, measured.scales),
         }
 
-    def _report_failures(self, wait: bool = False) -> None:
-        for meter in (self._weights, self._updates):
-            for kind, text in meter.failures(wait):
-                self.report(kind, text)
+    def _report_nonfinite(self, wait: bool = False) -> None:
+        if self._nonfinite.take(wait):
+            self.report("nonfinite", "weights or updates that are not finite are not reported")
 
     def _effective(self) -> list[EffectiveWeight]:
         reshard(self.model)
@@ -221,7 +193,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda pair: pair[0])}
 
 
-def _summary(measured: Spectra, steps: int) -> dict[str, Tensor]:
+def _summary(measured: Spectra) -> dict[str, Tensor]:
     norms = measured.norms
     mean = norms.nanmean()
     median, _, smallest, _ = order_statistics((measured.frobenius / norms).square()).unbind()
@@ -232,7 +204,7 @@ def _summary(measured: Spectra, steps: int) -> dict[str, Tensor]:
         "stable_rank_min": smallest,
         "stable_rank_median": median,
         "error_max": order_statistics(measured.errors)[3],
-        "iterations": torch.full_like(mean, steps),
+        "iterations": torch.full_like(mean, measured.steps),
     }
 
 
