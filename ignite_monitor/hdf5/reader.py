@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, printable, ranges
+from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport, opened, printable, ranges
 
 RETRIES = 50
 BLOCK = 2**16  # values
@@ -38,6 +38,7 @@ class Recording(dict[str, Series]):
 
     Attributes:
         reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
+        settings: versions, torch's seed, and the arguments that each monitor was given, in the same form.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Recording(dict[str, Series]):
         reports: list[RecordedReport],
     ) -> None:
         super().__init__(series)
-        self._rows, self._monitors, self.reports = rows, monitors, reports
+        self._rows, self._monitors = rows, monitors
+        self.reports = [it for it in reports if it.kind != SETTINGS]
+        self.settings = [it for it in reports if it.kind == SETTINGS]
 
     def times(self, name: str) -> NDArray[np.datetime64]:
         """Return the times at which the values of a name were written, in UTC, to the millisecond."""

@@ -27,7 +27,7 @@ from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
 from ignite_monitor.monitor.loggers import add_logger
-from ignite_monitor.monitor.reports import LEVELS, Report
+from ignite_monitor.monitor.reports import LEVELS, Report, describe_arguments
 from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
@@ -61,12 +61,18 @@ class Monitor(Serializable):
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
+    given_arguments = ""  # of the constructor, in words
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if schema is not None:
             cls.schema = schema
             cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.table())
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        monitor = super().__new__(cls)
+        monitor.given_arguments = describe_arguments(cls.__init__, args, kwargs)
+        return monitor
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
         if not isinstance(model, NoModel):
