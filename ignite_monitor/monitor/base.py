@@ -52,6 +52,7 @@ class Monitor(Serializable):
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
         reports: what :meth:`report` has recorded, oldest first.
+        given_arguments: the arguments that the constructor was given, in words.
 
     Raises:
         ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
