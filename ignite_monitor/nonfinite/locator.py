@@ -23,7 +23,7 @@ from ignite_monitor.model.isolation import capture_rng_state, generators_of, iso
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.tensors import tensors_in
-from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
 
@@ -47,8 +47,8 @@ class NonFiniteLocator:
         newest: source of the newest gradient; None if it is finite or the source could not be located.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
         self._was_finite = True
         self.calls = ModelCalls(model)
         self.newest: NonFiniteSource | None = None
@@ -68,7 +68,7 @@ class NonFiniteLocator:
             self.calls.backward_ended()
             return None
         try:
-            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, world_size() == 1)
+            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, self._ranks.size == 1)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.newest = None
             if is_overflow:

@@ -36,7 +36,10 @@ from ignite_monitor.model.names import (
     unwrapped,
 )
 from ignite_monitor.monitor.arguments import check_whole
-from ignite_monitor.reference.call import NotComparableError
+
+
+class NotComparableError(Exception):
+    """Reason why a call is not compared; its message completes "it is not compared: ..."."""
 
 
 class Reference:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
+from ignite_monitor.events.accumulation import AccumulationProbe
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
