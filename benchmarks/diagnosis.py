@@ -166,7 +166,7 @@ FAULTS = (
     Fault("a layer whose output is unused", "mlp", "unused_parameters", {"before": inserted(UNUSED, 2)}),
     Fault("loss multiplied by 0", "mlp", "no_gradients", {"loss": lambda i, loss, out, y: 0 * loss}),
     Fault(
-        *("bfloat16 weights, small rate", "mlp", "low_precision_updates lost_updates"),
+        *("bfloat16 weights, small rate", "mlp", "lost_updates"),
         {"after": lambda m: m.bfloat16(), "batch": lambda i, x, y: (x.bfloat16(), y), "rate": 0.05},
     ),
     Fault("step() forgotten", "mlp cnn", "no_step", {"step": False}),
