@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from ignite.engine import Engine
@@ -131,8 +131,18 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         parts = (part for weight in weights for part in as_weights(weight, weight.value()))
         measured = measure_all(parts, self.method)
         self._nonfinite.set(measured.norms.isnan().any())
-        values = _summary(measured)
-        values |= _spectral_scales("weight", measured.norms, measured.scales)
+        mean, (norm, error, scale, rank) = measured.norms.nanmean(), _order_statistics(measured, measured.norms)
+        values = {
+            "norm_max": norm[3],
+            "norm_mean": mean,
+            "norm_std": (measured.norms - mean).square().nanmean().sqrt(),
+            "stable_rank_min": rank[2],
+            "stable_rank_median": rank[0],
+            "error_max": error[3],
+            "iterations": torch.full_like(mean, measured.steps),
+            "weight_spectral_scale_max": scale[3],
+            "weight_spectral_scale_median": scale[0],
+        }
         self._names, self._norms = measured.names, measured.norms
         if self.per_parameter:
             kinds = ["embedding" if math.isnan(scale) else "norm" for scale in measured.scales]
@@ -168,11 +178,12 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         device = measured.norms.device
         at = move(torch.tensor(origins, device="cpu"), device)
         moved = self._stepped.mask(len(self._before), device)[at]
-        norms = torch.where(moved, measured.norms, torch.nan)
+        norm, error, scale, _ = _order_statistics(measured, torch.where(moved, measured.norms, torch.nan))
         return {
-            "update_norm_max": order_statistics(norms)[3],
-            "update_error_max": order_statistics(torch.where(moved, measured.errors, torch.nan))[3],
-            **_spectral_scales("update", norms, measured.scales),
+            "update_norm_max": norm[3],
+            "update_error_max": error[3],
+            "update_spectral_scale_max": scale[3],
+            "update_spectral_scale_median": scale[0],
         }
 
     def _report_nonfinite(self, wait: bool = False) -> None:
@@ -193,22 +204,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda pair: pair[0])}
 
 
-def _summary(measured: Spectra) -> dict[str, Tensor]:
-    norms = measured.norms
-    mean = norms.nanmean()
-    median, _, smallest, _ = order_statistics((measured.frobenius / norms).square()).unbind()
-    return {
-        "norm_max": order_statistics(norms)[3],
-        "norm_mean": mean,
-        "norm_std": (norms - mean).square().nanmean().sqrt(),
-        "stable_rank_min": smallest,
-        "stable_rank_median": median,
-        "error_max": order_statistics(measured.errors)[3],
-        "iterations": torch.full_like(mean, measured.steps),
-    }
-
-
-def _spectral_scales(of: str, norms: Tensor, scales: list[float]) -> dict[str, Tensor]:
-    divisors = move(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
-    median, _, _, largest = order_statistics(norms / divisors).unbind()
-    return {f"{of}_spectral_scale_max": largest, f"{of}_spectral_scale_median": median}
+def _order_statistics(measured: Spectra, norms: Tensor) -> Sequence[Tensor]:
+    """Those of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
+    divisors = move(torch.tensor(measured.scales, dtype=norms.dtype, device="cpu"), norms.device)
+    ranks = (measured.frobenius / norms).square()
+    return order_statistics(torch.stack([norms, measured.errors + 0 * norms, norms / divisors, ranks])).unbind()
