@@ -92,6 +92,7 @@ def test_recurring_spikes_are_the_same_whether_a_logger_reads_values_or_not(fuse
     spikes = range(3, 24, 3)
     states = []
     for reads in (True, False):
+        torch.manual_seed(0)
         training = Training(device, fused=fused, model=transformer(1, 8, records=False))
         data = batches(25, device.name, spikes)
         training.trainer.run(data[:1])  # makes the optimizer's state
