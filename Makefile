@@ -30,7 +30,7 @@ compatibility: ## check every monitor on models and train steps of other package
 	$(call environment,$(VENV)-compatibility)
 	$(VENV)-compatibility/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[compatibility]'
 	$(VENV)-compatibility/bin/python $(PYTEST) -m compatibility tests/compatibility \
-	    tests/gradient/test_skip_step.py tests/gradient/test_clip.py tests/scaling/test_real_models.py $(PYTEST_ARGS)
+	    tests/gradient/test_skip_step.py tests/gradient/test_skip_packages.py tests/gradient/test_clip.py tests/scaling/test_real_models.py $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see what is found
 	$(BIN)/ignite-monitor demo

@@ -18,6 +18,7 @@ from ignite_monitor.events.step_owner import hides_gradients, skippable, skips_o
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.monitor.ranks import Ranks
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
 _DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient scaled to its threshold"}
@@ -31,7 +32,8 @@ class SpikeAction:
     ``torch.optim``. "skip" does not skip isolated spikes that recur at a similar size.
     """
 
-    def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
+    def __init__(self, on_spike: Any, optimizer: Optimizer | None, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.acts_on: Optimizer | None = None
         self.kind = on_spike if isinstance(on_spike, str) else None  # "skip", "clip" or None
         if self.kind is None:
@@ -63,13 +65,17 @@ class SpikeAction:
             self._count("skipped_count", spike)
         elif self.kind == "clip":
             if taken.updates and may_be_true(detection.exceeds):
-                factor = clip_factor(detection, norm())
+                factor = self._smallest(clip_factor(detection, norm()), detection)
                 step.scale(factor)
                 self._count("clipped_count", factor < 1.0)
             lost = detection.norm.spike & detection.norm.nonfinite
             if skips_on_device(step.optimizer) or (lost.is_cpu and hides_gradients(step.optimizer)):
                 step.skip(lost)
                 self._count("skipped_count", lost)
+
+    def _smallest(self, factor: Tensor, detection: GradientDetection) -> Tensor:
+        has_own = detection.origin is not None and detection.parameters is not None  # ratios of this rank alone
+        return -self._ranks.max(-factor) if has_own else factor
 
     def start_run(self) -> None:
         """Count the log lines of a run from zero."""

@@ -24,7 +24,7 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import listed
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.replay.second_pass import Flags, SecondPass, SecondPassEnded
 
 _INPUTS = ("dataloader", "metrics")  # attributes of the engine's state that no train step keeps
@@ -47,6 +47,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped), with all modules that it trains.
         optimizer: its optimizer.
+        group: the ranks that replay together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
@@ -59,8 +60,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             replay.attach(trainer, Events.ITERATION_STARTED(every=1000))
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, prefix: str = "replay") -> None:
-        super().__init__(model, prefix)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, group: Group = None, prefix: str = "replay") -> None:
+        super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         self.reset_run_state()
 
@@ -77,7 +78,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             objects, kinds = gc.get_objects(), (nn.Module, Optimizer)
             self._objects = weakref.WeakSet(item for item in objects if issubclass(type(item), kinds))
         # In the first train step DistributedDataParallel sets up its buckets.
-        return [] if is_first and world_size() > 1 else [self._watched(source, source.train_step, [*self._objects])]
+        return [] if is_first and self.ranks.size > 1 else [self._watched(source, source.train_step, [*self._objects])]
 
     @contextmanager
     def _watched(self, source: EventSource, train_step: Any, objects: list[Any]) -> Iterator[None]:
@@ -101,14 +102,14 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             replay()
 
     def _replay(self, second: SecondPass, source: EventSource, makes_step: bool) -> None:
-        if not all_take_part(self.model):
+        if not self.ranks.all_present:
             self._switch_off("ranks may have run out of data under join()")
             return
         is_skipped = not (makes_step or second.passes)
         obstacle = "" if is_skipped else second.obstacle()
         if source.listened and second.passes > 1:
             obstacle = "handlers of MonitorEvents may change gradients between the backward passes"
-        if world_size() > 1:
+        if self.ranks.size > 1:
             refused, is_skipped = self._on_any_rank([bool(obstacle)], [is_skipped])
             obstacle = obstacle or ("another rank can't repeat its train step" if refused else "")
         if obstacle and not is_skipped:
@@ -156,7 +157,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         for row in map(list, flags):
             certain = torch.full((), any(flag is True for flag in row), device=device)
             rows.append(torch.stack([certain, *(move(flag, device) for flag in row if isinstance(flag, Tensor))]).any())
-        return (max_over_ranks(torch.stack(rows).float()) > 0).tolist()
+        return (self.ranks.max(torch.stack(rows).float()) > 0).tolist()
 
     def _switch_off(self, reason: str) -> None:
         self.is_finished = True
