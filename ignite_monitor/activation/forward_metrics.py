@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, with_heads
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls, Reason, may_use_fast_path
 from ignite_monitor.activation.measurement import Measurement
-from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
+from ignite_monitor.activation.metric import RATIO, MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.activation.statistics import merged
 from ignite_monitor.activation.units import UnitDimensions, defines_units
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
@@ -24,8 +23,6 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import hookable
 from ignite_monitor.model.tensors import tagged_tensors
-from ignite_monitor.monitor.ranks import Rows
-from ignite_monitor.monitor.transfer import NamedValues
 
 _FAST_PATH = Reason(
     "fast_path", "it would disable the fast path of torch's transformers in evaluation mode, which rounds differently"
@@ -62,10 +59,13 @@ class ForwardMetrics(ModuleHook):
         self._attention = attention
         self._pauses = pauses
         self.activation = Measurement("activation", metrics)
-        self.recorded = Measurement("recorded", MetricSet("recorded", {}, metrics.aggregate))
+        self.recorded, self._entropies, self._logits = (
+            Measurement(family, MetricSet(family, {}, metrics.aggregate))
+            for family in ("recorded", "attention_entropy", "attention_logit_max")
+        )
+        self.measurements = [self.activation, self.recorded, self._entropies, self._logits]
         self.saw_attention = not attention
         self.skipped: dict[Reason, set[str]] = {}
-        self._entropies: list[NamedValues] = []  # of calls
         self._units = UnitDimensions()
 
     def contexts(self, modules: Mapping[str, nn.Module]) -> list[AbstractContextManager[Any]]:
@@ -84,14 +84,6 @@ class ForwardMetrics(ModuleHook):
         elif self._attention:
             contexts.append(AttentionCalls(self._running_layer, self._add_attention).during(self._root))
         return contexts
-
-    def attention_rows(self) -> tuple[Rows, Rows]:
-        """Entropies and logit maxima, as :meth:`Measurement.rows`."""
-        if not self._entropies:
-            return {}, {}
-        keys, rows = merged(self._entropies, summed=2)
-        entropies, maxima = NamedValues(keys, rows[:, :2]), NamedValues(keys, rows[:, 2:])
-        return {("attention_entropy", "mean"): entropies}, {("attention_logit_max", "max"): maxima}
 
     def _is_wanted(self) -> bool:
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
@@ -120,7 +112,8 @@ class ForwardMetrics(ModuleHook):
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():
             with hidden_from_user_modes():
-                self.activation.flush()
+                for measurement in self.measurements:
+                    measurement.flush()
 
     # Recorded values
 
@@ -160,8 +153,9 @@ class ForwardMetrics(ModuleHook):
         if isinstance(call, Reason) or entropy is None:
             self._skip(tag, cast("Reason", call))
             return
-        rows = torch.stack(entropy, 1)
-        self._entropies.append(NamedValues([f"{tag}/head_{i}" for i in range(len(rows))], rows))
+        for i, (ratio, largest) in enumerate(zip(torch.stack(entropy[:2], 1), entropy.largest, strict=True)):
+            self._entropies.aggregate(f"{tag}/head_{i}", RATIO, ratio)
+            self._logits.aggregate(f"{tag}/head_{i}", "max", largest)
         for kind, tensor in (("query", call.query), ("key", call.key), ("value", call.value)) if self._metrics else ():
             by_head = with_heads(tensor, tensor.ndim, call.enable_gqa).movedim(-3, 0).flatten(1, -3)
             for i, head in enumerate(by_head):

@@ -236,14 +236,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     # Values
 
     def _forward_values(self, forward: ForwardMetrics) -> list[NamedValues]:
-        with hidden_from_user_modes():
-            forward.activation.flush()  # of passes of single modules
-        measurements = [forward.activation, forward.recorded]
+        measurements = forward.measurements
         if self._differences is not None:
             measurements.append(self._differences.measured)
-        rows = rows_of(measurements)
-        for own, of_attention in zip(rows, forward.attention_rows(), strict=True):
-            own |= of_attention
+        with hidden_from_user_modes():
+            rows = rows_of(measurements)
         if self._differences is not None and self._passes is not None:
             self._differences.put_incomplete(rows[0], self._passes.incomplete)
         if self.ranks.size > 1:

@@ -20,6 +20,7 @@ from ignite_monitor.reference.passes import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
 KURTOSIS = "kurtosis"  # built-in metric, and the aggregation of its power sums
+RATIO = "ratio"  # of two sums
 
 
 class Aggregation(NamedTuple):
@@ -40,6 +41,7 @@ AGGREGATIONS = {
     "max": Aggregation(lambda v, w: v, True, lambda rows: rows[:, 0]),
     "min": Aggregation(lambda v, w: -v, True, lambda rows: -rows[:, 0]),
     KURTOSIS: Aggregation(_with_weights, False, kurtosis),
+    RATIO: Aggregation(lambda v, w: v, False, lambda rows: rows[:, 0] / rows[:, 1]),
 }
 
 

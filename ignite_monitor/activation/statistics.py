@@ -69,14 +69,16 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
     total = _added(piece.sum((1, 2), dtype=wide) for piece in pieces)
     norms = _added(torch.linalg.vector_norm(piece, dim=2, dtype=wide).sum(1) for piece in pieces)
     mean = total / elements
-    nonfinite = torch.zeros_like(mean)
-    if not transfer.is_cpu(mean) or not mean.isfinite().all():
-        nonfinite = _added(piece.isfinite().logical_not_().sum((1, 2)) for piece in pieces).to(wide)
+    if transfer.is_cpu(mean) and mean.isfinite().all():
+        nonfinite = torch.zeros_like(mean)
+    else:
+        nonfinite = elements - _added(piece.isfinite().sum((1, 2), dtype=wide) for piece in pieces)
     # Differences keep their digits in the tensors' dtype, since they are taken from the mean in that dtype.
     shift = mean.to(torch.promote_types(tensors.dtype, torch.float32))
-    differences = (piece - shift[:, None, None] for piece in pieces)
+    differences = (piece - shift.view(-1, 1, 1) for piece in pieces)
     squares = _added(torch.linalg.vector_norm(item, dim=(1, 2), dtype=wide).square_() for item in differences)
-    squares = (squares - elements * (mean - shift).square()).clamp_(min=0.0)
+    error = mean - shift
+    squares = squares.addcmul_(error, error, value=-elements).clamp_(min=0.0)
     counts = (torch.full_like(mean, count) for count in (elements, vectors.shape[1]))
     sums = torch.stack([*counts, norms, nonfinite, squares, total, total * mean, mean, -mean], 1)
     return torch.cat([sums, _largest(tensors, unit)], 1)

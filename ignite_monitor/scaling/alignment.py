@@ -159,14 +159,15 @@ class AlignmentCalls(Comparison):
         self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
 
     def result(self, incomplete: Collection[str], ranks: Ranks) -> Tensor:
-        """Return the alignments over all ranks, one row per layer, NaN if undefined. A collective."""
+        """Return the alignments over all ranks, one row per layer; NaN if undefined or incomplete on any rank."""
         device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
-        places = {name: row for row, name in enumerate(self.layers) if name not in incomplete}
-        complete = [(places[name], sums) for name, sums in self._sums if name in places]
-        if complete:
-            rows = move(torch.tensor([row for row, _ in complete], device="cpu"), device)
-            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in complete]))
+        places = {name: row for row, name in enumerate(self.layers)}
+        if self._sums:
+            rows = move(torch.tensor([places[name] for name, _ in self._sums], device="cpu"), device)
+            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in self._sums]))
+        unknown = [math.nan if name in incomplete else 0.0 for name in self.layers]
+        table += move(torch.tensor(unknown, dtype=table.dtype, device="cpu"), device)[:, None, None]
         table = ranks.sum(table)
         return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
 
