@@ -52,7 +52,7 @@ class GradientsReady(NamedTuple):
 
 @dataclass
 class StepRequests:
-    """What monitors ask of a step during OPTIMIZER_STEP_STARTED, and then whether it is made."""
+    """Requests of monitors to a step during OPTIMIZER_STEP_STARTED, and the decision on it."""
 
     flags: list[bool | Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
@@ -81,7 +81,7 @@ class OptimizerStep(NamedTuple):
 
     @property
     def made(self) -> bool | Tensor:
-        """Whether the step is made, once it is decided; a 0-dim bool tensor if only the device may know."""
+        """True if the step is made, once it is decided; a 0-dim bool tensor if only the device may know."""
         return self.requests.made
 
     @property
