@@ -245,6 +245,7 @@ def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     decide, stance = frames._callback_from_stance, frames._stance
 
+    @untraced
     def decide_by_function(callback: Any) -> Any:
         function = sys._getframe(1).f_locals.get("fn")
         module = str(getattr(function, "__module__", ""))

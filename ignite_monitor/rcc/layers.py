@@ -105,6 +105,8 @@ class LayerChanges(Comparison):
     def _evaluated(self, call: Call) -> NormSums:
         weights, initial = self._weights(call)  # first, since FSDP2 may communicate
         inputs, reference_inputs = _float_leaves(call), [x for x in call.kept if x is not None]
+        if len(inputs) < len(list(floating_tensors((call.args, call.kwargs)))):
+            raise NotComparableError("a tensor of its input is in an object that torch does not take apart")
         _check(inputs, reference_inputs)
         dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
         if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ignite.engine import Engine, Events
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as pytree
 
 from ignite_monitor import RCCHandler
 from ignite_monitor.reference.reference import detached_copy
@@ -112,12 +115,40 @@ LAYERS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers(layer):
+    if "packed" in layer and len(pytree.tree_leaves(pack_sequence([torch.ones(2)]))) == 1:
+        pytest.skip("this torch does not take packed sequences apart")
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
     model = Drift(make())
     result = check(model, [torch.randn(shape) for _ in range(2)])
     assert result["rcc/input_drift/_root_"] == 0
     assert min(value for name, value in result.items() if name.endswith(("/layer", "/layer.conv"))) > 0
+
+
+@dataclasses.dataclass
+class Item:
+    x: torch.Tensor
+
+
+class OfItem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, item):
+        return torch.tanh(item.x) * self.scale
+
+
+def test_a_layer_whose_input_is_an_object_with_tensors_is_not_compared(caplog):
+    """Its input could not be replaced by that of the reference: a drift of 0 would be wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Lambda(lambda _, x: Item(x)), OfItem())
+    handler = RCCHandler(model)
+    perturb(model, 0.1)
+    result = measure(handler, [torch.randn(7, 6)])
+    assert result["rcc/input_drift/0"] == 0
+    assert not [name for name in result if name.endswith("/2")]
+    assert "2 is not compared: a tensor of its input is in an object" in caplog.text
 
 
 class Overridden(nn.Linear):
