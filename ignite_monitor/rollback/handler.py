@@ -23,10 +23,10 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.tensors import count_items, loss_in
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
-from ignite_monitor.rollback.limits import LONG_PROBATION, WARMUP, WINDOW
+from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import RECOVERING, WATCHING, Action, Event, RecoveryPolicy
-from ignite_monitor.rollback.snapshots import LoweredRates, Snapshot, Snapshots, TrainingState, clone, finite
-from ignite_monitor.rollback.triggers import Signals, Triggers
+from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, lowered_rates
+from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
 class RollbackHandler(Monitor, schema=ROLLBACK):
@@ -100,12 +100,15 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.loss = loss
         self.lr_factor = 1.0 if lr_factor == 1.0 else check_real("lr_factor", lr_factor, above=0.0, below=1.0)
         self.on_exhausted = on_exhausted
-        self._policy = RecoveryPolicy(patience, check_count("max_rollbacks", max_rollbacks, least=1))
+        self.every, self.max_rollbacks = every, check_count("max_rollbacks", max_rollbacks, least=1)
+        self._policy = RecoveryPolicy(patience, max_rollbacks)
         self._snapshots = Snapshots(every, keep, on_host=where == "host")
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
-        self._triggers = Triggers(patience)
+        self._loss_threshold = LossThreshold()
+        self._triggers = Triggers(patience, self._loss_threshold)
+        self._request = ""
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
         self._stepped = True  # whether an optimizer made a step in this iteration
@@ -119,7 +122,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         Args:
             reason: text of the warning.
         """
-        self._triggers.request = str(reason)
+        self._request = str(reason) or "requested"
 
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
@@ -145,9 +148,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
-        objects = {name: getattr(self, f"_{name}") for name in self._OBJECTS}
-        saved = {name: {key: getattr(thing, key) for key in thing.SAVED} for name, thing in objects.items()}
-        saved["loss_threshold"] = self._triggers.loss.state_dict()
+        saved = {name: public(getattr(self, f"_{name}")) for name in self._OBJECTS}
+        saved["loss_threshold"] = self._loss_threshold.state_dict()
         return OrderedDict(clone(saved), **{name: getattr(self, f"_{name}") for name in self._FIELDS})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -155,7 +157,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         own = self._training.things.keys()
         if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
-        self._triggers.loss.load_state_dict(state_dict["loss_threshold"])
+        self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
         for name in self._OBJECTS:
             vars(getattr(self, f"_{name}")).update(clone(dict(state_dict[name])))
         vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
@@ -175,7 +177,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             return
         self._check_batch_size(engine)
         kept = self._snapshots.all
-        if not kept or (stepped and self._policy.healthy and before - kept[-1]["iteration"] >= self._snapshots.every):
+        if not kept or (stepped and self._policy.healthy and before - kept[-1]["iteration"] >= self.every):
             self._snapshots.take(before, self._training.state(), self._thresholds())
 
     def _check_batch_size(self, engine: Engine) -> None:
@@ -197,7 +199,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         optimizers = self._training.optimizers if self._is_running else []
-        lowered = [LoweredRates(optimizers, self._lr_scale)] if self._lr_scale != 1.0 else []
+        lowered = [lowered_rates(optimizers, self._lr_scale)] if self._lr_scale != 1.0 else []
         return [*(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers), *lowered]
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -220,8 +222,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         if not self._snapshots.all:  # attached during this iteration
             return
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
-        signals = triggers.collect(loss, self._monitors(), device_of(self._training.modules[0]), iteration)
-        if not triggers.unhealthy and iteration >= WARMUP:
+        signals = triggers.collect(
+            loss, self._monitors(), device_of(self._training.modules[0]), iteration, self._request
+        )
+        self._request = ""
+        if not triggers.unhealthy and iteration >= limits.WARMUP:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
         if all(triggers.signs):
@@ -245,7 +250,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                 self._snapshots.clear()
             triggers.far.clear()
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
-        if self._lr_scale != 1.0 and policy.watching and policy.calm >= LONG_PROBATION:
+        if self._lr_scale != 1.0 and policy.watching and policy.calm >= limits.LONG_PROBATION:
             self._lr_scale = 1.0
             self.report(
                 "rates_returned", "learning rates are those of their schedule again", severity="note", once=False
@@ -287,7 +292,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             text += f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
             self.report("rolled_back", f"{text}; restored {', '.join(self._training.things)}", once=False)
         elif starts and action == Action.DISCARD:
-            text += f" after {self._policy.max_rollbacks} rollbacks within {WINDOW} iterations: lower the learning rate"
+            text += f" after {self.max_rollbacks} rollbacks within {limits.WINDOW} iterations: lower the learning rate"
             self.report("rollbacks_exhausted", text, severity="problem", once=False)
         elif action == Action.END:
             self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
@@ -323,7 +328,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.report("data_changed", text, once=False)
 
     def _reset_thresholds(self) -> None:
-        self._triggers.loss.reset()
+        self._loss_threshold.reset()
         for monitor in self._monitors():
             monitor.reset_threshold()
 
@@ -334,12 +339,17 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _thresholds(self) -> dict[str, Any]:
         """The thresholds' state as tensors that are never changed in place."""
-        return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._triggers.loss.state}
+        return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._loss_threshold.state}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""
-        self._triggers.loss.load_state_dict(thresholds["loss"])
+        self._loss_threshold.load_state_dict(thresholds["loss"])
         for monitor in self._monitors():
             if monitor.prefix in thresholds["monitors"]:
                 counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}
                 monitor.load_state_dict(OrderedDict(clone(thresholds["monitors"][monitor.prefix]), **counts))
+
+
+def public(thing: object) -> dict[str, Any]:
+    """The attributes of a handler's part that change during a run."""
+    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}

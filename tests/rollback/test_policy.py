@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ignite_monitor.rollback.handler import public
 from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshots
 from ignite_monitor.rollback.triggers import Signals
@@ -122,7 +123,7 @@ def test_it_continues_from_its_state(cut):
     whole, first, second = make_policy(), make_policy(), make_policy()
     expected = follow(whole, events)
     follow(first, events[:cut])
-    vars(second).update({name: getattr(first, name) for name in RecoveryPolicy.SAVED})
+    vars(second).update(public(first))
     assert follow(second, events[cut:], start=cut + 1) == expected[cut:]
 
 
