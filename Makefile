@@ -6,8 +6,10 @@ READY := $(VENV)/.ready
 PYTEST = -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 BENCHMARKS = $(wildcard benchmarks/bench_*.py)
 
-# Where Python comes without ensurepip (Debian splits it off), its own pip puts one into the environment.
+# Where Python comes without ensurepip (Debian splits it off), its own pip puts one into the environment. A symbolic link
+# leads to an environment of another checkout, which --clear would empty.
 define environment
+@test ! -L $(1) || { echo '$(1) is a symbolic link: remove it, or install there by hand.' >&2; exit 1; }
 $(PYTHON) -m venv $(1) || { \
     $(PYTHON) -m venv --clear --without-pip $(1) && \
     $(PYTHON) -m pip install --target "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
@@ -28,9 +30,9 @@ compatibility: ## check every monitor on models and train steps of other package
 	$(call environment,$(VENV)-compatibility)
 	$(VENV)-compatibility/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[compatibility]'
 	$(VENV)-compatibility/bin/python $(PYTEST) -m compatibility tests/compatibility \
-	    tests/gradient/test_skip_step.py tests/gradient/test_clip.py tests/scaling/test_real_models.py $(PYTEST_ARGS)
+	    tests/gradient/test_skip_step.py tests/gradient/test_skip_packages.py tests/gradient/test_clip.py tests/scaling/test_real_models.py $(PYTEST_ARGS)
 
-demo: $(READY) ## train a small model with a spike in it, and see it found
+demo: $(READY) ## train a small model with a spike in it, and see what is found
 	$(BIN)/ignite-monitor demo
 
 lint: $(READY) ## check format, code, docstrings and types
@@ -39,7 +41,7 @@ lint: $(READY) ## check format, code, docstrings and types
 	$(BIN)/flake8 ignite_monitor
 	$(BIN)/mypy
 
-format: $(READY) ## format the code, and mend what ruff can
+format: $(READY) ## format the code, and fix what ruff can
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 

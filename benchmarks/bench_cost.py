@@ -104,9 +104,10 @@ def three_closures(model: nn.Module, watched: Callable[[], bool]) -> None:
 
 def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.ReplicaCheckHandler:
     """A check with a second rank that has the same state, without the time of the collective."""
-    replicas.world_size = lambda: 2
     replicas.all_reduce = lambda values, **_: values
-    return im.ReplicaCheckHandler(model, optimizer)
+    check = im.ReplicaCheckHandler(model, optimizer)
+    check.ranks.resolve = lambda: vars(check.ranks).update(size=2, groups=[None], max=lambda values: values)
+    return check
 
 
 def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RollbackHandler:
@@ -213,7 +214,7 @@ def _synchronized() -> float:
 
 
 def unmonitored(setting: Setting, device: str, name: str, rounds: int) -> Cost:
-    """Seconds that a monitor adds to an iteration that it does not monitor."""
+    """Seconds that a monitor adds to an unmonitored iteration."""
     plain, variant = (Runner(setting, device, kind, idle=True) for kind in ("", name))
     return Cost.of([median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(2 * rounds)])
 

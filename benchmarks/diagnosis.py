@@ -429,7 +429,7 @@ FAULTS = (
     Fault(
         "bfloat16 weights, small rate",
         "mlp",
-        "low_precision_updates lost_updates",
+        "lost_updates",
         {"after": lambda m: m.bfloat16(), "batch": lambda i, x, y: (x.bfloat16(), y), "rate": 0.05},
     ),
     Fault("step() forgotten", "mlp cnn", "no_step", {"step": False}),

@@ -27,6 +27,7 @@ from ignite_monitor.model.names import named_modules, tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor, MonitorHandle
 from ignite_monitor.monitor.loss import LossRecorder
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -58,6 +59,7 @@ def attach_monitors(
     rollback: Mapping[str, Any] | None = None,
     record_spikes: str | os.PathLike[str] | None = None,
     setup_check: bool = True,
+    group: Group = None,
     prefix: str = "",
     flag: str | None = None,
 ) -> AttachedMonitors:
@@ -103,6 +105,8 @@ def attach_monitors(
         rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
         record_spikes: directory for the batches and RNG states of spikes.
         setup_check: False to attach no ``SetupCheck``.
+        group: the ranks whose optimizers step together, for ``GradMonitor`` and ``RollbackHandler``: a ProcessGroup or
+            DeviceMesh. None: those of the model's wrappers, as for all other monitors.
         prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm``.
         flag: ``flag`` of ``GradMonitor``; None for ``"unhealthy_spike"`` or ``"{prefix}_unhealthy_spike"``.
 
@@ -134,7 +138,7 @@ def attach_monitors(
     always = Events.ITERATION_STARTED
     sampled = Events.ITERATION_STARTED(event_filter=lambda _, i: i % every == 0 or (i < every and i in _FIRST))
 
-    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
+    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss, "group": group}
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
     former = former_handle(trainer, prefix)
@@ -144,7 +148,7 @@ def attach_monitors(
     if setup_check:
         monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
     if rollback is not None:
-        monitors["rollback"] = RollbackHandler(rollback, prefix=f"{start}rollback"), always
+        monitors["rollback"] = RollbackHandler(rollback, group=group, prefix=f"{start}rollback"), always
     if record_spikes is not None:
         monitors["spike_record"] = SpikeRecorder(grad, record_spikes), always
     health = dict.fromkeys(("std", "max_abs", "dead_fraction", "nonfinite_count"), True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +37,19 @@ def test_the_readme_names_a_target_that_creates_its_environment(command):
     assert typed.count(command) == 1
     target = re.escape(command.removeprefix("make "))
     assert re.search(rf"^{target}: \$\(READY\) ## ", (root / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_leaves_a_linked_environment_alone(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "setup.cfg", "constraints.txt"):
+        shutil.copy(EXAMPLES.parent / name, tmp_path / name)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    (tmp_path / ".venv").symlink_to("other")
+    result = subprocess.run(["make", "lint"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert ".venv is a symbolic link" in result.stderr
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():

@@ -104,7 +104,6 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
             *("scaler_not_given", "A GradScaler scales the gradients that are measured", "grad_monitor"),
             *(NO_REPORT, ""),
         ),
-        ("low_precision_updates", "Rounding of 16-bit weights removes the updates", "setup_check", NO_REPORT, ""),
         (
             *("lost_updates", "Rounding of 16-bit weights removes the updates", "weight_update"),
             *("lost fraction at most {row[lost_updates]:g}", PAPER("2010.06192")),

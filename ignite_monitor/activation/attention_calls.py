@@ -17,7 +17,6 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention import AttentionArguments, attention_entropy
-from ignite_monitor.model._torch import device_mode, function_modes, pop_mode, push_mode
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
@@ -36,7 +35,7 @@ NOT_PLAIN = Reason(
 _PLAIN: Any = (Tensor, nn.Parameter)
 _FUNCTIONS = [getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in _PLAIN]
 
-_FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
@@ -44,10 +43,7 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 class AttentionCalls(TorchFunctionMode):
     """Reports every attention call, detached, to a function, under ``no_grad`` and without autocast.
 
-    Detected are ``torch.nn.functional.scaled_dot_product_attention``, by whatever name it is called, and
-    ``torch.nn.functional.multi_head_attention_forward``, that is ``nn.MultiheadAttention`` in training mode. Not
-    detected are products and a softmax, ``flex_attention``, kernels of other packages, and scripted modules. A mode
-    also detects functions that were imported by name, belongs to one thread, and invalidates no compiled code.
+    A mode also detects functions that were imported by name, belongs to one thread, and invalidates no compiled code.
 
     Args:
         current: returns what is reported with a call made now, None if the call is not reported.
@@ -62,18 +58,12 @@ class AttentionCalls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def during(self, model: nn.Module) -> Iterator[None]:
-        """Detect calls in the forward passes of a model, except around and in modules with a fast path.
-
-        These are torch's transformer modules in evaluation mode. A mode would take them, and those of another model in
-        the same train step, off the fast path, which rounds differently.
-        """
-        modules = list(_without_fast_path(model))
+        """Detect calls in the forward passes of a model."""
         try:
-            with before_forward(modules, self.enter), after_forward(modules, self.leave):
+            with before_forward([model], self.enter), after_forward([model], self.leave, first=True, always=True):
                 yield
-        finally:  # after an exception hooks may not have run
-            self._thread.depth = 0
-            self._switch(False)
+        finally:
+            self._set_depth(0)  # torch runs no hook after a KeyboardInterrupt
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,36 +99,29 @@ class AttentionCalls(TorchFunctionMode):
     def enter(self, *_: Any) -> None:
         """Detect calls of this thread until :meth:`leave`; pairs may be nested."""
         if not in_backward():  # where checkpointing leaves modules half-way
-            self._thread.depth = self._depth + 1
-            self._switch(True)
+            self._set_depth(self._depth + 1)
 
     def leave(self, *_: Any) -> None:
         """Return to what was before the latest :meth:`enter`."""
-        if not in_backward() and self._depth:
-            self._thread.depth = self._depth - 1
-            self._switch(self._depth > 0)
+        if not in_backward():
+            self._set_depth(max(self._depth - 1, 0))
 
     @property
     def _depth(self) -> int:
         return int(vars(self._thread).get("depth", 0))  # of this thread
 
-    def _switch(self, enabled: bool) -> None:
-        modes = [pop_mode() for _ in range(function_modes())][::-1]
-        if enabled and self not in modes:
-            # Below the others, so that whoever pops a mode pops his own; torch requires a default device to be first.
-            modes.insert(bool(modes) and isinstance(modes[0], device_mode), self)
-        for mode in modes:
-            if enabled or mode is not self:
-                push_mode(mode)
+    def _set_depth(self, depth: int) -> None:
+        before, self._thread.depth = self._depth, depth
+        mode: Any = self  # whose methods have no types
+        if depth and not before:
+            mode.__enter__()
+        elif before and not depth:
+            mode.__exit__(None, None, None)
 
 
-def _without_fast_path(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of a model without torch's transformer modules in evaluation mode."""
-    if not any(isinstance(module, _FAST) and not module.training for module in model.modules()):
-        yield model
-    elif not isinstance(model, _FAST) or model.training:
-        for child in model.children():
-            yield from _without_fast_path(child)
+def may_use_fast_path(model: nn.Module) -> bool:
+    """Return True for transformer modules of torch in evaluation mode, whose fast path a mode would disable."""
+    return any(isinstance(module, _WITH_FAST_PATH) and not module.training for module in model.modules())
 
 
 def _has_elements(tensor: Tensor) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any, cast
@@ -12,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, with_heads
-from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls, Reason
+from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls, Reason, may_use_fast_path
 from ignite_monitor.activation.measurement import Measurement
-from ignite_monitor.activation.metric import MetricSet, as_number, is_tag
+from ignite_monitor.activation.metric import RATIO, MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.activation.statistics import grouped, merged_by_name
 from ignite_monitor.activation.units import UnitDimensions, defines_units
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
+from ignite_monitor.model.names import hookable
 from ignite_monitor.model.tensors import tagged_tensors
-from ignite_monitor.monitor.ranks import Rows
-from ignite_monitor.monitor.transfer import NamedValues
 
+_FAST_PATH = Reason(
+    "fast_path", "it would disable the fast path of torch's transformers in evaluation mode, which rounds differently"
+)
 _NOT_A_NUMBER = Reason("recorded_value", "recorded values should be real numbers, or tensors or arrays of them")
 _NOT_A_NAME = Reason("recorded_name", "recorded names should consist of letters, digits, '-', '_', '.' and '/'")
 _NO_MODULE = Reason("recorded_module", "values are recorded in the forward of a module of the model, or with module=")
@@ -40,16 +40,7 @@ class ForwardMetrics(ModuleHook):
     As a hook it measures the floating-point tensors that modules return, before anything can change them in place.
     Small ones are copied, and measured together at the end of the pass.
 
-    Args:
-        root: the model without wrappers.
-        layers: the modules to measure -> their names.
-        metrics: metrics of outputs, and of queries, keys and values.
-        attention: whether to measure attention.
-        pauses: nothing is measured while it has elements.
-
     Attributes:
-        activation: measures outputs and attention heads.
-        recorded: measures recorded values.
         saw_attention: False if attention is measured and there was no call so far.
         skipped: reason why something is not measured -> names of layers and recorded values.
     """
@@ -60,7 +51,7 @@ class ForwardMetrics(ModuleHook):
         layers: Mapping[nn.Module, Layer],
         metrics: MetricSet,
         attention: bool,
-        pauses: Sequence[None],
+        pauses: Sequence[None],  # nothing is measured while it has elements
     ) -> None:
         self._root = root
         self._layers = {id(module): layer for module, layer in layers.items()}
@@ -68,30 +59,31 @@ class ForwardMetrics(ModuleHook):
         self._attention = attention
         self._pauses = pauses
         self.activation = Measurement("activation", metrics)
-        self.recorded = Measurement("recorded", MetricSet("recorded", {}, metrics.aggregate))
+        self.recorded, self._entropies, self._logits = (
+            Measurement(family, MetricSet(family, {}, metrics.aggregate))
+            for family in ("recorded", "attention_entropy", "attention_logit_max")
+        )
+        self.measurements = [self.activation, self.recorded, self._entropies, self._logits]
         self.saw_attention = not attention
         self.skipped: dict[Reason, set[str]] = {}
-        self._entropies: list[NamedValues] = []  # of calls
         self._units = UnitDimensions()
 
-    def contexts(self, hookable: Iterable[nn.Module]) -> list[AbstractContextManager[Any]]:
+    def contexts(self, modules: Mapping[str, nn.Module]) -> list[AbstractContextManager[Any]]:
         """Contexts around a train step, with hooks on modules where they do not change what the model computes."""
         contexts: list[AbstractContextManager[Any]] = [recording(self._record)]
+        hooks_allowed = hookable(modules)
+        for name in modules.keys() - hooks_allowed.keys():
+            self._skip(name, _FAST_PATH)
         if self._metrics:
-            hooked = [module for module in hookable if id(module) in self._layers or defines_units(module)]
+            hooked = [item for item in hooks_allowed.values() if id(item) in self._layers or defines_units(item)]
             contexts.append(outputs_to(hooked, self))
             contexts.append(after_forward([self._root], self._pass_ended))
-        if self._attention:
+        if self._attention and may_use_fast_path(self._root):
+            self.saw_attention = True
+            self._skip("attention", _FAST_PATH)
+        elif self._attention:
             contexts.append(AttentionCalls(self._running_layer, self._add_attention).during(self._root))
         return contexts
-
-    def attention_rows(self) -> tuple[Rows, Rows]:
-        """Entropies and logit maxima, as :meth:`Measurement.add_partial_sums` gives values."""
-        if not self._entropies:
-            return {}, {}
-        keys, rows = merged_by_name(self._entropies, functools.partial(grouped, summed=2))
-        entropies, maxima = NamedValues(keys, rows[:, :2]), NamedValues(keys, rows[:, 2:])
-        return {("attention_entropy", "mean"): entropies}, {("attention_logit_max", "max"): maxima}
 
     def _is_wanted(self) -> bool:
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
@@ -120,7 +112,8 @@ class ForwardMetrics(ModuleHook):
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():
             with hidden_from_user_modes():
-                self.activation.flush()
+                for measurement in self.measurements:
+                    measurement.flush()
 
     # Recorded values
 
@@ -160,8 +153,9 @@ class ForwardMetrics(ModuleHook):
         if isinstance(call, Reason) or entropy is None:
             self._skip(tag, cast("Reason", call))
             return
-        rows = torch.stack(entropy, 1)
-        self._entropies.append(NamedValues([f"{tag}/head_{i}" for i in range(len(rows))], rows))
+        for i, (ratio, largest) in enumerate(zip(torch.stack(entropy[:2], 1), entropy.largest, strict=True)):
+            self._entropies.aggregate(f"{tag}/head_{i}", RATIO, ratio)
+            self._logits.aggregate(f"{tag}/head_{i}", "max", largest)
         for kind, tensor in (("query", call.query), ("key", call.key), ("value", call.value)) if self._metrics else ():
             by_head = with_heads(tensor, tensor.ndim, call.enable_gqa).movedim(-3, 0).flatten(1, -3)
             for i, head in enumerate(by_head):

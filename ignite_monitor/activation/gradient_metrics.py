@@ -21,13 +21,8 @@ class GradientMetrics:
 
     A gradient is measured after a backward that reached its parameter, in place of an earlier measurement, and again
     when an optimizer starts its first step with it, where it may have been clipped. A gradient that no backward of this
-    iteration has produced is measured then for the first time. Backwards before the smallest number of backwards of an
-    earlier iteration are not followed by a measurement.
-
-    Args:
-        parameters: parameter -> its name, and its name as loggers take it.
-        metrics: what to measure.
-        fewest: parameter -> smallest number of backwards in an iteration; is kept over iterations, and updated.
+    iteration has produced is measured then for the first time. Backwards that are never an iteration's last one, by the
+    smallest number of backwards so far, are not followed by a measurement.
 
     Attributes:
         unknown: number of parameters whose gradients are not known, since there were fewer backwards than ever.
@@ -35,9 +30,9 @@ class GradientMetrics:
 
     def __init__(
         self,
-        parameters: Mapping[nn.Parameter, tuple[str, str]],
+        parameters: Mapping[nn.Parameter, tuple[str, str]],  # name, and name for loggers
         metrics: MetricSet,
-        fewest: dict[nn.Parameter, int],
+        fewest: dict[nn.Parameter, int],  # smallest number of backwards in an iteration, kept over iterations
     ) -> None:
         self.unknown = 0
         self._parameters = parameters
@@ -111,13 +106,11 @@ class GradientMetrics:
 
 def _differing(before: NamedValues, after: NamedValues) -> NamedValues:
     """Values after clipping, NaN where none of a parameter's differs from the one before."""
-    index_of = {name.partition("/")[2]: i for i, name in enumerate(before.names)}
+    place_of = {name.partition("/")[2]: place for place, name in enumerate(before.names)}
     owners = [name.rpartition("/")[0] for name in after.names]
-    number_of = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
-    index = [[index_of[name.partition("/")[2]] for name in after.names], [number_of[owner] for owner in owners]]
-    earlier, owner = move(torch.tensor(index, device="cpu"), after.values.device).unbind()
-    values, old = after.values, before.values[earlier]
-    differs = (values != old) & ~(values.isnan() & old.isnan())
-    counts = torch.zeros(len(number_of), dtype=values.dtype, device=values.device)
-    counts.index_add_(0, owner, differs.to(values.dtype))
-    return NamedValues(after.names, torch.where(counts[owner] > 0, values, math.nan))
+    owner_of = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
+    old = before.rows([place_of[name.partition("/")[2]] for name in after.names]).values
+    differs = ((after.values != old) & ~(after.values.isnan() & old.isnan())).to(old.dtype)
+    index = move(torch.tensor([owner_of[owner] for owner in owners], device="cpu"), old.device)
+    counts = torch.zeros(len(owner_of), dtype=old.dtype, device=old.device).index_add_(0, index, differs)
+    return NamedValues(after.names, torch.where(counts[index] > 0, after.values, math.nan))

@@ -26,21 +26,16 @@ from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import (
     Pattern,
     Selection,
-    hookable,
     modules_by_name,
     named_parameters,
     parameters_of,
     tags,
 )
 from ignite_monitor.monitor.base import Handlers
-from ignite_monitor.monitor.ranks import RankReduction, world_size
+from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
-_FAST_PATH = Reason(
-    "fast_path",
-    "a hook would disable the fast path of nn.TransformerEncoderLayer in eval mode, which rounds differently",
-)
 _COMPLEX = Reason("complex", "complex numbers have no built-in metrics")
 
 Metrics = Mapping[str, Any] | bool | None
@@ -78,6 +73,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         aggregate: aggregation of own functions over passes and micro-batches: ``"mean"``, weighted by the tensors'
             numbers of elements, ``"sum"``, ``"max"`` or ``"min"``.
         scaler: the GradScaler of the train step.
+        group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: the start of all names; several handlers on one engine need different ones.
 
     Raises:
@@ -115,6 +111,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         attention: bool = False,
         aggregate: str = "mean",
         scaler: GradScaler | None = None,
+        group: Group = None,
         prefix: str = "",
     ) -> None:
         check_type("prefix", prefix, str, "str")
@@ -128,7 +125,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         families = ["recorded", *(family for family, (_, metrics) in given.items() if metrics not in (None, False))]
         families += ["gradient_after_clip"] if "gradient" in families else []
         families += ["attention_entropy", "attention_logit_max"] if attention else []
-        super().__init__(model, prefix, families)
+        super().__init__(model, prefix, families, group=group)
         check_choice("aggregate", aggregate, *AGGREGATES)
         self._metrics = {
             family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
@@ -175,7 +172,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._of_parameters: list[NamedValues] = []
         self._differences: OutputComparison | None = None
         self._passes = None
-        self._over_ranks = RankReduction()
+        self._over_ranks = RankReduction(self.ranks)
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
@@ -187,9 +184,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._forward = ForwardMetrics(
             self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pauses
         )
-        hooked = hookable(self._modules)
-        self._report_skipped(_FAST_PATH, [name for name in self._modules if name not in hooked])
-        return [eager(), *self._forward.contexts(list(hooked.values())), *super().train_step_contexts()]
+        return [eager(), *self._forward.contexts(self._modules), *super().train_step_contexts()]
 
     def on_run_end(self) -> None:
         super().on_run_end()
@@ -241,15 +236,14 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     # Values
 
     def _forward_values(self, forward: ForwardMetrics) -> list[NamedValues]:
-        with hidden_from_user_modes():
-            forward.activation.flush()  # of passes of single modules
-        measurements = [forward.activation, forward.recorded]
+        measurements = forward.measurements
         if self._differences is not None:
             measurements.append(self._differences.measured)
-        rows = rows_of(measurements, *forward.attention_rows())
+        with hidden_from_user_modes():
+            rows = rows_of(measurements)
         if self._differences is not None and self._passes is not None:
             self._differences.put_incomplete(rows[0], self._passes.incomplete)
-        if world_size() > 1:
+        if self.ranks.size > 1:
             if not self._all_ranks_present():
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,15 +11,11 @@ from torch import Tensor
 
 from ignite_monitor.activation.metric import AGGREGATIONS, MetricSet, call_metric
 from ignite_monitor.activation.statistics import (
-    ADDED,
     STATISTICS,
+    SUMMED,
     WITHOUT_STATISTICS,
-    columns,
-    grouped,
     merged,
-    merged_by_name,
     moments,
-    over_ranks,
     statistics,
     with_units,
 )
@@ -29,7 +24,8 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError
 
 # Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
 SMALL = 2**15
@@ -47,9 +43,11 @@ class Measurement:
         self._columns = [index for index, wanted in enumerate(metrics.builtin) if wanted]
         self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}  # by what measures them together
         self._waiting_size = 0
-        self._moments: dict[int, list[NamedValues]] = {}  # by number of units, 0 for none; one part after flush()
+        self._waiting_values: dict[str, list[tuple[str, Tensor, float]]] = {}  # aggregation -> key, value, weight
+        # Tables by number of units (0 for none), and by aggregation; one part after flush().
+        self._moments: dict[int, list[NamedValues]] = {}
+        self._aggregates: dict[str, list[NamedValues]] = {}
         self._order: dict[str, int] = {}  # key -> place in the order of execution
-        self._aggregates: dict[str, dict[str, tuple[Tensor, float]]] = {}  # aggregation -> key -> value, weight
 
     def wants(self, name: str) -> bool:
         """Return True if any metric applies to a module or parameter."""
@@ -66,10 +64,12 @@ class Measurement:
         copy: bool = False,
     ) -> None:
         """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied."""
+        size = tensor.numel()
+        if not size:
+            return
         if self.metrics.own:
             self._call(key, name, tensor.detach(), *([] if minus is None else [minus]))
-        size = tensor.numel()
-        if not self._columns or not size or tensor.dtype in WITHOUT_STATISTICS:
+        if not self._columns or tensor.dtype in WITHOUT_STATISTICS:
             return
         if minus is not None:
             # In half precision the difference would be rounded, and float8 has no arithmetic.
@@ -91,35 +91,33 @@ class Measurement:
 
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
         """Aggregate a value of the widest dtype, 0-dim or power sums, with those of its key."""
-        values = self._aggregates.setdefault(how, {})
-        aggregation = AGGREGATIONS[how]
-        value = aggregation.partial(value, weight)
-        if key in values:
-            known, known_weight = values[key]
-            combine = torch.maximum if aggregation.is_maximum else torch.add
-            value, weight = combine(known, move_like(value, known)), known_weight + weight
-        values[key] = value, weight
+        self._waiting_values.setdefault(how, []).append((key, value, weight))
 
     def flush(self) -> None:
-        """Measure pending tensors, and merge the moments of all passes."""
+        """Measure pending tensors, and merge the tables of all passes."""
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)
-        self._moments = {units: [merged_by_name(parts, merged)] for units, parts in self._moments.items()}
+        self._moments = {units: [merged(parts, SUMMED)] for units, parts in self._moments.items()}
+        values, self._waiting_values = self._waiting_values, {}
+        for how, pending in values.items():
+            first = pending[0][1]
+            own = torch.stack([move_like(value, first) for _, value, _ in pending]).view(len(pending), -1)
+            weights = torch.tensor([[weight] for _, _, weight in pending], dtype=own.dtype, device="cpu")
+            rows = AGGREGATIONS[how].partial(own, move(weights, own.device))
+            parts = [*self._aggregates.get(how, ()), NamedValues([key for key, _, _ in pending], rows)]
+            self._aggregates[how] = [merged(parts, 0 if AGGREGATIONS[how].is_maximum else rows.shape[1])]
 
-    def add_partial_sums(self, sums: Rows, maxima: Rows) -> None:
-        """Add everything measured to rows that add up over ranks, and to rows whose maximum over ranks is taken."""
+    def rows(self) -> tuple[Rows, Rows]:
+        """Everything measured, as rows that add up over ranks, and rows whose maximum over ranks is taken."""
         self.flush()
+        sums, maxima = Rows(), Rows()
         for units, [(keys, rows)] in self._moments.items():
-            of_sums, of_maxima = over_ranks(rows)
-            sums[self.family, "moments", units] = NamedValues(keys, of_sums)
-            maxima[self.family, "units", units] = NamedValues(keys, of_maxima)
-        for how, pairs in self._aggregates.items():
-            first = next(iter(pairs.values()))[0]
-            values = torch.stack([move_like(value, first) for value, _ in pairs.values()]).view(len(pairs), -1)
-            weights = torch.tensor([[weight] for _, weight in pairs.values()], dtype=values.dtype, device="cpu")
-            rows = torch.cat([values, move(weights, first.device)], 1)
-            (maxima if AGGREGATIONS[how].is_maximum else sums)[self.family, how] = NamedValues([*pairs], rows)
+            sums[self.family, "moments", units] = NamedValues(keys, rows[:, :SUMMED])
+            maxima[self.family, "units", units] = NamedValues(keys, rows[:, SUMMED:])
+        for how, [aggregates] in self._aggregates.items():
+            (maxima if AGGREGATIONS[how].is_maximum else sums)[self.family, how] = aggregates
+        return sums, maxima
 
     def statistics(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
         """Names and values of the built-in metrics, NaN where there are none, from rows of this rank or of all."""
@@ -130,46 +128,48 @@ class Measurement:
         ]
         if not parts:
             return []
-        # One key may have had several numbers of units.
-        together = merged_by_name(parts, functools.partial(grouped, summed=ADDED))
+        together = statistics(parts)
         # Reports name the first non-finite output by the order of the names.
         place_of = [self._order.get(key, i) for i, key in enumerate(together.names)]
         keys, rows = together.rows(sorted(range(len(place_of)), key=place_of.__getitem__))
         names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
-        values = statistics(rows).unbind(1)
+        values = rows.unbind(1)
         return [NamedValues(names, torch.stack([values[index] for index in self._columns], 1).flatten())]
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
         rows = moments(tensors, None if unit is None else unit + 1)
-        units = 0 if unit is None else columns(rows).largest.shape[1]
+        units = 0 if unit is None else rows.shape[1] - SUMMED - 2
         self._moments.setdefault(units, []).append(NamedValues(keys, rows))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
-        for metric_name, metric in self.metrics.of(name) if tensors[0].numel() else ():
+        for metric_name, metric in self.metrics.of(name):
             value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
             how = metric.aggregate or self.metrics.aggregate
             self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
 
 
-_INCOMPLETE = ("incomplete", "")  # kind of rows
-
-
-def rows_of(measurements: Iterable[Measurement], sums: Rows, maxima: Rows) -> tuple[Rows, Rows]:
-    """Return sums and maxima with the :meth:`Measurement.add_partial_sums` of all measurements."""
+def rows_of(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
+    """The rows of all measurements, as :meth:`Measurement.rows` has them."""
+    sums, maxima = Rows(), Rows()
     for measurement in measurements:
-        measurement.add_partial_sums(sums, maxima)
+        own_sums, own_maxima = measurement.rows()
+        sums |= own_sums
+        maxima |= own_maxima
     return sums, maxima
 
 
 def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
     """Names and values, not finite where there are none, from rows of this rank (None) or of all."""
-    sums, maxima = rows_of(measurements, {}, {}) if rows is None else rows
+    sums, maxima = rows_of(measurements) if rows is None else rows
     results = [
         NamedValues([f"{kind[0]}/{key}" for key in keys], AGGREGATIONS[kind[1]].finish(values))
         for kind, (keys, values) in (sums | maxima).items()
         if kind[1] in AGGREGATIONS
     ]
     return results + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]
+
+
+_INCOMPLETE = ("incomplete", "")  # kind of rows
 
 
 class OutputComparison(Comparison):

@@ -16,34 +16,32 @@ from ignite_monitor.activation.statistics import STATISTICS, kurtosis, power_sum
 from ignite_monitor.checks import check_choice
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.names import Pattern, Selection
-from ignite_monitor.reference.call import FailedFunctionError
+from ignite_monitor.reference.passes import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
 KURTOSIS = "kurtosis"  # built-in metric, and the aggregation of its power sums
+RATIO = "ratio"  # of two sums
 
 
 class Aggregation(NamedTuple):
-    """Aggregation of a metric's values over passes and ranks.
+    """Aggregation of a metric's values over passes and ranks."""
 
-    Attributes:
-        partial: function of a value and its weight; the partial values are added up.
-        is_maximum: whether the maximum of the partial values is taken instead.
-        finish: function of rows of partial values, with the weight in the last column.
-    """
+    partial: Callable[[Tensor, Tensor], Tensor]  # function of values and weights, one per row, that returns rows
+    is_maximum: bool  # whether the maximum of rows is taken, not their sum
+    finish: Callable[[Tensor], Tensor]  # function of the sums or maxima of rows
 
-    partial: Callable[[Tensor, float], Tensor]
-    is_maximum: bool
-    finish: Callable[[Tensor], Tensor]
+
+def _with_weights(values: Tensor, weights: Tensor) -> Tensor:
+    return torch.cat([values, weights], 1)
 
 
 AGGREGATIONS = {
-    "mean": Aggregation(lambda value, weight: value * weight, False, lambda rows: rows[:, 0] / rows[:, -1]),
-    "sum": Aggregation(
-        lambda value, weight: value, False, lambda rows: torch.where(rows[:, -1] > 0, rows[:, 0], math.nan)
-    ),
-    "max": Aggregation(lambda value, weight: value, True, lambda rows: rows[:, 0]),
-    "min": Aggregation(lambda value, weight: -value, True, lambda rows: -rows[:, 0]),
-    KURTOSIS: Aggregation(lambda value, weight: value, False, lambda rows: kurtosis(rows[:, :-1])),
+    "mean": Aggregation(lambda v, w: _with_weights(v * w, w), False, lambda rows: rows[:, 0] / rows[:, 1]),
+    "sum": Aggregation(_with_weights, False, lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan)),
+    "max": Aggregation(lambda v, w: v, True, lambda rows: rows[:, 0]),
+    "min": Aggregation(lambda v, w: -v, True, lambda rows: -rows[:, 0]),
+    KURTOSIS: Aggregation(_with_weights, False, kurtosis),
+    RATIO: Aggregation(lambda v, w: v, False, lambda rows: rows[:, 0] / rows[:, 1]),
 }
 
 

@@ -12,7 +12,6 @@ from ignite.engine import Engine, Events, EventsList
 from ignite.engine.events import CallableEventWithFilter
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ignite_monitor.checks import check_count, check_function
@@ -27,7 +26,7 @@ from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
-from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy, user_forward_hooks
 
 _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
@@ -91,7 +90,6 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.optimizer = optimizer
         self.loss = loss
         self.lanczos_steps = check_count("lanczos_steps", lanczos_steps, least=1)
-        self._over_ranks = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self._measurements = 0
         self._values: dict[str, Tensor] = {}
         self._tridiagonals: dict[str, Tensor] = {}
@@ -124,7 +122,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self._measurements += 1
 
     def before_train_step(self, engine: Engine) -> None:
-        if not self._over_ranks or all_take_part(self.model):
+        if self.ranks.all_present:
             self._measure(engine.state.batch)
 
     def reset_run_state(self) -> None:
@@ -140,7 +138,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     def _measure(self, batch: Any) -> None:
         parameters: list[Tensor] = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
         is_adam = makes_step_of(self.optimizer, Adam, AdamW)
-        mean = RankMean(parameters, self._over_ranks)
+        mean = RankMean(parameters, self.ranks)
         try:
             self._measure_on_copy(batch, parameters, is_adam, mean)
         except Exception as error:  # noqa: BLE001 - training goes on
@@ -198,11 +196,11 @@ class RankMean:
 
     Args:
         parameters: the parameters that the vectors belong to.
-        over_ranks: whether there are other ranks; without, vectors are returned as they are.
+        ranks: the ranks; one alone returns vectors as they are.
     """
 
-    def __init__(self, parameters: list[Tensor], over_ranks: bool) -> None:
-        self._is_active = over_ranks and world_size() > 1
+    def __init__(self, parameters: list[Tensor], ranks: Ranks) -> None:
+        self._ranks, self._is_active = ranks, ranks.size > 1
         self._count = 0
         size = sum(parameter.numel() for parameter in parameters) if self._is_active else 0
         device = parameters[0].device if parameters else None
@@ -214,7 +212,7 @@ class RankMean:
         if not self._is_active:
             return vector
         self._count += 1
-        return sum_over_ranks(vector) / world_size()
+        return self._ranks.sum(vector) / self._ranks.size
 
     def complete(self, count: int) -> None:
         """Take part in the rest of ``count`` collectives with NaN, so that no rank blocks after an error."""

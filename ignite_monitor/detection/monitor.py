@@ -13,6 +13,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.base import Monitor, check_flag
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag, as_published
 
 
@@ -29,8 +30,10 @@ class DetectionMonitor(Monitor):
     _iteration = -1  # the last monitored one
     _known_spike: tuple[Tensor, bool] | None = None  # a flag read on the host
 
-    def __init__(self, model: nn.Module, prefix: str, flag: str, max_consecutive_spikes: int) -> None:
-        super().__init__(model, prefix)
+    def __init__(
+        self, model: nn.Module, prefix: str, flag: str, max_consecutive_spikes: int, group: Group = None
+    ) -> None:
+        super().__init__(model, prefix, group=group)
         check_flag(flag)
         self.flag = flag
         self.attributes = {flag: False}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
-from collections.abc import Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -15,16 +15,20 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.events.hooks import weak_method
+from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.running_statistics import RunningStatistics
-from ignite_monitor.model._torch import GradientHook, backward_number, finalizes_manually, in_backward, registries
-from ignite_monitor.model.dtensor import any_dtensor
-from ignite_monitor.model.norms import total_norm
-from ignite_monitor.model.tensors import floating_tensors
+from ignite_monitor.model._torch import (
+    GradientHook,
+    backward_number,
+    calling_node,
+    finalizes_manually,
+    queue_callback,
+    registries,
+    untraced,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -46,12 +50,12 @@ class GradientsReady(NamedTuple):
         return scale
 
 
-@dataclass(eq=False)
+@dataclass
 class StepRequests:
     """What monitors ask of a step during OPTIMIZER_STEP_STARTED, and then whether it is made."""
 
     flags: list[bool | Tensor] = field(default_factory=list)
-    factors: dict[GradientTracker, Tensor] = field(default_factory=dict)
+    factors: list[Tensor] = field(default_factory=list)
     made: bool | Tensor = True
 
 
@@ -59,7 +63,7 @@ class OptimizerStep(NamedTuple):
     """The step of an optimizer that holds parameters of a monitored model.
 
     During OPTIMIZER_STEP_STARTED monitors may call :meth:`skip` and :meth:`scale`. When all of them have been called,
-    the event source does once what they asked: any skip, and of every gradient the smallest factor.
+    the event source does once what they asked: any skip, and the smallest factor.
     """
 
     tracker: GradientTracker  # of the model of the monitor that is called
@@ -72,9 +76,8 @@ class OptimizerStep(NamedTuple):
         self.requests.flags.append(flag)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients of the model that the optimizer uses by a 0-dim tensor, from 0 to 1."""
-        other = self.requests.factors.get(self.tracker)
-        self.requests.factors[self.tracker] = factor if other is None else torch.minimum(factor, other)
+        """Multiply all gradients that the optimizer uses by a 0-dim tensor, from 0 to 1."""
+        self.requests.factors.append(factor)
 
     @property
     def made(self) -> bool | Tensor:
@@ -93,67 +96,31 @@ class OptimizerStep(NamedTuple):
         return self.optimizer.param_groups is optimizer.param_groups
 
 
-class AccumulationProbe(ExitStack):
-    """Detect whether the next backward in a context accumulates into gradients, or finds all of them None or zero.
-
-    Gradient hooks see ``parameter.grad`` before accumulation. They run in ``autograd.grad`` too: only a backward that
-    reaches one of the parameters counts. The gradients are those that ``optimizer`` uses; None for all of the model's.
-    """
-
-    def __init__(self, tracker: GradientTracker, optimizer: Optimizer | None) -> None:
-        super().__init__()
-        self.norm: Tensor | None = None  # maximum norm of this rank's gradients before the backward, 0-dim
-        self.accumulates: Tensor | None = None  # whether it was not zero, 0-dim; None before a backward
-        self._tracker, self._parameters = tracker, list(tracker.parameters_of(optimizer))
-        self._measured: dict[int, Tensor] = {}  # by number of the backward, in order
-
-    def __enter__(self) -> AccumulationProbe:
-        leaves = [item for item in self._parameters if item.requires_grad and not item.is_inference()]
-        if leaves:
-            self.enter_context(register_multi_grad_hook(leaves, weak_method(self._measure), mode="any"))
-        if any_dtensor(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
-            self.callback(self._tracker.model.register_forward_hook(weak_method(self._hook_outputs)).remove)
-        self._tracker.observers.append(self)
-        self.callback(self._tracker.observers.remove, self)
-        self.callback(self._parameters.clear)
-        self.callback(self._measured.clear)
-        return self
-
-    def backward_ended(self, numbers: Set[int], reached: Set[int]) -> None:
-        """Take the first measurement of this backward, or of one inside of it, if it reached the parameters."""
-        if self.accumulates is None and not reached.isdisjoint(map(id, self._parameters)):
-            inside = [number for number in self._measured if number in numbers]
-            if inside:
-                self.norm = self._measured[inside[0]]
-                self.accumulates = self.norm != 0
-                self.close()
-
-    def _measure(self, _: Tensor) -> None:
-        number = backward_number()
-        if number not in self._measured:
-            gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
-            zero = torch.zeros((), device=self._parameters[0].device)
-            self._measured[number] = total_norm(gradients, math.inf) if gradients else zero
-
-    def _hook_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
-        for _, tensor in floating_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(weak_method(self._measure))
-
-
 class GradientTracker:
-    """The parameters of a model, and the backward passes that reach them."""
+    """The parameters of a model, and the backward passes that reach them.
+
+    Attributes:
+        parameters: those of the model when the train step started.
+        reached: number of a running backward -> ids of the parameters that it has reached.
+        accumulates: whether a backward has reached the model since the last step.
+        has_stepped: whether an optimizer of the model has made a step in this train step.
+        reduced: whether the last backward of this iteration has reduced its gradients, or the train step does so.
+        observers: their ``backward_ended`` is called after each backward that reached the model.
+        statistics: the buffers, and :attr:`probe` what shows whether they are those of a window that continues.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hook = GradientHook()
         finalize(self, self.hook.remove).atexit = False
-        self.parameters: list[nn.Parameter] = []  # when the train step started
+        self.parameters: list[nn.Parameter] = []
+        self.reached: dict[int, set[int]] = {}
+        self.accumulates = self.has_stepped = False
+        self.reduced = True
+        self.observers: list[Any] = []
         self.statistics = RunningStatistics()
-        self.accumulates = False  # whether a backward has reached the model since the last step
-        self.reduced = True  # whether the last backward of this iteration has left its gradients reduced
-        self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
-        self._is_deferred = self._has_warned = False  # deferred: the train step finalizes the reduction
+        self.probe: Any = None  # an AccumulationProbe
+        self._has_warned = False
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -185,8 +152,9 @@ class GradientTracker:
         return parameters
 
     def iteration_started(self) -> None:
-        """Forget the backward passes of the previous iteration."""
-        self.reduced, self._is_deferred = True, False
+        """Forget the backward passes and steps of the previous iteration."""
+        self.reached.clear()
+        self.reduced, self.has_stepped, self.probe = True, False, None
 
     def backward_ended(self, numbers: Set[int], reached: Set[int]) -> Set[int]:
         """Record a backward, with those inside of it, that has reached parameters of the model.
@@ -196,18 +164,23 @@ class GradientTracker:
             ``no_sync()`` and where the train step calls ``finalize_backward()`` (torch 2.15).
         """
         self.accumulates = True
-        self.reduced = all(map(attrgetter("require_backward_grad_sync"), self._replicas))
-        if self.reduced and any(map(finalizes_manually, (*self._replicas, *self._sharded))):
-            self.defer()
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = set(map(id, self.parameters)) if self._replicas else reached
         for observer in list(self.observers):
             observer.backward_ended(numbers, changed)
-        return changed if self.reduced else set()
+        if self.probe is not None and self.probe.accumulates is not None:
+            self.statistics.continue_window(self.probe.accumulates)
+            self.probe = None
+        self.reduced = all(map(attrgetter("require_backward_grad_sync"), self._replicas))
+        if not self.reduced:
+            return set()
+        if any(map(finalizes_manually, (*self._replicas, *self._sharded))):
+            self.warn_of_finalization()
+            return set()
+        return changed
 
-    def defer(self) -> None:
-        """Take gradients as not reduced before the next step, with one warning."""
-        self.reduced, self._is_deferred = False, True
+    def warn_of_finalization(self) -> None:
+        """Warn, once, that the train step reduces gradients itself: then they are first seen by its optimizer step."""
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -216,11 +189,74 @@ class GradientTracker:
                 type(self.model).__name__,
             )
 
-    def step_started(self) -> None:
-        """Take gradients as reduced that the train step finalizes before a step outside of backward."""
-        if self._is_deferred and not in_backward():
-            self.reduced, self._is_deferred = True, False
-
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dictionaries)))
+
+
+def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook for all parameters of a model.
+
+    Args:
+        start: called with the number of each backward; returns a set to which the ids of reached parameters are added.
+    """
+    last, add = -1, set[int]().add
+    untraced(after_backward)  # the compiler would trace into what a compiled train step calls
+
+    def hook(parameter: Tensor) -> None:
+        nonlocal last, add
+        number = backward_number()
+        if number != last or number == -1:
+            last, add = number, start(number).add
+        add(id(parameter))
+
+    return untraced(hook)
+
+
+def after_backward(function: Callable[[], None], callback_depth: int) -> None:
+    """Call a function at the end of the running backward, after a callback that queues so many others."""
+    if callback_depth:
+        queue_callback(functools.partial(after_backward, function, callback_depth - 1))
+    else:
+        function()
+
+
+def in_outermost_backward(function: Callable[[], None]) -> None:
+    """Call a function now, or if another backward has called the running one, as soon as that continues.
+
+    Reentrant checkpoints call a backward within a backward, and gradients are whole when the outer one ends.
+    """
+    node = calling_node()
+    if node is None:
+        function()
+        return
+    handles: list[Any] = []
+
+    def resumed(_: Any) -> None:
+        if handles:
+            remove_all(handles)
+            in_outermost_backward(function)
+
+    handles += [following.register_prehook(untraced(resumed)) for following, _ in node.next_functions if following]
+
+
+@contextmanager
+def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], None]) -> Iterator[None]:
+    """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
+    hook, awaited = GradientHook(), set[int]()
+
+    def await_end() -> None:
+        if backward_number() not in awaited:
+            awaited.add(backward_number())
+            after_backward(function, 3)
+
+    def start(number: int) -> set[int]:
+        if number != -1:  # FSDP2 calls hooks outside of a backward
+            in_outermost_backward(await_end)
+        return set()
+
+    try:
+        hook.register(parameters, gradient_hook(start))
+        yield
+    finally:
+        hook.remove()

@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from traceback import walk_stack
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
-
-from ignite_monitor.model._torch import GradientHook, backward_number, calling_node, queue_callback, untraced
 
 
 class Patch:
@@ -60,74 +56,6 @@ def remove_all(handles: list[Any]) -> None:
     """Remove the handles, last first."""
     while handles:
         handles.pop().remove()
-
-
-def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
-    """A post-accumulate-grad hook for all parameters of a model.
-
-    Args:
-        start: called with the number of each backward; returns a set to which the ids of reached parameters are added.
-    """
-    last, add = -1, set[int]().add
-    untraced(after_backward)  # the compiler would trace into what a compiled train step calls
-
-    def hook(parameter: Tensor) -> None:
-        nonlocal last, add
-        number = backward_number()
-        if number != last or number == -1:
-            last, add = number, start(number).add
-        add(id(parameter))
-
-    return untraced(hook)
-
-
-def after_backward(function: Callable[[], None], callback_depth: int) -> None:
-    """Call a function at the end of the running backward, after a callback that queues so many others."""
-    if callback_depth:
-        queue_callback(functools.partial(after_backward, function, callback_depth - 1))
-    else:
-        function()
-
-
-def in_outermost_backward(function: Callable[[], None]) -> None:
-    """Call a function now, or if another backward has called the running one, as soon as that continues.
-
-    Reentrant checkpoints call a backward within a backward, and gradients are whole when the outer one ends.
-    """
-    node = calling_node()
-    if node is None:
-        function()
-        return
-    handles: list[Any] = []
-
-    def resumed(_: Any) -> None:
-        if handles:
-            remove_all(handles)
-            in_outermost_backward(function)
-
-    handles += [following.register_prehook(untraced(resumed)) for following, _ in node.next_functions if following]
-
-
-@contextmanager
-def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], None]) -> Iterator[None]:
-    """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
-    hook, awaited = GradientHook(), set[int]()
-
-    def await_end() -> None:
-        if backward_number() not in awaited:
-            awaited.add(backward_number())
-            after_backward(function, 3)
-
-    def start(number: int) -> set[int]:
-        if number != -1:  # FSDP2 calls hooks outside of a backward
-            in_outermost_backward(await_end)
-        return set()
-
-    try:
-        hook.register(parameters, gradient_hook(start))
-        yield
-    finally:
-        hook.remove()
 
 
 def is_nested(optimizer: Optimizer) -> bool:

@@ -40,7 +40,8 @@ def log_run_summary(monitors: Iterable[Any]) -> None:
         for optimizer, made in summary.steps.items():  # not every monitor knows of a skipped step
             steps[optimizer] = min(float(made), steps.get(optimizer, float(made)))
             for first, last in zip(summary.rates[optimizer], _rates(optimizer), strict=False):
-                changes[f"{float(first):.3g} to {float(last):.3g}"] = None
+                start, end = f"{float(first):.3g}", f"{float(last):.3g}"
+                changes[f"{start} at start and end" if start == end else f"{start} to {end}"] = None
         for word, total in monitor.run_totals().items():
             counts[word] = counts.get(word, 0.0) + float(total) - float(summary.totals[word])
     if steps:

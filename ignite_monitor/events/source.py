@@ -16,16 +16,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep, StepRequests
-from ignite_monitor.events.hooks import (
-    Patch,
+from ignite_monitor.events.accumulation import AccumulationProbe
+from ignite_monitor.events.gradient_tracker import (
+    GradientsReady,
+    GradientTracker,
+    OptimizerStep,
+    StepRequests,
     after_backward,
     gradient_hook,
     in_outermost_backward,
-    is_nested,
-    remove_all,
-    weak_method,
 )
+from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.events.step_owner import StepOwner
@@ -51,7 +52,6 @@ class EventSource:
         running: whether a train step is running that monitors or handlers of the user's follow.
         listened: whether the user's handlers listened to any event when the train step started.
         trackers: the trackers of the monitored models, by id of the model.
-        reached: number of a running backward -> id of a model -> ids of the parameters that it has reached.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
         train_step: the train step that is running, to be called once more; None outside of one.
     """
@@ -62,7 +62,6 @@ class EventSource:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
-        self.reached: dict[int, dict[int, set[int]]] = {}
         self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
         hooks = map(weak_method, (self._start_backward, self._end_backward, self._await_step, self._end_step))
         self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
@@ -76,7 +75,6 @@ class EventSource:
         self._reset()
 
     def _reset(self) -> None:
-        self.reached.clear()
         self._outermost.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
@@ -157,7 +155,7 @@ class EventSource:
         # All monitors read before anything is changed: the order of attaching must not matter.
         for phase in PHASES.get(event._name_, ()):
             if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
-                self._steps.act(self._stepping, self._requests, self._sharing)
+                self._act(self._stepping, self._requests)
             if self._listeners[phase._name_]:
                 self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -174,14 +172,16 @@ class EventSource:
 
     def _start_backward(self, model: int, number: int) -> set[int]:
         """Begin to record a backward that reaches a model, by its id; return the set of its reached parameters."""
-        if not self.running or model not in self.trackers:
+        tracker = self.trackers.get(model)
+        if not self.running or tracker is None:
             return set()
         if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
-            self.trackers[model].defer()
+            tracker.warn_of_finalization()
             return set()
-        if number not in self.reached:
+        if number not in self._outermost:
+            self._outermost[number] = -1
             in_outermost_backward(functools.partial(self._await_end, number))
-        return self.reached.setdefault(number, {}).setdefault(model, set())
+        return tracker.reached.setdefault(number, set())
 
     def _await_end(self, number: int) -> None:
         """Await the end of the running backward, in which the one with this number has run or runs."""
@@ -191,17 +191,15 @@ class EventSource:
     def _end_backward(self, outermost: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward, with those inside of it, has reached."""
         numbers = {number for number, other in self._outermost.items() if other == outermost}
-        reached: dict[int, set[int]] = {}
         for number in numbers:
             del self._outermost[number]
-            for key, ids in self.reached.pop(number, {}).items():
-                reached.setdefault(key, set()).update(ids)
         changed: dict[GradientTracker, Set[int]] = {}
-        everything, about = set[int](), dict[int, GradientsReady]()
-        for key, ids in reached.items():
-            if key in self.trackers and (whole := self.trackers[key].backward_ended(numbers, ids)):
-                changed[self.trackers[key]] = whole
-                everything |= whole
+        for tracker in self.trackers.values():
+            reached = set[int]().union(*(tracker.reached.pop(number, ()) for number in numbers))
+            if reached and (whole := tracker.backward_ended(numbers, reached)):
+                changed[tracker] = whole
+        everything = set[int]().union(*changed.values())
+        about = {}
         for tracker, whole in changed.items():
             shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
             about[id(tracker.model)] = GradientsReady(tracker, whole, shared, numbers)
@@ -212,10 +210,8 @@ class EventSource:
         """Report the step that starts after the hooks of the optimizer's own, which may change its gradients."""
         if not self.running or (self._stepping is not None and is_nested(optimizer)):
             return None
-        self._sharing = {}
-        for tracker in self.trackers.values():
-            if parameters := tracker.parameters_of(optimizer):
-                self._sharing[tracker] = parameters
+        held = {tracker: tracker.parameters_of(optimizer) for tracker in self.trackers.values()}
+        self._sharing = {tracker: parameters for tracker, parameters in held.items() if parameters}
         if not self._sharing:
             return None
         self._stepping, self._requests = optimizer, None
@@ -248,11 +244,17 @@ class EventSource:
     def _report_step(self, optimizer: Optimizer) -> None:
         if self._stepping is optimizer and self._requests is None:
             self._requests = requests = StepRequests()
-            for tracker in self._sharing:
-                tracker.step_started()
             for key, tracker in self.trackers.items():
                 self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
             self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
+
+    def _act(self, optimizer: Optimizer, requests: StepRequests) -> None:
+        """Skip or scale the step that starts, as the monitors ask."""
+        flag = self._steps.act(optimizer, requests)
+        for tracker in self.trackers.values() if flag is not False else ():
+            # The forward passes through a discriminator that has made its step are those of its generator's step.
+            if tracker in self._sharing or tracker.has_stepped:
+                tracker.statistics.restore(flag)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Report the end of the running step, made or not."""
@@ -262,8 +264,8 @@ class EventSource:
         if self._requests is not None:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
         for tracker in self._sharing:
-            tracker.accumulates = False
-            if self._acting and any(item.param_groups is optimizer.param_groups for item in self._acting):
+            tracker.accumulates, tracker.has_stepped = False, True
+            if self._acting:
                 tracker.statistics.keep()
         self._stepping, self._sharing, self._requests, self._about = None, {}, None, {}
 
@@ -310,13 +312,16 @@ class EventSource:
         self._acting = [monitor.acts_on for monitor in monitored if monitor.acts_on is not None]
         for tracker in self.trackers.values():
             tracker.accumulates &= bool(self._acting)
-            if self._acting and not tracker.accumulates:
-                tracker.statistics.keep()
+            if self._acting:
+                tracker.statistics.keep(may_continue=tracker.accumulates)
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
             if self._acting:
                 contexts.enter_context(self._steps.context(self._acting))
+            for tracker in self.trackers.values():
+                if tracker.accumulates:
+                    tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)

@@ -14,10 +14,11 @@ from ignite_monitor.checks import check_function
 from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.events.step_owner import check_skippable, hides_gradients, skips_on_device
+from ignite_monitor.events.step_owner import hides_gradients, skippable, skips_on_device
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import move_like
+from ignite_monitor.monitor.ranks import Ranks
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
 _DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient scaled to its threshold"}
@@ -31,7 +32,9 @@ class SpikeAction:
     ``torch.optim``. "skip" clips spikes that recur at a similar size to the largest of them.
     """
 
-    def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
+    def __init__(self, on_spike: Any, optimizer: Optimizer | None, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.acts_on: Optimizer | None = None
         self.kind = on_spike if isinstance(on_spike, str) else None  # "skip", "clip" or None
         if self.kind is None:
             check_function("on_spike", on_spike, "the engine", "the norm", described=_CHOICES)
@@ -40,7 +43,9 @@ class SpikeAction:
         elif optimizer is None:
             raise ValueError(f"on_spike={self.kind!r} requires the argument optimizer, in whose step it acts")
         elif self.kind == "skip":
-            check_skippable(optimizer)
+            self.acts_on = skippable(optimizer)
+        elif hides_gradients(optimizer):  # others cannot be stopped inside of "clip", which allows for closures
+            self.acts_on = optimizer
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         # Steps skipped, and with "clip" gradients clipped, so far: 0-dim.
         self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
@@ -68,13 +73,17 @@ class SpikeAction:
             self._count("skipped_count", spike)
         elif self.kind == "clip":
             if taken.updates and may_be_true(detection.exceeds):
-                factor = clip_factor(detection, norm())
+                factor = self._smallest(clip_factor(detection, norm()), detection)
                 step.scale(factor)
                 self._count("clipped_count", factor < 1.0)
             lost = detection.norm.spike & detection.norm.nonfinite
             if skips_on_device(step.optimizer) or (lost.is_cpu and hides_gradients(step.optimizer)):
                 step.skip(lost)
                 self._count("skipped_count", lost)
+
+    def _smallest(self, factor: Tensor, detection: GradientDetection) -> Tensor:
+        has_own = detection.origin is not None and detection.parameters is not None  # ratios of this rank alone
+        return -self._ranks.max(-factor) if has_own else factor
 
     def start_run(self) -> None:
         """Count the log lines of a run from zero."""

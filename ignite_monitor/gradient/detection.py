@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.detection.spikes import Detection
+from ignite_monitor.monitor.ranks import Ranks
 
 
 class GradientDetection(NamedTuple):
@@ -18,15 +19,18 @@ class GradientDetection(NamedTuple):
     norm: Detection  # of its norm over all ranks
     loss: Detection | None  # of its loss; None if losses are not compared
     parameters: Detection | None  # of the norm of each parameter; None if these are not compared
-    spike: Tensor  # whether any of them is a spike, on any rank
+    # The same on every rank, 0-dim:
+    by_gradient: Tensor  # whether the norm, or that of a parameter, is a spike
+    above: Tensor  # whether one of these norms is finite and above its threshold
+    spike: Tensor  # whether any of them is a spike
     threshold_reset: Tensor  # whether it resets any of their rules
     names: tuple[str, ...] = ()  # those of the parameters
+    origin: Tensor | None = None  # as of a RankNorm
 
     @property
     def exceeds(self) -> Tensor:
-        """Whether a finite norm is above its threshold, of the gradient or of a parameter, 0-dim."""
-        above = self.norm.above if self.parameters is None else self.norm.above | self.parameters.above.any()
-        return above & ~self.norm.nonfinite
+        """Whether the norm is finite, and it or that of a parameter above its threshold, 0-dim."""
+        return self.above & ~self.norm.nonfinite
 
     def values(self) -> dict[str, Tensor]:
         """Published values by name, but for counts."""
@@ -40,14 +44,14 @@ class GradientDetection(NamedTuple):
     def numbers(self) -> Tensor:
         """Collect the numbers of a :class:`SpikeNumbers` in a vector, without synchronization."""
         norm, loss, parameters = self.norm, self.loss, self.parameters
-        by_gradient = norm.spike if parameters is None else norm.spike | parameters.spike.any()
-        numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(by_gradient)
+        numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(self.by_gradient)
         if loss is not None:
-            by_loss, by_gradient = loss.spike & ~by_gradient, loss.spike | by_gradient
+            by_loss = loss.spike & ~self.by_gradient
             numbers = torch.where(by_loss, torch.stack((loss.value, loss.threshold)).exp(), numbers)
-        parts = [by_loss.view(1).to(numbers.dtype), numbers]
+        origin = () if self.origin is None else (self.origin.view(1),)
+        parts = [by_loss.view(1).to(numbers.dtype), numbers, *origin]
         if parameters is not None:  # none is named if only those of another rank are above their thresholds
-            parts.append(culprits(parameters) * by_gradient)
+            parts.append(culprits(parameters) * (self.spike & (norm.spike | parameters.spike.any() | by_loss)))
         return torch.cat(parts)
 
 
@@ -58,18 +62,24 @@ class SpikeNumbers(NamedTuple):
     value: float
     threshold: float  # inf for none
     culprits: dict[str, float]  # parameters with the largest excess over their thresholds -> share of it
+    rank: int | None = None  # with the largest part of the norm; None if all ranks have the same
+    stage: int | None = None  # index of this rank in the group; None without a group
 
     @classmethod
-    def from_host(cls, numbers: Sequence[float], names: Sequence[str]) -> SpikeNumbers:
-        """Convert :meth:`GradientDetection.numbers`, read on the host, of parameters with these names."""
+    def from_host(cls, numbers: Sequence[float], detection: GradientDetection, ranks: Ranks) -> SpikeNumbers:
+        """Convert :meth:`GradientDetection.numbers`, read on the host."""
         by_loss, value, threshold, *shares = numbers
         threshold = math.inf if math.isnan(threshold) else threshold
-        return cls("loss" if by_loss else "norm", value, threshold, named(shares, names))
+        place = (None, None) if detection.origin is None else ranks.place(shares.pop(0))
+        name, place = ("loss", (None, None)) if by_loss else ("norm", place)
+        return cls(name, value, threshold, named(shares, detection.names), *place)
 
     def __str__(self) -> str:
         text = f"{'loss' if self.name == 'loss' else 'gradient norm'} {self.value:.3g}"
         if 0 < self.threshold < self.value < math.inf:
             text += f", {self.value / self.threshold:.3g} x its threshold"
+        if self.rank is not None:
+            text += f", most of it on rank {self.rank}" + ("" if self.stage is None else f" (stage {self.stage})")
         shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in self.culprits.items())
         return f"{text}; {shares}" if shares else text
 

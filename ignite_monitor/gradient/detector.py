@@ -17,10 +17,10 @@ from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.gradient.postponed import PostponedSpike
 from ignite_monitor.model._torch import foreach_add
-from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
-from ignite_monitor.monitor.ranks import gradient_norm, norm_of_parts, reduction_of
+from ignite_monitor.monitor.ranks import RankNorm, Ranks
 
 
 class GradientDetector:
@@ -36,18 +36,20 @@ class GradientDetector:
     def __init__(
         self,
         model: nn.Module,
+        ranks: Ranks,
         rule: ThresholdRule,
         *,
         loss: LossSource | None,
         per_parameter: bool,
         norm_type: float,
-        reduction: str,
+        reduction: str | None,
         **options: Any,
     ) -> None:
         check_type("per_parameter", per_parameter, bool, "bool")
-        check_choice("reduction", reduction, "mean", "sum")
-        self._model, self._norm_type, self._reduction = model, float(norm_type), reduction_of(model, reduction)
-        self.losses = LossCollector(loss, model)
+        if reduction is not None:
+            check_choice("reduction", reduction, "mean", "sum")
+        self._model, self._ranks, self._norm_type, self._reduction = model, ranks, float(norm_type), reduction
+        self.losses = LossCollector(loss, ranks)
         self.rule = rule
         self._detectors: dict[str, Any] = {"detector": SpikeDetector(rule, **options)}
         if loss is not None:
@@ -64,37 +66,47 @@ class GradientDetector:
         if unseen and self.postponed is not None:
             self.postponed.losses = None
 
-    def detect(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: Tensor | None
-    ) -> GradientDetection:
+    def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
         """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
         of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
         loss, parameter, names = None, None, ()
         if of_parameters is None:
-            norm = self.norm(gradients, scale)
+            norm, _, origin = self.norm(parameters, scale)
         else:
-            parts = norms(gradients, self._norm_type)
-            parts = parts if scale is None else parts / scale.to(parts.device)
-            all_parts = parts
-            if len(parts) < len(parameters):  # 0 for a parameter without a gradient
-                given, none = iter(parts.unbind()), torch.zeros_like(parts[0])
-                all_parts = torch.stack([none if item.grad is None else next(given) for item in parameters])
+            parts, all_parts = self._norms_of(parameters, scale)
             parameter = of_parameters.detect(self._names(parameters), all_parts)
-            names, any_spike = of_parameters.names, parameter.spike.any()
-            norm, any_spike = norm_of_parts(gradients, parts, self._norm_type, self._reduction, any_spike)
+            names, flags = of_parameters.names, (parameter.spike, parameter.above, parameter.threshold_reset)
+            any_flags = torch.stack([flag.any() for flag in flags])
+            norm, any_flags, origin = self._ranks.norm(parameters, self._norm_type, self._reduction, parts, any_flags)
         detection = self._detectors["detector"].detect(norm)
-        spike, reset = detection.spike, detection.threshold_reset
+        spike, above, reset = detection.spike, detection.above, detection.threshold_reset
         if parameter is not None:
-            spike, reset = spike | any_spike, reset | parameter.threshold_reset.any()
+            any_spike, any_above, any_reset = any_flags.unbind()
+            spike, above, reset = spike | any_spike, above | any_above, reset | any_reset
+        by_gradient = spike
         if of_loss is not None:
             loss = of_loss.detect(self.losses.mean(norm.device))
             spike, reset = spike | loss.spike, reset | loss.threshold_reset
-        return GradientDetection(detection, loss, parameter, spike, reset, names)
+        return GradientDetection(detection, loss, parameter, by_gradient, above, spike, reset, names, origin)
 
-    def norm(self, gradients: Sequence[Tensor], scale: Tensor | None) -> Tensor:
-        """The norm of gradients over all ranks, times 0-dim ``scale``."""
-        norm = gradient_norm(gradients, self._norm_type, self._reduction)
-        return norm if scale is None else norm / scale.to(norm.device)
+    def _norms_of(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norms of all gradients, and those of all parameters, 0 without a gradient."""
+        device = device_of(self._model)
+        every = torch.zeros(len(parameters), dtype=wide_dtype(device), device=device)
+        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
+        if not places:
+            return every[:0], every
+        parts = norms([parameters[place].grad for place in places], self._norm_type)  # type: ignore[misc]
+        parts = parts if scale is None else parts / scale.to(parts.device)
+        if len(places) == len(parameters):
+            return parts, parts
+        index = move(torch.tensor(places, device="cpu"), parts.device)
+        return parts, every.to(parts).index_copy(0, index, parts)
+
+    def norm(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> RankNorm:
+        """The norm of the gradients of parameters over all ranks, times 0-dim ``scale``."""
+        norm = self._ranks.norm(parameters, self._norm_type, self._reduction)
+        return norm if scale is None else norm._replace(value=norm.value / scale.to(norm.value.device))
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if parameters is not self._named[0]:  # the tracker keeps the list while they are the same
@@ -124,7 +136,7 @@ class GradientDetector:
         Returns:
             Whether one has, and whether a threshold was reset, 0-dim bool tensors.
         """
-        accumulated = postponed.accumulated(self._model)
+        accumulated = postponed.accumulated(self._ranks)
         self.losses.give_back(postponed.losses, accumulated)
         return accumulated, self._apply_postponed(postponed, ~accumulated)
 

@@ -20,7 +20,6 @@ from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
-from ignite_monitor.events.step_owner import hides_gradients
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector
@@ -31,6 +30,7 @@ from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
 
 _UNSEEN = 20  # consecutive iterations without a gradient
@@ -76,8 +76,10 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             threshold / norm when the step starts; or a function ``(engine, norm)``.
         max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
         norm_type: p of the norm: 1, 2 or ``math.inf``.
-        reduction: ``"mean"`` if every rank has the same gradient (DDP): root mean square of the ranks' norms; ``"sum"``
-            if each rank has another part. DTensors are exact in either.
+        reduction: for gradients that no wrapper reduces: ``"mean"`` for the power mean of the ranks' norms, ``"sum"``
+            if each rank has another part of the gradient. None for ``"sum"`` with ``group``, else ``"mean"``.
+        group: the ranks whose optimizers step together, a ``ProcessGroup`` or ``DeviceMesh``; None for those of the
+            model's wrappers. Gradients of ranks that no wrapper joins are measured when the optimizer steps.
         prefix: prefix of all names, and of ``engine.state.grad_norm``: ``{prefix}_norm``.
         flag: attribute of ``engine.state`` for the result: False until it is known, then a bool on the CPU, else a
             0-dim bool tensor.
@@ -107,11 +109,13 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
         norm_type: float = 2.0,
-        reduction: str = "mean",
+        reduction: str | None = None,
+        group: Group = None,
         prefix: str = "grad",
         flag: str = "unhealthy_spike",
     ) -> None:
-        super().__init__(model, prefix, flag, re.sub(r"\W", "_", str(prefix)) + "_norm", max_consecutive_spikes)
+        norm_attribute = re.sub(r"\W", "_", str(prefix)) + "_norm"
+        super().__init__(model, prefix, flag, norm_attribute, max_consecutive_spikes, group)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
             check_holds(optimizer, model)
@@ -119,16 +123,15 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
-        self._action = SpikeAction(on_spike, optimizer)
+        self._action = SpikeAction(on_spike, optimizer, self.ranks)
         self.optimizer = optimizer
-        # Others than torch's cannot be stopped inside of "clip", which allows for closures.
-        if optimizer is not None and (on_spike == "skip" or (on_spike == "clip" and hides_gradients(optimizer))):
-            self.acts_on = optimizer
+        self.acts_on = self._action.acts_on
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
         self._unseen = 0  # consecutive iterations without a gradient
         self._detector = GradientDetector(
             model,
+            self.ranks,
             as_rule(threshold, positive=True),
             loss=loss,
             per_parameter=per_parameter,
@@ -199,9 +202,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.tracker.parameters_of(self.optimizer)
-        gradients = [gradient for item in parameters if (gradient := item.grad) is not None]
-        if not gradients or backward.reached.isdisjoint(map(id, parameters)):  # it reached others of the model
-            return
+        if all(item.grad is None for item in parameters) or backward.reached.isdisjoint(map(id, parameters)):
+            return  # it reached others of the model
         postponed, self._now.seen = self._detector.postponed, True
         if postponed is not None:
             accumulated, reset = self._detector.decide(postponed)
@@ -210,11 +212,11 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
                 self._window.is_reported = bool(accumulated)
         self._detector.losses.backward_ended(engine, backward.numbers, backward.shared)
         self._now.scale = None if self.scaler is None else backward.scale(self.scaler)
-        if backward.shared:
+        if backward.shared or self.ranks.exceed_wrappers:  # no rank may wait for another one here
             self._window.is_mixed = True
             self._locator.calls.backward_ended()
             return
-        detection = self._detector.detect(parameters, gradients, self._now.scale)
+        detection = self._detector.detect(parameters, self._now.scale)
         report = self._window.backward(detection)
         self._locate_nonfinite(detection, self.scaler is not None)
         self._set_flag(engine, detection, report)
@@ -225,8 +227,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = step.tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = step.tracker.parameters if self.optimizer is None else step.parameters
-        gradients = [gradient for item in parameters if (gradient := item.grad) is not None]
-        if not (is_whole and gradients):
+        has_gradients = self.ranks.exceed_wrappers or any(item.grad is not None for item in parameters)
+        if not (is_whole and has_gradients):
             self._window.close()
             self.clear(engine)
             if self._window.last_step is not None:
@@ -237,7 +239,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._now.seen = True
             self._detector.postponed = None  # its gradient is the same, or a part of it
             self._detector.losses.add_rest()
-            return self._detector.detect(parameters, gradients, step.loss_scale)
+            return self._detector.detect(parameters, step.loss_scale)
 
         taken = self._window.step_started(detect)
         if not (taken.of_backward and taken.updates):  # else the backward has
@@ -245,7 +247,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         known = self._known_spike
         is_known = known[1] if known is not None and known[0] is taken.detection.spike else None
         if self._action.kind is not None:
-            self._action.ask(step, taken, is_known, lambda: self._detector.norm(gradients, step.loss_scale))
+            self._action.ask(step, taken, is_known, lambda: self._detector.norm(parameters, step.loss_scale).value)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):

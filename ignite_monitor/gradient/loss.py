@@ -17,7 +17,7 @@ from ignite_monitor.detection.thresholds import MeanStdThreshold, State
 from ignite_monitor.model._torch import backward_number
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
-from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Ranks
 
 _SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_loss), or a function of the engine"
 _PATIENCE = 20
@@ -74,12 +74,12 @@ class LossCollector:
     The output of a module belongs to the backward that goes through it: what is never back-propagated is no loss.
     """
 
-    def __init__(self, source: LossSource | None, model: nn.Module) -> None:
+    def __init__(self, source: LossSource | None, ranks: Ranks) -> None:
         if isinstance(source, type):
             raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
         if not isinstance(source, nn.Module):
             check_function("loss", source, "the engine", described=_SOURCE)
-        self.source, self._model = source, model
+        self.source, self._ranks = source, ranks
         self._missing = 0  # iterations with a gradient, as long as there was no loss
         self._outputs: dict[int, Tensor | None] = {}  # by number of the backward: sum and number of losses
         self._shared: Tensor | None = None  # of the last backward that reached other monitored models too
@@ -121,8 +121,7 @@ class LossCollector:
         if self._sum_and_count is not None:
             self._missing = _PATIENCE + 1
             both = move(self._sum_and_count.to(wide), device)
-        if world_size() > 1:
-            both = sum_over_ranks(both) if all_take_part(self._model) else torch.zeros_like(both)
+        both = self._ranks.sum(both) if self._ranks.all_present else torch.zeros_like(both)
         total, count = both.unbind()
         return torch.where(count > 0, total / count, 0.0)
 

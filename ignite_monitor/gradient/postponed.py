@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientTracker
+from ignite_monitor.events.accumulation import AccumulationProbe
+from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Ranks
 
 
 @dataclass(eq=False)
@@ -34,11 +35,9 @@ class PostponedSpike:
         self.probe = AccumulationProbe(tracker, optimizer)
         return [self.probe]
 
-    def accumulated(self, model: nn.Module) -> Tensor:
+    def accumulated(self, ranks: Ranks) -> Tensor:
         """Return whether a backward of any rank has accumulated into the gradient, a 0-dim bool tensor."""
         accumulated = None if self.probe is None else self.probe.accumulates
         if accumulated is None:
             accumulated = torch.zeros_like(self.is_spike)
-        if world_size() > 1 and all_take_part(model):
-            accumulated = max_over_ranks(accumulated.to(torch.float32)) > 0
-        return accumulated
+        return ranks.any(accumulated)

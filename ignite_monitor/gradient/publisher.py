@@ -17,6 +17,7 @@ from ignite_monitor.gradient.detection import GradientDetection, SpikeNumbers
 from ignite_monitor.gradient.detector import GradientDetector
 from ignite_monitor.gradient.window import GradientWindow, Iteration
 from ignite_monitor.model.names import tags
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
@@ -30,6 +31,7 @@ class GradientPublisher(DetectionMonitor):
         flag: attribute of ``engine.state`` for the result.
         norm_attribute: attribute of ``engine.state`` for the norm.
         max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
+        group: as of every monitor.
 
     Raises:
         ValueError: if ``flag`` is the attribute of the norm.
@@ -39,16 +41,16 @@ class GradientPublisher(DetectionMonitor):
     _action: SpikeAction
 
     def __init__(
-        self, model: nn.Module, prefix: str, flag: str, norm_attribute: str, max_consecutive_spikes: int
+        self, model: nn.Module, prefix: str, flag: str, norm_attribute: str, max_consecutive_spikes: int, group: Group
     ) -> None:
-        super().__init__(model, prefix, flag, max_consecutive_spikes)
+        super().__init__(model, prefix, flag, max_consecutive_spikes, group)
         if flag == norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
         self._norm_attribute = norm_attribute
         self.attributes[norm_attribute] = None
         self._window = GradientWindow()
         self._now = Iteration()
-        self._locator = NonFiniteLocator(model)
+        self._locator = NonFiniteLocator(model, self.ranks)
 
     def _set_flag(self, engine: Any, detection: GradientDetection, report: bool = False) -> None:
         """Set flag and norm in the engine's state, and report a spike if requested."""
@@ -65,9 +67,10 @@ class GradientPublisher(DetectionMonitor):
             self._fire_spike(engine, self._describe_spike(detection), detection.norm.value)
 
     def _describe_spike(self, detection: GradientDetection) -> Spike:
-        spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection.names)
+        spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection, self.ranks)
         named = f"{self.prefix}/{spike.name}"
-        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest)
+        place = spike.rank, spike.stage
+        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest, *place)
 
     def _publish(self, detection: GradientDetection) -> None:
         self._now.possible_spike = None
@@ -100,7 +103,7 @@ class GradientPublisher(DetectionMonitor):
             return {}
         *counts, (is_spike,), numbers = extra
         names = self._now.possible_spike.names
-        spike = SpikeNumbers.from_host(numbers, names)
+        spike = SpikeNumbers.from_host(numbers, self._now.possible_spike, self.ranks)
         if is_spike and spike.name == "norm" and spike.value < math.inf:
             recurring = self._action.recurring.observe(self._iteration, spike.value)
             if recurring and self._action.kind == "skip":

@@ -16,7 +16,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks
+from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 
 _LOGGER = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class HealthyCheckpoint(Checkpoint):
         save_handler: directory, or save handler.
         monitors: the monitors whose spikes count; None for all on the engine.
         quiet: number of iterations without a spike, at least 1.
+        group: the ranks that save together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         kwargs: further arguments of ``Checkpoint``: ``n_saved``, ``score_function`` …
 
     Raises:
@@ -44,7 +45,14 @@ class HealthyCheckpoint(Checkpoint):
     """
 
     def __init__(
-        self, to_save: Any, save_handler: Any, *, monitors: list[Monitor] | None = None, quiet: int = 20, **kwargs: Any
+        self,
+        to_save: Any,
+        save_handler: Any,
+        *,
+        monitors: list[Monitor] | None = None,
+        quiet: int = 20,
+        group: Group = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(to_save, save_handler, **kwargs)
         self.greater_or_equal |= self.score_function is None  # a postponed file may have the name of the next one
@@ -53,6 +61,7 @@ class HealthyCheckpoint(Checkpoint):
                 raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
         self.monitors, self.quiet = monitors, check_count("quiet", quiet, least=1)
         self._training = TrainingState(to_save)
+        self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
         self._due: Any = None  # event of a postponed checkpoint
@@ -141,8 +150,8 @@ class HealthyCheckpoint(Checkpoint):
             problems.append(f"the loss is {float(loss)}")
         now = {} if problems else finite(self._training.state())
         problems += [f"{path} is not finite" for path in now if not now[path] and self._finite.get(path, True)]
-        is_any = torch.tensor([float(bool(problems))], device=idist.device())
-        is_any = max_over_ranks(is_any) if all(map(all_take_part, self._training.modules)) else is_any
+        self._ranks.resolve()
+        is_any = self._ranks.any(torch.tensor(bool(problems), device=idist.device()))
         return (problems or ["another rank is not healthy"])[0] if is_any.item() else ""
 
     def _spikes(self, engine: Engine) -> dict[str, Any]:

@@ -158,12 +158,11 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         if not self._is_running:
             return
         reshard(self.model)
-        for parameter, tag in self._parameters.items():
-            if is_dtensor(parameter):
-                gradient, scale = self._sharded.get(parameter, (parameter, None))
-                whole = whole_tensor(gradient)
-                if parameter in self._sharded:
-                    self._counts["gradients"][tag] = count(whole, scale)
+        for parameter in filter(is_dtensor, self._parameters):
+            gradient, scale = self._sharded.get(parameter, (parameter, None))
+            whole = whole_tensor(gradient)
+            if parameter in self._sharded:
+                self._counts["gradients"][self._parameters[parameter]] = count(whole, scale)
         self._counts["weights"] = {tag: count(whole_tensor(item)) for item, tag in self._parameters.items()}
         device = device_of(self.model)
         for kind, counts in self._counts.items():
@@ -212,9 +211,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     """Count the finite elements of a tensor over a scale; elements beyond 1e20 are in the outermost buckets.
 
-    Returns:
-        The number of elements in each bucket, their sum, the sum of their squares, the largest element, and the
-        smallest one with its sign changed (-inf if there are none): of shape (buckets + 4,).
+    Returned are the number of elements in each bucket, their sum, the sum of their squares, the largest element, and
+    the smallest one with its sign changed (-inf if there are none).
     """
     edges = _edges(tensor.device)
     sums = torch.zeros(len(EDGES) + 1, dtype=edges.dtype, device=edges.device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _device, _pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _torch: Any = torch  # whose stubs lack private names
@@ -24,8 +24,6 @@ try:
     function_modes: Callable[[], int] = _torch._C._len_torch_function_stack
     dispatch_modes: Callable[[], int] = _torch._C._len_torch_dispatch_stack
     unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _torch._C._DisableTorchDispatch
-    push_mode = _torch.overrides._push_mode
-    pop_mode = _torch.overrides._pop_mode
     foreach_norm: Callable[..., list[Tensor]] = _torch._foreach_norm
     foreach_add: Callable[..., list[Tensor]] = _torch._foreach_add
     foreach_mul: Callable[..., list[Tensor]] = _torch._foreach_mul
@@ -36,7 +34,6 @@ try:
     _BACKWARD = _torch.autograd.graph._engine_run_backward.__code__
 except AttributeError as error:  # which an import from the package would hide
     raise ImportError(f"ignite_monitor does not support torch {torch.__version__}: {error}") from error
-device_mode = _device.DeviceContext
 pytree: Any = _pytree  # outputs are multiplied leaf by leaf
 
 
@@ -141,6 +138,7 @@ WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 
 is_in_join: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")  # of a DistributedDataParallel
+has_communication_hook: Callable[[nn.Module], Any] = attrgetter("_comm_hooks")
 
 
 def is_compilers_wrapper(module: nn.Module) -> bool:

@@ -26,9 +26,16 @@ def before_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = 
     return _registered(nn.Module.register_forward_pre_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
-def after_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = False) -> AbstractContextManager[None]:
-    """Call a hook after forward passes, as :func:`before_forward`; it gets the output too."""
-    return _registered(nn.Module.register_forward_hook, modules, hook, with_kwargs=True, prepend=first)
+def after_forward(
+    modules: Modules, hook: Callable[..., Any], *, first: bool = False, always: bool = False
+) -> AbstractContextManager[None]:
+    """Call a hook after forward passes, as :func:`before_forward`; it gets the output too, or None after an exception.
+
+    Args:
+        always: whether it is called after an exception.
+    """
+    options = {"with_kwargs": True, "prepend": first, "always_call": always}
+    return _registered(nn.Module.register_forward_hook, modules, hook, **options)
 
 
 def outputs_to(modules: Modules, hook: ModuleHook) -> AbstractContextManager[None]:

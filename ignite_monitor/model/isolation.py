@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_scripted, registries_of_buffers
-from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.names import named_modules
 
 _thread = threading.local()
@@ -81,23 +80,21 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved_parameters(whole: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
-    """Restore gradients and, of ``whole``, the data on exit; inside, gradients are None. No version counter changes."""
-    whole = [item for item in whole if not item.is_meta]
-    gradients = [(item, item.grad) for item in (*whole, *others)]
+def preserved_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Restore gradients on exit; inside, they are None. No version counter changes."""
     # Gradients may be views of the buckets of DistributedDataParallel, which a second pass reduces.
-    tensors = [*whole, *(item.grad for item in whole if item.grad is not None and not item.grad.is_sparse)]
-    saved = [(item, item.data, item.data.clone()) for item in tensors]
+    saved = [
+        (item, item.grad, None if item.grad is None or item.grad.is_sparse else item.grad.data.clone())
+        for item in parameters
+    ]
     try:
-        for item, _ in gradients:
+        for item, _, _ in saved:
             item.grad = None
         yield
     finally:
-        for item, data, copy in saved:
-            if local(item.data).data_ptr() != local(data).data_ptr():
-                item.data = data
-            data.copy_(copy)
-        for item, gradient in gradients:
+        for item, gradient, copy in saved:
+            if gradient is not None and copy is not None:
+                gradient.data.copy_(copy)
             item.grad = gradient
 
 

@@ -70,6 +70,13 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return combine(_local_norms(local, norm_type), norm_type, local)
 
 
+def whole_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all elements of all tensors, of DTensors with all shards, 0-dim."""
+    if any_dtensor(tensors):
+        return combine(norms(tensors, norm_type), norm_type, tensors)
+    return total_norm(tensors, norm_type)
+
+
 def combine(norms: Sequence[Tensor] | Tensor, norm_type: float = 2.0, tensors: Sequence[Tensor] = ()) -> Tensor:
     """The norm of a vector from the norms of its parts: 0-dim tensors on one device and of one dtype, or a vector."""
     if len(norms) == 1:

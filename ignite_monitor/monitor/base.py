@@ -27,6 +27,7 @@ from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
 from ignite_monitor.monitor.loggers import add_logger
+from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.monitor.reports import LEVELS, Report
 from ignite_monitor.schema import Schema
 
@@ -46,8 +47,11 @@ class Monitor(Serializable):
         model: the model, as the train step uses it (wrapped, if it is wrapped), or a :class:`NoModel`.
         prefix: prefix of all names, without the slash.
         families: the first parts of names that follow the prefix; with them the prefix may be empty.
+        group: the ranks whose optimizers step together, a ``ProcessGroup`` or ``DeviceMesh``; None for those of the
+            model's wrappers.
 
     Attributes:
+        ranks: the ranks whose optimizers step together, once the monitor is attached.
         schema: the keys that the monitor publishes.
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
@@ -68,11 +72,11 @@ class Monitor(Serializable):
             cls.schema = schema
             cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.table())
 
-    def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = (), *, group: Group = None) -> None:
         if not isinstance(model, NoModel):
             arguments.check_model(model)
         arguments.check_prefix(prefix, optional=bool(families))
-        self.model, self.prefix = model, prefix
+        self.model, self.prefix, self.ranks = model, prefix, Ranks(group, model)
         # No two monitors on an engine share a family, and loggers write every family under a tag of its own.
         self.families = [self._named(family) for family in families] or [prefix]
         self._starts = tuple(f"{family}/" for family in self.families)
@@ -184,6 +188,7 @@ class Monitor(Serializable):
         if getattr(self, "scaler", self) is None and MonitorEvents.GRADIENTS_READY in dict(handlers):
             handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
         arguments.check_handlers(self, handlers, engine_handlers)
+        self.ranks.resolve()
         source = EventSource.of(engine)
         try:
             source.add(self, handlers)
@@ -206,6 +211,7 @@ class Monitor(Serializable):
             while handles:
                 handles.pop().remove()
         source.remove(self)
+        self.ranks.release()
         self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
 
     def detach(self) -> None:

@@ -1,105 +1,251 @@
-"""Reductions over the ranks of torch's process group: sums, norms, lists, and rows that not every rank has."""
+"""The ranks whose optimizers step together, and reductions over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_monitor.model._torch import is_in_join
-from ignite_monitor.model.devices import move, wide_dtype
-from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor
-from ignite_monitor.model.norms import combine, norms, reduce_norm, total_norm
+from ignite_monitor.model._torch import has_communication_hook, is_in_join
+from ignite_monitor.model.devices import device_of, move, wide_dtype
+from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, reshard
+from ignite_monitor.model.norms import combine, norms, reduce_norm, total_norm, whole_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
-T = TypeVar("T")
-Norms = Sequence[Tensor] | Tensor
+Group = Any  # a ProcessGroup or DeviceMesh, whose classes torch has only with torch.distributed; or None
 
 
-def reduction_of(model: nn.Module, reduction: str) -> str | None:
-    """Return the reduction that :func:`gradient_norm` needs; ValueError if the user's does not fit the wrapper."""
-    if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        return reduction
-    if reduction == "sum":
-        raise ValueError(
-            "Argument reduction should be 'mean' with DistributedDataParallel, which leaves the same gradient on every "
-            "rank, but given 'sum'"
-        )
-    return None  # bitwise the same, and join() does not allow for a collective of ours
+class RankNorm(NamedTuple):
+    """A norm over ranks."""
+
+    value: Tensor
+    flags: Tensor  # whether the flags of any rank are set
+    origin: Tensor | None = None  # number of the rank with the largest part and of its stage; None if all have the same
 
 
-def gradient_norm(gradients: Sequence[Tensor], norm_type: float, reduction: str | None) -> Tensor:
-    """Return the p-norm of a gradient over all ranks, the same on every rank; exact for DTensors.
+class Ranks:
+    """The ranks whose optimizers step together.
+
+    They are the ranks over which the wrappers of the models reduce gradients (``DistributedDataParallel``,
+    ``fully_shard``, tensor parallelism), and those of ``group``; without either this rank alone. Reductions go over one
+    process group after the other.
 
     Args:
-        reduction: ``"mean"`` for the root mean square of the ranks' norms, ``"sum"`` if the ranks have parts of one
-            gradient, None if their gradients are bitwise the same.
+        group: a ``ProcessGroup`` or a ``DeviceMesh``; None for the ranks of the wrappers.
+        models: the models, as the train step uses them.
+
+    Attributes:
+        groups: process groups of this rank, which make up the ranks.
+        size: number of ranks.
+        replicas: number of ranks over which the wrappers reduce gradients.
+        ignored: ids of the parameters that ``DistributedDataParallel`` ignores.
+
+    Raises:
+        TypeError: if ``group`` has another type.
     """
-    is_whole = not any_dtensor(gradients)  # then it counts as one tensor
-    parts: Norms = [total_norm(gradients, norm_type)] if is_whole else norms(gradients, norm_type)
-    if is_whole and reduction is None:
-        return parts[0]
-    gradients = gradients[:1] if is_whole else gradients
-    return norm_of_parts(gradients, parts, norm_type, reduction, parts[0])[0]  # any flag: it is not used
+
+    def __init__(self, group: Any, *models: nn.Module) -> None:
+        is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
+        if not (group is None or is_group or hasattr(group, "get_local_rank")):
+            raise TypeError(f"Argument group should be of type ProcessGroup or DeviceMesh, but given {type(group)}")
+        self._group, self._models = group, models
+        self.release()
+
+    def release(self) -> None:
+        """Forget the process groups: this rank is alone."""
+        self.groups: list[Any] = []
+        self._wrappers: list[DistributedDataParallel] = []
+        self._reduced, self.ignored = set[int](), set[int]()  # ids of parameters of the wrappers
+        self.size = self.replicas = 1
+        self._stage = 0, 1  # index of this rank in the group, and number of its ranks
+
+    def resolve(self, *wrappers: nn.Module) -> None:
+        """Find the process groups.
+
+        Args:
+            wrappers: modules that the train step calls in place of the models.
+
+        Raises:
+            ValueError: if the ranks of two wrappers, or of a wrapper and of the group, overlap in part.
+        """
+        self.release()
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        modules = [module for model in (*self._models, *wrappers) for module in model.modules()]
+        self._wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        for wrapper in self._wrappers:
+            for name, parameter in wrapper.module.named_parameters():
+                (self.ignored if name in wrapper.parameters_to_ignore else self._reduced).add(id(parameter))
+        parameters: list[Any] = []
+        for model in self._models:
+            reshard(model)
+            parameters += model.parameters()
+        meshes = {item.device_mesh for item in parameters if is_dtensor(item)} if any_dtensor(parameters) else set()
+        found = [wrapper.process_group for wrapper in self._wrappers]
+        found += [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+        self.replicas = math.prod(map(dist.get_world_size, _union(found)))
+        self.groups = _union(found if self._group is None else [*found, self._group])
+        self.size = math.prod(map(dist.get_world_size, self.groups))
+        if self._group is not None:
+            _, groups = _ranks_and_groups(self._group)
+            self._stage = _index(groups)
+
+    @property
+    def exceed_wrappers(self) -> bool:
+        """True if no wrapper makes these ranks wait for each other in a backward pass."""
+        return self.size > self.replicas
+
+    @property
+    def all_present(self) -> bool:
+        """True if all ranks are at this point; under ``join()`` some may be gone."""
+        return self.size == 1 or not any(map(is_in_join, self._wrappers))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, of one shape on all ranks."""
+        return self._reduce(values)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum of the ranks' tensors."""
+        return self._reduce(values, largest=True)
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return where a bool tensor is True on any rank; under ``join()`` on this rank."""
+        return self.max(flag.to(torch.float32)) > 0 if self.size > 1 and self.all_present else flag
+
+    def _reduce(self, values: Tensor, largest: bool = False) -> Tensor:
+        for group in self.groups:
+            values = all_reduce(values, largest, group)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, any object that can be pickled, in the same order on all ranks."""
+        values = [value]
+        for group in self.groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, values, group)
+            values = [item for part in parts for item in part]
+        return values
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Return the value of the rank with this index, any object that can be pickled."""
+        box = [value]
+        for group in self.groups:
+            source, place = divmod(source, dist.get_world_size(group))
+            dist.broadcast_object_list(box, dist.get_global_rank(group, place), group)
+        return box[0]
+
+    def first(self, flag: bool, device: torch.device) -> int | None:
+        """Return the index of the first rank whose flag is set; None if there is none."""
+        index, _ = _index(self.groups)
+        left = move(torch.tensor(flag * (self.size - index), device="cpu"), device)
+        largest = int(self.max(left))
+        return self.size - largest if largest else None
+
+    def norm(
+        self,
+        parameters: Sequence[nn.Parameter],
+        norm_type: float,
+        reduction: str | None = None,
+        parts: Tensor | None = None,
+        flags: Tensor | None = None,
+    ) -> RankNorm:
+        """Return the p-norm of the gradients of parameters over all ranks, the same on every rank.
+
+        Gradients that wrappers reduce count once, those of parameters that ``DistributedDataParallel`` ignores as parts
+        of one gradient.
+
+        Args:
+            parameters: parameters of the models; those without a gradient do not count.
+            norm_type: p of the norm.
+            reduction: of all others: ``"mean"`` if the ranks have the same gradient: power mean of the ranks' norms;
+                ``"sum"`` if each has another part. None for ``"sum"`` with a group, else ``"mean"``.
+            parts: the norms of all gradients, if they are known.
+            flags: flags of this rank, a bool vector.
+        """
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+        sharded = any_dtensor(gradients)
+        if self._have_same(parameters, sharded):
+            value = whole_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
+            return RankNorm(value, value if flags is None else flags)
+        if parts is None and sharded:
+            parts = norms(gradients, norm_type)
+        by_copies: dict[int, list[Any]] = {}
+        is_mean = reduction == "mean" or (reduction is None and self._group is None)
+        for item, parameter in zip(gradients if parts is None else parts, parameters, strict=True):
+            is_reduced = id(parameter) in self._reduced or is_dtensor(parameter)
+            copies = 1 if id(parameter) in self.ignored else self.size if is_mean else self.replicas**is_reduced
+            by_copies.setdefault(copies, []).append(item)
+        device = device_of(self._models[0])
+        own = torch.zeros((), dtype=wide_dtype(device), device=device)
+        for copies, items in by_copies.items():
+            norm = total_norm(items, norm_type) if parts is None else combine(items, norm_type)
+            own = combine([own, norm.to(own) / copies ** (1.0 / norm_type)], norm_type)
+        own_flags = own.new_zeros(0) if flags is None else flags.to(own)
+        reduced = reduce_norm(torch.cat([own.view(1), own_flags]), norm_type, self._reduce)
+        stage, stages = self._stage
+        _, origin = self.largest(own, dist.get_rank() * stages + stage)
+        return RankNorm(reduced[0], reduced[1:] > 0, origin)
+
+    def _have_same(self, parameters: Iterable[nn.Parameter], sharded: bool) -> bool:
+        if self.size == 1 or not self.all_present:
+            return True
+        if self.exceed_wrappers or any(map(has_communication_hook, self._wrappers)):
+            return False
+        ids = {id(item) for item in parameters if not is_dtensor(item)} if sharded else set(map(id, parameters))
+        return ids <= self._reduced
+
+    def place(self, origin: float) -> tuple[int, int | None]:
+        """Return the number of a rank and its index in the group, from the origin of a norm on the host."""
+        rank, index = divmod(int(origin), self._stage[1])
+        return rank, None if self._group is None else index
+
+    def largest(self, value: Tensor, place: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the largest of the ranks' 0-dim values, and the place, by default the number, of its rank."""
+        largest = self.max(value := value.nan_to_num(math.inf, math.inf))
+        own = torch.full_like(value, float(dist.get_rank() if place is None else place))
+        return largest, self.max(torch.where(value == largest, own, -1.0))
 
 
-def norm_of_parts(
-    gradients: Sequence[Tensor], parts: Norms, norm_type: float, reduction: str | None, flag: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return :func:`gradient_norm` from the norms of all gradients, and whether a 0-dim flag is set on any rank."""
-    if reduction is None or world_size() == 1:
-        return combine(parts, norm_type, gradients), flag
-    sharded = [is_dtensor(gradient) for gradient in gradients] if any_dtensor(gradients) else [False] * len(gradients)
-    if all(sharded):
-        return combine(parts, norm_type, gradients), flag
-    own = combine([norm for norm, is_whole in zip(parts, sharded, strict=True) if not is_whole], norm_type)
-    pair = torch.stack((own, flag.to(own)))
-    if reduction == "mean":
-        pair = reduce_norm(pair, 2.0, all_reduce) / world_size() ** 0.5
-    else:
-        pair = reduce_norm(pair, norm_type, all_reduce)
-    whole = [norm for norm, is_whole in zip(parts, sharded, strict=True) if is_whole]
-    return combine([pair[0], *whole], norm_type) if whole else pair[0], pair[1] > 0
+def _ranks_and_groups(group: Any) -> tuple[set[int], list[Any]]:
+    """Return the ranks of a ProcessGroup or DeviceMesh, and the process groups that make it up."""
+    if isinstance(group, dist.ProcessGroup):
+        return set(dist.get_process_group_ranks(group)), [group]
+    return set(group.mesh.flatten().tolist()), [group.get_group(dim) for dim in range(group.ndim)]
 
 
-def world_size() -> int:
-    """Return the number of ranks of torch's process group; 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _union(groups: Iterable[Any]) -> list[Any]:
+    """Return process groups of this rank; reductions over one after the other are over the ranks of all of them.
+
+    Raises:
+        ValueError: if groups overlap in part.
+    """
+    taken: list[set[int]] = []
+    union: list[Any] = []
+    for ranks, parts in sorted(map(_ranks_and_groups, groups), key=lambda both: -len(both[0])):
+        if any(map(ranks.issubset, taken)):
+            continue
+        if any(len(ranks & others) != 1 for others in taken):
+            raise ValueError(
+                "Argument group should be a DeviceMesh of all ranks whose optimizers step together: those of the "
+                "model's wrappers, or of a wrapper and the group, overlap in part, or this rank is in none of them"
+            )
+        taken.append(ranks)
+        union += parts
+    return union
 
 
-def own_rank() -> int:
-    """Return the number of this rank."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def all_take_part(model: nn.Module) -> bool:
-    """Return True if all ranks are at this point; under ``join()`` some may be gone."""
-    if world_size() == 1:
-        return True
-    return not any(isinstance(module, DistributedDataParallel) and is_in_join(module) for module in model.modules())
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of the ranks' tensors, of one shape on all ranks, in one collective."""
-    return values if world_size() == 1 else all_reduce(values)
-
-
-def max_over_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise maximum of the ranks' tensors, in one collective."""
-    return values if world_size() == 1 else all_reduce(values, largest=True)
-
-
-def from_every_rank(value: T) -> list[T]:
-    """Return every rank's value, any object that can be pickled, in the order of ranks."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _index(groups: Collection[Any]) -> tuple[int, int]:
+    """Return the index of this rank among those that groups make up, and their number."""
+    index, stride = 0, 1
+    for group in groups:
+        index, stride = index + stride * dist.get_rank(group), stride * dist.get_world_size(group)
+    return index, stride
 
 
 Rows = dict[Any, NamedValues]  # kind -> names and their rows; the rows of a kind have one length
@@ -114,39 +260,39 @@ class RankReduction:
     two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
     """
 
-    def __init__(self) -> None:
-        self._names: dict[Table, list[str]] | None = None
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._names: dict[Table, dict[str, None]] = {}
         self._has_news = DeferredFlag()
+        self._has_news.set(torch.tensor(True, device="cpu"))
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """Return the sums and maxima of all ranks' rows on a device."""
         own = {("sum", kind, rows.values.shape[1]): rows for kind, rows in sums.items()}
         own |= {("max", kind, rows.values.shape[1]): rows for kind, rows in maxima.items()}
-        if self._names is None or self._has_news.take(wait=True):
-            self._names = _union(self._names or {}, own)
-        has_news = any(not {*rows.names} <= {*self._names.get(table, ())} for table, rows in own.items())
-        flag = torch.full((1,), float(has_news), dtype=wide_dtype(device), device=device)
+        if self._has_news.take(wait=True):
+            while (source := self._ranks.first(self._lacks(own), device)) is not None:
+                names_here = [(table, list(rows.names)) for table, rows in own.items()]
+                for table, names in self._ranks.broadcast(names_here, source):
+                    self._names.setdefault(table, {}).update(dict.fromkeys(names))
+        flag = torch.full((1,), float(self._lacks(own)), dtype=wide_dtype(device), device=device)
         reduced: list[Rows] = []
-        for reduction, missing, over_ranks in (("sum", 0.0, sum_over_ranks), ("max", -torch.inf, max_over_ranks)):
-            names = {table: known for table, known in self._names.items() if table[0] == reduction}
-            rows = [_in_order(own.get(table), table, known, missing, device) for table, known in names.items()]
+        for reduction, missing in (("sum", 0.0), ("max", -torch.inf)):
+            known = {table: list(names) for table, names in self._names.items() if table[0] == reduction}
+            rows = [_in_order(own.get(table), table, names, missing, device) for table, names in known.items()]
             flat = torch.cat([*rows, flag])
-            flat = over_ranks(flat if reduction == "sum" else flat.nan_to_num(torch.inf, torch.inf, -torch.inf))
+            if reduction == "sum":
+                flat = self._ranks.sum(flat)
+            else:
+                flat = self._ranks.max(flat.nan_to_num(torch.inf, torch.inf, -torch.inf))
             *parts, flag = flat.split([*map(len, rows), 1])
-            tables = zip(names.items(), parts, strict=True)
-            reduced.append({kind: NamedValues(known, part.view(-1, n)) for ((_, kind, n), known), part in tables})
+            tables = zip(known.items(), parts, strict=True)
+            reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in tables})
         self._has_news.set(flag[0] > 0)
         return reduced[0], reduced[1]
 
-
-def _union(known: Mapping[Table, list[str]], own: Mapping[Table, NamedValues]) -> dict[Table, list[str]]:
-    """Return the names that any rank knows or has, in the same order on all ranks."""
-    own_tables = [*known.items(), *((table, list(rows.names)) for table, rows in own.items())]
-    union: dict[Table, dict[str, None]] = {}
-    for tables in from_every_rank(own_tables):
-        for table, names in tables:
-            union.setdefault(table, {}).update(dict.fromkeys(names))
-    return {table: list(names) for table, names in union.items()}
+    def _lacks(self, own: dict[Table, NamedValues]) -> bool:
+        return any(not self._names.get(table, {}).keys() >= {*rows.names} for table, rows in own.items())
 
 
 def _in_order(

@@ -24,7 +24,6 @@ from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import all_take_part, sum_over_ranks, world_size
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
 from ignite_monitor.noise_scale.increments import Increment, IncrementObserver, sums_of
 
@@ -169,17 +168,15 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         self._closed.clear()
 
     def _observe(self, window: list[Increment]) -> None:
-        if self.lacks_scaler or (self._over_ranks and not all_take_part(self.model)):
+        if self.lacks_scaler or not self.ranks.all_present:
             return
         device = next(self.model.parameters()).device
         sums = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
         if self._is_complete_window(window):
             sums = sums_of(window)
-        if self._over_ranks:  # NaN of one rank is NaN on all
-            sums = sum_over_ranks(sums)
+        sums = self.ranks.sum(sums)  # NaN of one rank is NaN on all
         square_sum, weighted_sum, items, count, total = sums.unbind()
-        if self._over_ranks:  # the gradients are the ranks' mean
-            total = total * world_size()
+        total = total * self.ranks.size  # the gradients are the ranks' mean
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
         if window and window[-1].scale is not None:
             new = new / window[-1].scale.to(new) ** 2

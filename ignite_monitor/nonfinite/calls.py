@@ -31,34 +31,22 @@ MOST_CALLS = 64
 
 
 class ModelCall(NamedTuple):
-    """One call of a model.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-        versions: tensors among the arguments, nested ones too, and their versions.
-        states: generators of devices, and their states when the model was called.
-        own: place of :func:`generators_of` the model -> generator, and its state.
-        autocast: device type -> dtype of autocast, and whether it was enabled.
-        received: place of an output -> smallest and largest element of the gradient that it received in a backward.
-        hooked: places of outputs with hooks of the model's own, which may have changed what they received.
-    """
+    """One call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: list[tuple[Tensor, int]]
-    states: list[tuple[torch.Generator, Tensor]]
-    own: dict[tuple[Any, ...], tuple[Any, Any]]
-    autocast: dict[str, tuple[torch.dtype, bool]]
-    received: dict[str, Sequence[Tensor]]
-    hooked: set[str]
+    versions: list[tuple[Tensor, int]]  # of tensors among the arguments, nested ones too
+    states: list[tuple[torch.Generator, Tensor]]  # of devices
+    own: dict[tuple[Any, ...], tuple[Any, Any]]  # place of the model's generators -> generator, and its state
+    autocast: dict[str, tuple[torch.dtype, bool]]  # device type -> dtype, and whether it was enabled
+    received: dict[str, Sequence[Tensor]]  # place of an output -> extremes of the gradient that it received
+    hooked: set[str]  # places of outputs whose hooks may have changed what they received
 
 
 class ModelCalls(ModuleHook):
     """Note the calls of a model in a train step, as a context around it, and which of their outputs are used.
 
-    Inputs are kept until the step returns. Calls without gradients are not noted. A hook on the operation that made an
-    output notes the extremes of the gradient that it receives; it stays on the graph.
+    Inputs are kept until the step returns. Calls without gradients are not noted.
 
     Attributes:
         device: the model's device; None to look it up at every call.
@@ -156,7 +144,6 @@ class ModelCalls(ModuleHook):
 def _note_gradient(
     received: dict[str, Sequence[Tensor]], place: str, index: int, gradients: tuple[Tensor | None, ...]
 ) -> None:
-    """Note the extremes of the gradient that an output receives; none of a gradient without elements here."""
     gradient = gradients[index]
     if gradient is not None:
         with unseen_by_functions(), unseen_by_dispatch():

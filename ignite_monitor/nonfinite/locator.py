@@ -23,7 +23,7 @@ from ignite_monitor.model.isolation import capture_rng_state, generators_of, iso
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.tensors import tensors_in
-from ignite_monitor.monitor.ranks import world_size
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
 
@@ -35,20 +35,19 @@ class NotLocatedError(Exception):
 
 
 class NonFiniteLocator:
-    """Locate the source of a non-finite gradient.
+    """Locate the source of the first of consecutive non-finite gradients.
 
-    When a backward pass ended in a non-finite gradient, a copy of the model is run with the inputs and the RNG state of
-    the train step. If the outputs that received a gradient are finite, the loss is the source if that gradient is not;
-    otherwise a random gradient is back-propagated through them. Only the first of consecutive non-finite gradients is
-    located. Without one, only the model's inputs and RNG state are noted, and the extremes of its outputs' gradients.
+    A copy of the model is run with the inputs and the RNG state of the train step. If the outputs that received a
+    gradient are finite, the loss is the source if that gradient is not; otherwise a random gradient is back-propagated
+    through them.
 
     Attributes:
         calls: calls of the model since its last backward pass, a context around the train step.
         newest: source of the newest gradient; None if it is finite or the source could not be located.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._model, self._ranks = model, ranks
         self._was_finite = True
         self.calls = ModelCalls(model)
         self.newest: NonFiniteSource | None = None
@@ -56,10 +55,7 @@ class NonFiniteLocator:
     def locate(self, is_finite: bool, is_overflow: bool) -> str | None:
         """Handle the end of a backward pass; return the text of a warning.
 
-        Args:
-            is_finite: whether its gradient is finite.
-            is_overflow: whether a non-finite gradient may be an overflow of a scaled loss, so that only non-finite
-                values in forward are reported.
+        If the gradient may be an overflow of a scaled loss, only non-finite values in forward are reported.
         """
         was_finite, self._was_finite = self._was_finite, is_finite
         if is_finite:
@@ -68,7 +64,7 @@ class NonFiniteLocator:
             self.calls.backward_ended()
             return None
         try:
-            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, world_size() == 1)
+            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, self._ranks.size == 1)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.newest = None
             if is_overflow:
@@ -258,11 +254,7 @@ class _Trace:
         return output
 
     def backward(self, outputs: list[Tensor]) -> tuple[str, str] | None:
-        """Back-propagate random gradients through outputs.
-
-        Returns:
-            Module whose forward called the first operation that makes a non-finite gradient, and the operation.
-        """
+        """Back-propagate random gradients; return module and name of the first operation that makes one non-finite."""
         operations: list[tuple[str, str]] = []
 
         def hook_of(module: str, name: str) -> Any:

@@ -6,6 +6,7 @@ from torch import nn
 
 from ignite_monitor.keys import RCC
 from ignite_monitor.model.names import Pattern, Selection, is_layer, tags
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.rcc.layers import LayerChanges
 from ignite_monitor.rcc.terms import over_layers
 from ignite_monitor.reference.monitor import ReferenceMonitor
@@ -32,6 +33,7 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
             same structure on the same device.
         include: a regular expression searched in layer names; only matching layers are measured. None for all.
         exclude: a regular expression searched in layer names; matching layers are not measured.
+        group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: start of the keys.
 
     Raises:
@@ -53,9 +55,10 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         reference: str | nn.Module = "init",
         include: Pattern = None,
         exclude: Pattern = None,
+        group: Group = None,
         prefix: str = "rcc",
     ) -> None:
-        super().__init__(model, prefix)
+        super().__init__(model, prefix, group=group)
         selection = Selection(include, exclude)
         made = self._set_reference(reference)
         layers = [name for name, module in made.modules.items() if is_layer(name, module) and name in selection]
@@ -65,6 +68,6 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         self._compare(layers, self._changes)
 
     def _compared(self, incomplete: set[str]) -> None:
-        means = self._changes.means(incomplete)
+        means = self._changes.means(incomplete, self.ranks)
         self.publish(**over_layers(means))
         self.publish_table(self._changes.keys, means.flatten())

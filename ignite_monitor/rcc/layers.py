@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
@@ -15,6 +15,7 @@ from ignite_monitor.model._torch import (
     hooks_before_forward,
     modules_in,
     parameters_in,
+    pytree,
     version,
     with_weights,
 )
@@ -24,10 +25,10 @@ from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import floating_tensors
-from ignite_monitor.monitor.ranks import sum_over_ranks
-from ignite_monitor.rcc.terms import QUANTITIES, Change, NormSums, mean_norms, norm_sums, output_change, table_of
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
-from ignite_monitor.reference.reference import Reference, detached_copy, user_forward_hooks
+from ignite_monitor.monitor.ranks import Ranks
+from ignite_monitor.rcc.terms import QUANTITIES, NormSums, mean_norms, norm_sums, table_of
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError, Reference, detached_copy, user_forward_hooks
 
 Weights = dict[str, Tensor]
 
@@ -57,7 +58,7 @@ class LayerChanges(Comparison):
     def keep(self, call: Call) -> list[Tensor | None]:
         if call.name in self._run_as_is:
             return [_first((call.args, call.kwargs)), _first(call.output)]
-        return list(_tensors((call.args, call.kwargs)))
+        return [*_float_leaves(call)]
 
     def enter(self, call: Call) -> tuple[Tensor | None, int, Any]:
         """Return the input, its version, and the sums, or the reference's output of a layer that is run as it is."""
@@ -83,11 +84,11 @@ class LayerChanges(Comparison):
     def clear(self) -> None:
         self._calls = []
 
-    def means(self, incomplete: Collection[str]) -> Tensor:
+    def means(self, incomplete: Collection[str], ranks: Ranks) -> Tensor:
         """Mean norms of each layer over all calls and ranks, as :func:`mean_norms`; NaN if a rank's are incomplete."""
         calls = [(self._rows[name], result) for name, result in self._calls]
         rows, device = [self._rows[name] for name in incomplete], device_of(self._reference.root)
-        return mean_norms(*sum_over_ranks(table_of(calls, rows, len(self._rows), device)))
+        return mean_norms(*ranks.sum(table_of(calls, rows, len(self._rows), device)))
 
     def _compared(self, call: Call, x: Tensor | None, initial_on_input: Tensor | None) -> NormSums:
         outputs = [item for item in (_first(call.output), initial_on_input, call.kept[1]) if item is not None]
@@ -96,14 +97,14 @@ class LayerChanges(Comparison):
             raise NotComparableError("no floating-point tensor is in its output")
         _check([outputs[0], outputs[0], *inputs[:1]], [*outputs[1:], *inputs[1:]])
         with _no_autocast(outputs[0].device):
-            change = output_change(*(item.to(_wide(outputs)) for item in outputs))
             inputs = [item.to(_wide(inputs)) for item in inputs]
-            return norm_sums(change, [inputs[0], inputs[0] - inputs[1]] if inputs else [], self._dims[call.name])
+            moved = [inputs[0], inputs[0] - inputs[1]] if inputs else []
+            return norm_sums(*_changes(item.to(_wide(outputs)) for item in outputs), moved, self._dims[call.name])
 
     @torch.no_grad()
     def _evaluated(self, call: Call) -> NormSums:
         weights, initial = self._weights(call)  # first, since FSDP2 may communicate
-        inputs, reference_inputs = list(_tensors((call.args, call.kwargs))), [x for x in call.kept if x is not None]
+        inputs, reference_inputs = _float_leaves(call), [x for x in call.kept if x is not None]
         _check(inputs, reference_inputs)
         dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
         if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
@@ -113,29 +114,33 @@ class LayerChanges(Comparison):
             weights, initial = ({key: item.to(dtype) for key, item in own.items()} for own in (weights, initial))
             moved = [inputs[0], inputs[0] - reference_inputs[0]] if inputs else []
             if call.name in self._linear:
-                change = self._linear_change(call, moved, weights, initial)
+                changes = self._linear_changes(call, moved, weights, initial)
             else:
                 runs = ((inputs, weights), (inputs, initial), (reference_inputs, initial))
-                change = output_change(*(self._evaluate(call, *run) for run in runs))
-            return norm_sums(change, moved, self._dims[call.name])
+                changes = _changes(self._evaluate(call, *run) for run in runs)
+            return norm_sums(*changes, moved, self._dims[call.name])
 
-    def _linear_change(self, call: Call, inputs: list[Tensor], weights: Weights, initial: Weights) -> Change:
+    def _linear_changes(
+        self, call: Call, inputs: list[Tensor], weights: Weights, initial: Weights
+    ) -> tuple[Tensor, Tensor]:
         if not _is_linear(call.module):
             raise NotComparableError("its forward has been replaced since the handler was made")
         updates = {key: item - initial[key] for key, item in weights.items()}
         product_of = linear_map(call.module)
         if product_of is None or not inputs:  # Embedding
             update = self._evaluate(call, inputs, updates)
-            return Change(update, update)
+            return update, update
         product = product_of(call.args, call.kwargs)
         update = product(inputs[0], updates["weight"])
         if "bias" in updates:
             update += updates["bias"].view(-1, *[1] * (-1 - self._dims[call.name]))
-        return Change(update, product(inputs[1], initial["weight"]))
+        return update, product(inputs[1], initial["weight"])
 
     def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights) -> Tensor:
         module, dtype = self._reference.modules[call.name], next(iter(weights.values())).dtype
-        args, kwargs = _replaced((call.args, call.kwargs), iter(tensors))
+        leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+        own = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(own) if _is_float(leaf) else leaf for leaf in leaves], structure)
         draws_nothing = _is_of_torch(module) and not isinstance(module, nn.RNNBase)
         with nullcontext() if draws_nothing else self._reference.isolated(call.name):
             if not _is_of_torch(module):  # it may change tensors in place, and keep state
@@ -183,25 +188,19 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _float_leaves(call: Call) -> list[Tensor]:
     """Floating-point tensors in inputs, nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif type(value) in (tuple, list, dict) or hasattr(value, "_fields"):
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(member)
+    return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if _is_float(leaf)]
 
 
-def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same inputs with other tensors, in the order of :func:`_tensors`."""
-    if isinstance(value, Tensor):
-        return next(tensors) if value.is_floating_point() else value
-    if type(value) is dict:
-        return {key: _replaced(member, tensors) for key, member in value.items()}
-    if hasattr(value, "_fields"):  # a NamedTuple, as PackedSequence
-        return type(value)(*(_replaced(member, tensors) for member in value))
-    return type(value)(_replaced(member, tensors) for member in value) if type(value) in (tuple, list) else value
+def _changes(outputs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Weight update and input drift, from :math:`f_t(x_t)`, :math:`f_0(x_t)` and :math:`f_0(x_0)`."""
+    output, initial_on_input, reference_output = outputs
+    return output - initial_on_input, initial_on_input - reference_output
 
 
 def _first(value: Any) -> Tensor | None:

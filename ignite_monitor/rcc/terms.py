@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,39 +14,23 @@ from ignite_monitor.model.devices import move, wide_dtype
 QUANTITIES = ("weight_update", "input_drift", "input", "input_change", "output_change")
 
 
-class Change(NamedTuple):
-    r"""Change of a layer's output.
-
-    Attributes:
-        weight_update: :math:`f_t(x_t) - f_0(x_t)`.
-        input_drift: :math:`f_0(x_t) - f_0(x_0)`.
-    """
-
-    weight_update: Tensor
-    input_drift: Tensor
-
-
-def output_change(output: Tensor, initial_on_input: Tensor, reference_output: Tensor) -> Change:
-    """Change of any function's output, from :math:`f_t(x_t)`, :math:`f_0(x_t)` and :math:`f_0(x_0)`."""
-    return Change(output - initial_on_input, initial_on_input - reference_output)
-
-
 # Sums of the feature norms of one call, and numbers of norms.
 NormSums = tuple[Tensor, list[int]]
 
 
-def norm_sums(change: Change, inputs: Sequence[Tensor], dim: int) -> NormSums:
-    """Sum the feature norms of one call.
+def norm_sums(weight_update: Tensor, input_drift: Tensor, inputs: Sequence[Tensor], dim: int) -> NormSums:
+    r"""Sum the feature norms of one call.
 
     Args:
-        change: the change of the output; its weight update is overwritten.
+        weight_update: :math:`f_t(x_t) - f_0(x_t)`, which is overwritten.
+        input_drift: :math:`f_0(x_t) - f_0(x_0)`.
         inputs: the model's input and its change; without them the weight update is measured alone.
         dim: the dimension of the features; the last one if there are fewer dimensions.
     """
-    norms = [_feature_norms(change.weight_update, dim)]
+    norms = [_feature_norms(weight_update, dim)]
     if inputs:
-        norms += [_feature_norms(item, dim) for item in (change.input_drift, *inputs)]
-        norms.append(_feature_norms(change.weight_update.add_(change.input_drift), dim))
+        norms += [_feature_norms(item, dim) for item in (input_drift, *inputs)]
+        norms.append(_feature_norms(weight_update.add_(input_drift), dim))
     sums = torch.stack([item.sum(dtype=wide_dtype(item.device)) for item in norms])
     missing = len(QUANTITIES) - len(norms)
     return F.pad(sums, (0, missing)), [item.numel() for item in norms] + [0] * missing
@@ -78,12 +61,7 @@ def table_of(
 def mean_norms(sums: Tensor, counts: Tensor) -> Tensor:
     """Mean norms of each layer, and the share of the weight update, 0 where it and the input drift are 0.
 
-    Args:
-        sums: of shape (layers, quantities).
-        counts: of the same shape.
-
-    Returns:
-        A tensor of shape (layers, quantities + 1); NaN for no norms and for non-finite values.
+    Sums and counts are of shape (layers, quantities). NaN stands for no norms and for non-finite values.
     """
     means = sums / counts
     both = means[:, 0] + means[:, 1]

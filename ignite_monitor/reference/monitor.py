@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.modes import eager
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import all_take_part
-from ignite_monitor.reference.call import Comparison
-from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.monitor.ranks import Group
+from ignite_monitor.reference.passes import Comparison, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
 
@@ -29,8 +29,8 @@ class ReferenceMonitor(Monitor):
     _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
     _consequence = "nothing is measured"  # completes the warning that no forward pass was compared
 
-    def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = ()) -> None:
-        super().__init__(model, prefix, families)
+    def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = (), *, group: Group = None) -> None:
+        super().__init__(model, prefix, families, group=group)
         self._reference: Reference | None = None
         self._passes: ReferencePasses | None = None
         self._pauses: list[None] = []  # one element for each open paused()
@@ -49,8 +49,8 @@ class ReferenceMonitor(Monitor):
         """Compare the calls of modules in monitored iterations."""
         if self._reference is not None:
             report = weak_method(self._report_excluded)
-            self._passes = ReferencePasses(self._reference, names, comparison, report)
-            self._passes.warned, self._passes.pauses = self._warned_subjects, self._pauses
+            warned, pauses = self._warned_subjects, self._pauses
+            self._passes = ReferencePasses(self._reference, names, comparison, report, warned, pauses)
 
     def _report_excluded(self, text: str) -> None:
         self.report("not_compared", text, once=False)
@@ -116,7 +116,9 @@ class ReferenceMonitor(Monitor):
         """Return whether all ranks take part, so that a collective is safe; warn if not."""
         # A parametrization's model may have a wrapper.
         wrapper = None if self._passes is None else self._passes.outermost()
-        together = all(all_take_part(model) for model in (self.model, wrapper) if model is not None)
+        if isinstance(wrapper, DistributedDataParallel) and self.ranks.size == 1:
+            self.ranks.resolve(wrapper)
+        together = self.ranks.all_present
         if not together:
             self.report(
                 "joined_ranks", "ranks may have run out of data under join(), so nothing is published of forward passes"

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +19,67 @@ from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import hookable, modules_by_name
 from ignite_monitor.model.tensors import tensors_in
-from ignite_monitor.reference.call import Call, Comparison, FailedFunctionError, NotComparableError
-from ignite_monitor.reference.reference import Reference, user_forward_hooks
+from ignite_monitor.reference.reference import NotComparableError, Reference, user_forward_hooks
 
 _OTHER_CALLS = "it is called other than in the reference"
+
+
+class FailedFunctionError(RuntimeError):
+    """Error of a user's function, which is not caught."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module, of the model or of the reference; the name is that in the model."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None  # before it returns
+    kept: list[Tensor | None] = field(default_factory=list)  # of Comparison.keep for the same call of the reference
+    entered: Any = None  # of Comparison.enter
+
+
+class Comparison:
+    """Comparison of each call of the model with the same call of the reference.
+
+    :meth:`keep` and :meth:`enter` run in the model's grad mode, :meth:`leave` without gradients. An error excludes the
+    module, with a warning; a :class:`FailedFunctionError` is raised.
+
+    Attributes:
+        by_weights: whether weights are compared, so that a call with other weights than the module's is excluded.
+    """
+
+    by_weights = True
+
+    def keep(self, call: Call) -> Sequence[Tensor | None]:
+        """Return the tensors of a reference call to copy for the model's call."""
+        raise NotImplementedError
+
+    def enter(self, call: Call) -> Any:
+        """Handle the start of a call of the model; the result becomes ``call.entered``."""
+
+    def leave(self, call: Call) -> Any:
+        """Return the result of a call of the model, for :meth:`passed`; None for no result."""
+        return call.entered
+
+    def passed(self, results: dict[str, list[Any]]) -> None:
+        """Take the results of a complete forward pass: for each name, one per call."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget all results."""
+
+
+@dataclass
+class _Pass:
+    """One forward pass of the model: tensors and calls by name."""
+
+    kept: dict[str, deque[list[Tensor | None]]] = field(default_factory=dict)  # of calls that are not made yet
+    open: dict[str, Call] = field(default_factory=dict)  # calls that have not returned
+    results: dict[str, list[Any]] = field(default_factory=dict)
+    weights: set[int] = field(default_factory=set)  # ids of the parameters, if weights are compared
 
 
 class ReferencePasses:
@@ -30,31 +88,32 @@ class ReferencePasses:
     Compared are passes of the whole model in training mode; not what activation checkpointing repeats, passes that
     raise an error, or calls of submodules alone. Copies of the reference's tensors are freed as the model reaches them.
 
-    Args:
-        names: names of the modules to compare.
-        warn: is called with the reason why a module, or the whole model, is not compared, once for each.
-
     Attributes:
         incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
         seen: whether a pass was compared.
-        pauses: passes are ignored while it has elements.
         outermost: for the newest pass, the module that was called first, a wrapper of the model.
     """
 
     def __init__(
-        self, reference: Reference, names: Iterable[str], comparison: Comparison, warn: Callable[[str], object]
+        self,
+        reference: Reference,
+        names: Iterable[str],
+        comparison: Comparison,
+        warn: Callable[[str], object],
+        warned: set[str],  # modules of which was warned
+        pauses: Sequence[None] = (),  # passes are ignored while it has elements
     ) -> None:
         self.comparison = comparison
         self.incomplete: set[str] = set()
-        self.warned: set[str] = set()
         self.seen = False
-        self.pauses: Sequence[None] = ()
         self.outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)
         self._reference = reference
         self._names = list(names)
         self._modules = modules_by_name(reference.root)
         self._model_names: dict[nn.Module, str] = {}
         self._warn = warn
+        self._warned = warned
+        self._pauses = pauses
         self._pass: _Pass | None = None
         self._hooks = contextlib.ExitStack()
 
@@ -62,12 +121,12 @@ class ReferencePasses:
     def watched(self) -> Iterator[None]:
         """Compare the model's forward passes inside of this context."""
         self.incomplete.clear()
-        hooked = hookable(modules_by_name(self._reference.root))
+        hooked = hookable(self._modules)
         self._model_names = {self._modules[name]: name for name in self._names if name in hooked}
         skipped = [name for name in self._names if name not in hooked]
         if skipped:
             text = f"{skipped[0]} and others are in a frozen nn.TransformerEncoderLayer, whose fast path has no hooks"
-            self._warn_of("fast path", text)
+            self._warn_once("fast path", text)
         modules = {self._reference.root: "", **self._model_names}
         try:
             with before_forward(modules, self._before), after_forward(modules, self._after):
@@ -75,19 +134,26 @@ class ReferencePasses:
         finally:
             self._forget()
 
-    def _warn_of(self, subject: str, text: str) -> None:
-        if subject not in self.warned:
-            self.warned.add(subject)
-            self._warn(text)
-
-    def _exclude(self, name: str, error: Exception) -> None:
-        self.incomplete.add(name)
-        reason = str(error) if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
-        self._warn_of(f"module {name}", f"{name or 'the root module'} is not compared: {reason}")
+    @contextlib.contextmanager
+    def _excluding(self, name: str) -> Iterator[None]:
+        """Exclude a module after an error, so that training goes on."""
+        try:
+            yield
+        except FailedFunctionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self.incomplete.add(name)
+            reason = str(error) if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
+            self._warn_once(f"module {name}", f"{name or 'the root module'} is not compared: {reason}")
 
     def _exclude_all(self, reason: str) -> None:
         self.incomplete.update(self._names)
-        self._warn_of("all", f"{reason}, so nothing is compared")
+        self._warn_once("all", f"{reason}, so nothing is compared")
+
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            self._warn(text)
 
     def _forget(self) -> None:
         self._pass = None
@@ -96,24 +162,35 @@ class ReferencePasses:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_second_pass() or in_backward():
             return
-        if module is self._reference.root and module.training and not self.pauses and running_transform() is None:
+        if module is self._reference.root and module.training and not self._pauses and running_transform() is None:
             self._start(module, args, kwargs)
-        name = self._model_names.get(module)
-        if self._pass is not None and name is not None:
-            self._enter(self._pass, Call(name, module, args, kwargs))
+        name, current = self._model_names.get(module), self._pass
+        if current is None or name is None:
+            return
+        with self._excluding(name):
+            call, kept = Call(name, module, args, kwargs), current.kept.get(name)
+            if not kept or name in current.open:
+                raise NotComparableError(_OTHER_CALLS)
+            call.kept = kept.popleft()
+            if current.weights and not current.weights.issuperset(map(id, module.parameters())):
+                raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
+            call.entered = self.comparison.enter(call)
+            current.open[name] = call
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._pass is None or in_second_pass() or in_backward():
+        current = self._pass
+        if current is None or in_second_pass() or in_backward():
             return
         name = self._model_names.get(module)
-        call = None if name is None else self._pass.open.pop(name, None)
+        call = None if name is None else current.open.pop(name, None)
         if call is not None:
             call.output = output
-            self._leave(self._pass, call)
+            with self._excluding(call.name), torch.no_grad():
+                result = self.comparison.leave(call)
+                if result is not None:
+                    current.results.setdefault(call.name, []).append(result)
         if module is self._reference.root and module not in _calls_in_progress()[1:]:
-            self._end(self._pass)
-
-    # A pass of the whole model
+            self._end(current)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls = _calls_in_progress()
@@ -156,45 +233,10 @@ class ReferencePasses:
     def _end(self, current: _Pass) -> None:
         self._forget()
         for name in {name for name, calls in current.kept.items() if calls}.union(current.open):
-            self._exclude(name, NotComparableError(_OTHER_CALLS))
+            with self._excluding(name):
+                raise NotComparableError(_OTHER_CALLS)
         self.seen = True
         self.comparison.passed({name: calls for name, calls in current.results.items() if name not in self.incomplete})
-
-    # A call of one module
-
-    def _enter(self, current: _Pass, call: Call) -> None:
-        kept = current.kept.get(call.name)
-        try:
-            if not kept or call.name in current.open:
-                raise NotComparableError(_OTHER_CALLS)
-            call.kept = kept.popleft()
-            if current.weights and not current.weights.issuperset(map(id, call.module.parameters())):
-                raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
-            call.entered = self.comparison.enter(call)
-            current.open[call.name] = call
-        except Exception as error:  # noqa: BLE001 - training goes on
-            self._exclude(call.name, error)
-
-    def _leave(self, current: _Pass, call: Call) -> None:
-        try:
-            with torch.no_grad():
-                result = self.comparison.leave(call)
-            if result is not None:
-                current.results.setdefault(call.name, []).append(result)
-        except FailedFunctionError:
-            raise
-        except Exception as error:  # noqa: BLE001 - training goes on
-            self._exclude(call.name, error)
-
-
-class _Pass:
-    """One forward pass of the model: tensors and calls by name, and ids of the parameters, if weights are compared."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, deque[list[Tensor | None]]] = {}  # of calls that are not made yet
-        self.open: dict[str, Call] = {}  # calls that have not returned
-        self.results: dict[str, list[Any]] = {}
-        self.weights: set[int] = set()
 
 
 def _calls_in_progress() -> list[nn.Module]:
@@ -215,10 +257,10 @@ def _changes_by_user_hooks(modules: dict[str, nn.Module], on_change: Callable[[s
     before: list[list[tuple[int, int]]] = []
 
     def note(module: nn.Module, *values: Any) -> None:
-        before.append(_identities(values))
+        before.append([(id(item), version(item)) for _, item in tensors_in(values)])
 
     def compare(module: nn.Module, *values: Any) -> None:
-        if before and before.pop() != _identities(values):
+        if before and before.pop() != [(id(item), version(item)) for _, item in tensors_in(values)]:
             on_change(names[module])
 
     with (
@@ -228,7 +270,3 @@ def _changes_by_user_hooks(modules: dict[str, nn.Module], on_change: Callable[[s
         after_forward(hooked, compare),
     ):
         yield
-
-
-def _identities(values: Any) -> list[tuple[int, int]]:
-    return [(id(item), version(item)) for _, item in tensors_in(values)]

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.model._torch import (
-    buffers_in,
-    known_forward_hooks,
-    parameters_in,
-    remove_hooks,
-)
+from ignite_monitor.model._torch import buffers_in, known_forward_hooks, parameters_in, remove_hooks
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
     generator_state,
@@ -27,25 +22,16 @@ from ignite_monitor.model.isolation import (
     preserved_rng_state,
     set_generator_state,
 )
-from ignite_monitor.model.names import (
-    first_difference,
-    modules_by_name,
-    named_modules,
-    shapes,
-    structure,
-    unwrapped,
-)
+from ignite_monitor.model.names import first_difference, modules_by_name, named_modules, shapes, structure, unwrapped
 from ignite_monitor.monitor.arguments import check_whole
-from ignite_monitor.reference.call import NotComparableError
+
+
+class NotComparableError(Exception):
+    """Reason why a call is not compared; its message completes "it is not compared: ..."."""
 
 
 class Reference:
-    """A model of the same structure as another one, or its earlier state.
-
-    Args:
-        model: the model that is trained, as the train step uses it.
-        reference: ``"init"`` for a frozen copy of the model as it is now, or a module of the same structure, which is
-            neither copied nor changed.
+    """A frozen copy of a model as it is now (``"init"``), or a module of the same structure, which is not changed.
 
     Attributes:
         root: the model without wrappers.
@@ -170,11 +156,7 @@ class _DetachedTensors(TorchFunctionMode):
 
 
 def separate_copy(model: nn.Module) -> nn.Module:
-    """Deep copy of a model without the users' forward and backward hooks.
-
-    Raises:
-        ValueError: if the copy would share modules or parameters with the model, or can't be made.
-    """
+    """Deep copy of a model without the users' forward and backward hooks; ValueError if it can't be made."""
     memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
     try:
         with preserved_rng_state({item.device for item in model.parameters()}):

@@ -19,7 +19,7 @@ from ignite_monitor.model.dtensor import all_reduce, reshard
 from ignite_monitor.model.names import Pattern, Selection, listed, tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import all_take_part, from_every_rank, max_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.replicas.hashes import as_numbers, hashes_of
 from ignite_monitor.replicas.items import Items, items_of, replica_groups, rng_items
@@ -50,6 +50,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         random_state: compare the RNG state of torch, Python and NumPy; it often differs on purpose, for dropout.
         hashes: publish the hash of every tensor, with one rank too; ``ignite-monitor compare`` then names the first
             iteration and tensor in which two runs differ.
+        group: the ranks that hold the same, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
@@ -70,9 +71,10 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         exclude: Pattern = None,
         random_state: bool = False,
         hashes: bool = False,
+        group: Group = None,
         prefix: str = "replicas",
     ) -> None:
-        super().__init__(model, prefix)
+        super().__init__(model, prefix, group=group)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
         check_type("random_state", random_state, bool, "bool")
@@ -96,10 +98,10 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
-        world, device = world_size(), device_of(self.model)
+        world, device = self.ranks.size, device_of(self.model)
         if world == 1:
-            self.publish(in_sync=1.0)
-        if not (world > 1 or self.hashes) or not all_take_part(self.model):
+            self._publish_alone()
+        if not (world > 1 or self.hashes) or not self.ranks.all_present:
             return
         if world > 1 and device.type != "cpu":
             self._name_differences()
@@ -121,20 +123,33 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     def _hashes(self, engine: Engine, device: torch.device) -> Hashes:
         """Hash all items by their replica groups; those without replicas only if hashes are published."""
         reshard(self.model)
-        items = items_of(self.model, self.optimizer)
+        items = items_of(self.model, self.optimizer, self.ranks.ignored)
         items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
         items |= rng_items(device) if self.random_state else {}
         members: dict[Groups, Items] = {}
         for name, item in items.items():
-            if name in self._selection and ((groups := replica_groups(item)) or self.hashes):
+            if name in self._selection and ((groups := self._replica_groups(item)) or self.hashes):
                 members.setdefault(groups, {})[name] = item
         return {groups: (list(own), hashes_of(own, device)) for groups, own in members.items()}
+
+    def _replica_groups(self, item: Any) -> Groups:
+        """Return the process groups whose ranks hold the same part of an item."""
+        groups = replica_groups(item)
+        return tuple(self.ranks.groups) if groups is None else groups
+
+    def _publish_alone(self) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            text = "nothing is compared: no wrapper of the model names the ranks that hold the same; give group"
+            self.report("no_replicas", text)
+        else:
+            self.publish(in_sync=1.0)
 
     def _compare(self, hashes: Hashes | None, device: torch.device) -> None:
         """Compare one hash per replica group, the sum of those of its items, by its minimum and maximum over ranks."""
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         # All ranks have the same parameters and buffers, whatever can't be read.
-        kinds = dict.fromkeys([(None,), *map(replica_groups, (*self.model.parameters(), *self.model.buffers()))])
+        items = (None, *self.model.parameters(), *self.model.buffers())
+        kinds = dict.fromkeys(map(self._replica_groups, items))
         self._last = {groups: (hashes or {}).get(groups, ([], nothing[:0])) for groups in kinds}
         flags = torch.cat([nothing, torch.full_like(nothing, hashes is None)])  # a difference, an error
         for groups, (_, values) in self._last.items():
@@ -142,7 +157,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             for group in groups:
                 extremes = all_reduce(extremes, largest=True, group=group)
             flags[0] |= extremes[0] != ~extremes[1]
-        differs, failed = (max_over_ranks(flags) > 0).unbind()
+        differs, failed = (self.ranks.max(flags) > 0).unbind()
         self._differ.set(differs & ~failed)
         self.publish(in_sync=torch.where(failed, math.nan, (~differs).float()))
 
@@ -159,14 +174,14 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             own = dict(zip(names, hashes.tolist(), strict=True))
             for group in groups:
                 first = [own]
-                dist.broadcast_object_list(first, 0 if group is None else dist.get_global_rank(group, 0), group)
+                dist.broadcast_object_list(first, dist.get_global_rank(group, 0), group)
                 differing |= {name for name in own | first[0] if own.get(name) != first[0].get(name)}
-        everyone = from_every_rank((len(differing), sorted(differing)[:_SHOWN]))
+        everyone = self.ranks.gather((dist.get_rank(), len(differing), sorted(differing)[:_SHOWN]))
         ranks: dict[str, list[str]] = {}
-        for rank, (_, names) in enumerate(everyone):
+        for rank, _, names in everyone:
             for name in names:
                 ranks.setdefault(name, []).append(str(rank))
         shown = [f"{name} (rank {listed(odd, _SHOWN)})" for name, odd in sorted(ranks.items())[:_SHOWN]]
-        count = max(len(ranks), *(count for count, _ in everyone))
+        count = max(len(ranks), *(count for _, count, _ in everyone))
         text = f"{count} or more items differ from those of the first rank: {', '.join(shown)}"
         self.report("ranks_differ", text, severity="problem", names=sorted(ranks)[:_SHOWN], once=False)

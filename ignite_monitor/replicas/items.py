@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ from ignite_monitor.replicas.hashes import hash_of
 Items = dict[str, Tensor | int]
 
 
-def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
-    """Return the tensors of a model and its optimizer that ranks share, and hashes of the optimizer's other values."""
+def items_of(model: nn.Module, optimizer: Optimizer | None, ignored: Set[int]) -> Items:
+    """Return the tensors of a model and its optimizer that ranks share, and hashes of the optimizer's other values.
+
+    Args:
+        ignored: ids of the parameters that ranks do not share.
+    """
     names = {parameter: name for name, parameter, _ in named_parameters(model)}
-    items: dict[str, Any] = {name: parameter for parameter, name in names.items()}
+    items: dict[str, Any] = {name: parameter for parameter, name in names.items() if id(parameter) not in ignored}
     for name, module in named_modules(model):
         own_batches = hasattr(module, "running_mean") and not isinstance(module, SyncBatchNorm)
         for last, buffer in module.named_buffers(recurse=False):
@@ -33,6 +37,8 @@ def items_of(model: nn.Module, optimizer: Optimizer | None) -> Items:
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             items |= _split("settings", f"group {number} of the optimizer", settings)
             for i, parameter in enumerate(group["params"]):
+                if id(parameter) in ignored:
+                    continue
                 name = names.get(parameter, f"parameter {i} of group {number}")
                 items |= _split("numbers", f"{name} in the optimizer", optimizer.state.get(parameter, {}))
     return {name: value for name, value in items.items() if isinstance(value, int) or has_local_data(local(value))}
@@ -47,10 +53,10 @@ def rng_items(device: torch.device) -> Items:
     return items | {f"RNG state of {name}": value for name, value in state["devices"].items()}
 
 
-def replica_groups(item: Any) -> tuple[Any, ...]:
-    """Return the process groups whose ranks hold the same part of an item; None is the group of all ranks."""
+def replica_groups(item: Any) -> tuple[Any, ...] | None:
+    """Return the process groups whose ranks hold the same part of a DTensor; None for another item."""
     if not (isinstance(item, Tensor) and is_dtensor(item)):
-        return (None,)
+        return None
     mesh, placements = item.device_mesh, item.placements  # type: ignore[attr-defined]
     if mesh.get_coordinate() is None:
         return ()

@@ -35,8 +35,8 @@ class Kind(NamedTuple):
 BOTH = "damage stillness"
 SETUP = (
     *("not_in_optimizer", "stale_optimizer", "no_gradients", "gradients_not_zeroed", "zero_learning_rate"),
-    *("evaluation_mode", "batch_repeats", "wrapper_bypassed", "scaler_not_given", "low_precision_updates"),
-    *("unused_parameters", "no_step"),
+    *("evaluation_mode", "batch_repeats", "wrapper_bypassed", "scaler_not_given", "unused_parameters"),
+    "no_step",
 )
 """Faults of the set-up, whose reports have advice of their own."""
 _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.'

@@ -22,7 +22,7 @@ from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.tensors import count_items, loss_in
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
-from ignite_monitor.monitor.ranks import all_take_part, max_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import RECOVERING, WATCHING, Action, Event, RecoveryPolicy
 from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, lowered_rates
@@ -60,6 +60,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         loss: function of the engine that returns the loss, or None; by default ``engine.state.output``, or its item
             ``"loss"``, if that is one floating-point number.
         on_exhausted: ``"continue"``, or ``"terminate"`` to end the run after ``max_rollbacks`` or changed data.
+        group: the ranks that roll back together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: first part of the keys.
 
     Raises:
@@ -88,6 +89,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         where: str = "device",
         loss: Callable[[Engine], float | Tensor | None] | None = None,
         on_exhausted: str = "continue",
+        group: Group = None,
         prefix: str = "rollback",
     ) -> None:
         super().__init__(NoModel(), prefix)
@@ -106,6 +108,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
+        self.ranks = Ranks(group, *self._training.modules)
         self._loss_threshold = LossThreshold()
         self._triggers = Triggers(patience, self._loss_threshold)
         self._request = ""
@@ -184,7 +187,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Reset thresholds at a batch with less than half as many items as any before: its values are noisier."""
         is_last = engine.state.epoch_length and engine.state.iteration % engine.state.epoch_length == 0
         # The last batch of an epoch is small in any run, and ranks have to reset their thresholds together.
-        if items := count_items(engine.state.batch) if world_size() == 1 and not is_last else None:
+        if items := count_items(engine.state.batch) if self.ranks.size == 1 and not is_last else None:
             if 2 * items < self._smallest_batch:
                 text = "%s: iteration %d: batches of %d items; all thresholds are reset"
                 self.logger.info(text, self._title, engine.state.iteration, items)
@@ -216,15 +219,14 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _decide(self, engine: Engine) -> None:
         policy, triggers, iteration = self._policy, self._triggers, engine.state.iteration
-        if not all(map(all_take_part, self._training.modules)):
+        if not self.ranks.all_present:
             self.report("join", "under join(), where not all ranks take part, no instability is detected")
             return
         if not self._snapshots.all:  # attached during this iteration
             return
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
-        signals = triggers.collect(
-            loss, self._monitors(), device_of(self._training.modules[0]), iteration, self._request
-        )
+        device = device_of(self._training.modules[0])
+        signals = triggers.collect(loss, self._monitors(), self.ranks, device, iteration, self._request)
         self._request = ""
         if not triggers.unhealthy and iteration >= limits.WARMUP:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
@@ -272,7 +274,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         """Return the reason if tensors of any rank's state are not finite that were finite in a snapshot."""
         earlier, now = map(finite, (self._snapshots.before(iteration)["state"], self._training.state()))
         ruined = [path for path, is_finite in now.items() if not is_finite and earlier.get(path)]
-        on_any = max_over_ranks(torch.tensor([float(bool(ruined))], device=device_of(self._training.modules[0])))
+        on_any = self.ranks.max(torch.tensor([float(bool(ruined))], device=device_of(self._training.modules[0])))
         return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""
 
     def _restore(self, action: Action, engine: Engine, signals: Signals, starts: bool, reason: str) -> Snapshot:

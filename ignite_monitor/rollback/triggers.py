@@ -14,7 +14,7 @@ from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import State, ThresholdRule
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Monitor
-from ignite_monitor.monitor.ranks import sum_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
@@ -112,6 +112,7 @@ class Triggers:
         self,
         loss: float | Tensor | None,
         monitors: Sequence[Monitor],
+        ranks: Ranks,
         device: torch.device,
         iteration: int,
         request: str = "",
@@ -128,8 +129,8 @@ class Triggers:
             numbers += [monitor.counts(), value, metrics.get(f"{prefix}/threshold", math.inf)]
         arrived = iter(transfer([[n for n in numbers if isinstance(n, Tensor)]])[0])
         numbers = [number for n in numbers for number in (next(arrived) if isinstance(n, Tensor) else [n])]
-        if world_size() > 1:
-            numbers = sum_over_ranks(torch.tensor(numbers, dtype=wide_dtype(device), device=device)).tolist()
+        if ranks.size > 1:
+            numbers = ranks.sum(torch.tensor(numbers, dtype=wide_dtype(device), device=device)).tolist()
         total, losses, requests, *published = numbers
         signals = Signals(is_requested=bool(requests))
         if losses:

@@ -17,7 +17,7 @@ from ignite_monitor.model.forward import outputs_to
 from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import RankReduction, all_take_part, world_size
+from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 from ignite_monitor.routing.decisions import (
     NOT_LOGITS,
@@ -46,6 +46,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         routers: a regular expression; the modules with a match in their names are the routers, and return the logits
             over experts. None for the routers of transformers.
+        group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
@@ -60,8 +61,10 @@ class RoutingHandler(Monitor, schema=ROUTING):
             routing.attach(trainer, Events.ITERATION_STARTED(every=10))
     """
 
-    def __init__(self, model: nn.Module, *, routers: Pattern = None, prefix: str = "routing") -> None:
-        super().__init__(model, prefix)
+    def __init__(
+        self, model: nn.Module, *, routers: Pattern = None, group: Group = None, prefix: str = "routing"
+    ) -> None:
+        super().__init__(model, prefix, group=group)
         self._pattern = check_pattern("routers", routers)
         if not self._routers():
             raise ValueError(f"Argument routers should match modules (None: of transformers), but given {routers!r}")
@@ -69,7 +72,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
 
     def reset_run_state(self) -> None:
         self._decisions: RouterDecisions | None = None
-        self._over_ranks = RankReduction()
+        self._over_ranks = RankReduction(self.ranks)
         self._has_probabilities = DeferredFlag()
 
     def handlers(self) -> Handlers:
@@ -112,8 +115,8 @@ class RoutingHandler(Monitor, schema=ROUTING):
         measured = {name: pair for name, pair in decisions.sums.items() if name not in decisions.skipped[NOT_LOGITS]}
         sums = {name: NamedValues([name], move(own, device)[None]) for name, (own, _) in measured.items()}
         largest = {name: NamedValues([name], move(own, device)[None]) for name, (_, own) in measured.items()}
-        if world_size() > 1:
-            if not all_take_part(self.model):
+        if self.ranks.size > 1:
+            if not self.ranks.all_present:
                 self.report("join", "ranks may have run out of data under join(), so nothing is reported")
                 return
             sums, largest = self._over_ranks(sums, largest, device)

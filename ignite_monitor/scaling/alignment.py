@@ -21,10 +21,10 @@ from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
 from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, tags
-from ignite_monitor.monitor.ranks import sum_over_ranks
-from ignite_monitor.reference.call import Call, Comparison, NotComparableError
+from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.reference.monitor import ReferenceMonitor
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.passes import Call, Comparison
+from ignite_monitor.reference.reference import NotComparableError, Reference
 from ignite_monitor.scaling.parametrization import Parametrization
 
 TERMS = ("z0_dW", "dZ_w0", "dZ_dW")  # names of the three products in keys
@@ -54,6 +54,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
             of the same structure.
         include: a regular expression that the names of measured layers contain; None for all layers.
         exclude: a regular expression that they must not contain.
+        group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
@@ -76,12 +77,13 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         reference: str | nn.Module = "init",
         include: Pattern = None,
         exclude: Pattern = None,
+        group: Group = None,
         prefix: str = "alignment",
     ) -> None:
         parametrization = model_or_parametrization if isinstance(model_or_parametrization, Parametrization) else None
         model: Any = model_or_parametrization if parametrization is None else parametrization.model
         check_type("model_or_parametrization", model, nn.Module, "torch.nn.Module or Parametrization")
-        super().__init__(model, prefix)
+        super().__init__(model, prefix, group=group)
         sample_size = check_count("sample_size", sample_size, least=1)
         selection = Selection(include, exclude)
         made = self._set_reference(reference)
@@ -99,7 +101,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         self._keys += [f"{term}_{statistic}" for statistic in ("mean", "min", "max") for term in TERMS]
 
     def _compared(self, incomplete: set[str]) -> None:
-        table = self._calls.result(incomplete)
+        table = self._calls.result(incomplete, self.ranks)
         unknown = table.isnan()
         smallest = table.masked_fill(unknown, math.inf).amin(0)
         largest = table.masked_fill(unknown, -math.inf).amax(0)
@@ -156,16 +158,17 @@ class AlignmentCalls(Comparison):
     def passed(self, results: dict[str, list[Any]]) -> None:
         self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
 
-    def result(self, incomplete: Collection[str]) -> Tensor:
-        """Return the alignments over all ranks, one row per layer, NaN if undefined. A collective."""
+    def result(self, incomplete: Collection[str], ranks: Ranks) -> Tensor:
+        """Return the alignments over all ranks, one row per layer; NaN if undefined or incomplete on any rank."""
         device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
-        places = {name: row for row, name in enumerate(self.layers) if name not in incomplete}
-        complete = [(places[name], sums) for name, sums in self._sums if name in places]
-        if complete:
-            rows = move(torch.tensor([row for row, _ in complete], device="cpu"), device)
-            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in complete]))
-        table = sum_over_ranks(table)
+        places = {name: row for row, name in enumerate(self.layers)}
+        if self._sums:
+            rows = move(torch.tensor([places[name] for name, _ in self._sums], device="cpu"), device)
+            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in self._sums]))
+        unknown = [math.nan if name in incomplete else 0.0 for name in self.layers]
+        table += move(torch.tensor(unknown, dtype=table.dtype, device="cpu"), device)[:, None, None]
+        table = ranks.sum(table)
         return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
 
     def _sample(self, call: Call) -> Tensor | None:
@@ -202,7 +205,7 @@ def measurable_layers(model: nn.Module, parametrization: Parametrization | None)
     """Return the names of modules whose alignment is defined; of a parametrization, of hidden layers and readouts."""
     modules = modules_by_name(model)
     if parametrization is not None:
-        layers = [layer for layer in parametrization.layers.values() if layer.layer_type != "embedding"]
+        layers = [layer for layer in parametrization.layers.values() if layer.role != "embedding"]
         modules = {layer.module: modules[layer.module] for layer in layers if layer.module in modules}
     linear: dict[str, Any] = {name: module for name, module in modules.items() if linear_map(module) is not None}
     return [name for name, module in linear.items() if module.weight.numel() and fan_in(module) > 1]

@@ -103,10 +103,10 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], t
         node = parametrization.graph[layer.name]
         alpha, omega, u = clipped(layer, FULL)
         reached = min((solution.r[source] for source in node.inputs), default=math.inf)
-        start = (0.0 if layer.layer_type == "embedding" else 0.5) - layer.a - layer.b
+        start = (0.0 if layer.role == "embedding" else 0.5) - layer.a - layer.b
         step = layer.a + solution.c[layer.name] + solution.g[node.name]  # of the output by one element of the weight
         update, drift = max(alpha, u - reached) - step, omega - layer.a - layer.b - reached
-        aligned = 1.0 - layer.a - layer.b - reached if layer.layer_type == "readout" or layer.has_few_outputs else drift
+        aligned = 1.0 - layer.a - layer.b - reached if layer.role == "readout" or layer.has_few_outputs else drift
         change = max(update, drift), max(update, aligned)
         values = (start, max(start, change[1])), change, (update, update), (drift, aligned)
         for quantity, (low, high) in zip(QUANTITIES, values, strict=True):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-FLAT = 0.1
+STEEP_SLOPE = 0.1
 """Slopes up to this size count as flat."""
 QUANTITIES = {
     "activation": "output",
@@ -45,7 +45,7 @@ class Slope(NamedTuple):
     def is_steep(self) -> bool:
         """True if it is above 0.1, or 0.1 below 0 and all expected slopes, by more than two standard errors."""
         low = 0.0 if self.expected is None else min(self.expected[0], 0.0)
-        return max(self.slope, low - self.slope) - FLAT > 2 * self.standard_error
+        return max(self.slope, low - self.slope) - STEEP_SLOPE > 2 * self.standard_error
 
     def __str__(self) -> str:
         low, high = (f"{slope:+.2f}" for slope in self.expected or (0.0, 0.0))

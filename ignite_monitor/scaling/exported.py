@@ -25,7 +25,7 @@ from ignite_monitor.scaling.solver import Node, ParametrizedLayer
 
 _logger = logging.getLogger(__name__)
 
-FLAT = 0.02
+NEGLIGIBLE = 0.02
 """Tolerance for the logarithm of a factor's ratio between the widths."""
 
 
@@ -35,7 +35,7 @@ class Info(NamedTuple):
     source: str | None = None  # the node of the layer graph whose change it follows
     weight: str | None = None  # the parameter of two or more dimensions that it is, up to shape and factors
     layer: str | None = None  # the layer whose output it is, up to shape and factors
-    growth: float = 0.0  # logarithm of the larger model's factor over the smaller one's, since the last layer
+    log_factor: float = 0.0  # logarithm of the larger model's factor over the smaller one's, since the last layer
     is_score: bool = False  # True for a product of activations that sums over more elements in the larger model
     values: tuple[Any, Any] | None = None  # both values, for constants
 
@@ -97,7 +97,7 @@ class ExportedModels:
         others = [item for item in op.inputs if item.is_floating and item not in weights]
         if all(self._infos[item].values is not None for item in others) and (is_elementwise or op.is_known):
             name = " and ".join(str(self._infos[item].weight) for item in weights)
-            return Info(weight=name, growth=self._infos[weights[0]].growth + self._factor(op))
+            return Info(weight=name, log_factor=self._infos[weights[0]].log_factor + self._factor(op))
         if is_elementwise:  # such as positions that are added, or gains
             return self._activation(op, self._settled(moving, op))
         fans = op.fans(weights[0]) if len(weights) == 1 else None
@@ -119,13 +119,13 @@ class ExportedModels:
             return Info()
         if op.power is not None and len(moving) == 1:
             (info,) = self._settled(moving, op, is_relative=True)
-            return info._replace(growth=op.power * info.growth)
+            return info._replace(log_factor=op.power * info.log_factor)
         if op.name in ("mul", "div"):
             return self._multiplied(op, moving)
         if op.name in program.SUMMED:
             info, before, after = self._settled(moving, op)[0], op.inputs[0].sizes, op.sizes
             summed = math.log(before[1] / after[1] * after[0] / before[0])
-            return info._replace(growth=info.growth + program.SUMMED[op.name] * summed)
+            return info._replace(log_factor=info.log_factor + program.SUMMED[op.name] * summed)
         if op.name in program.PASSING:
             return self._sum(op, moving)
         if op.name in program.MATRICES:
@@ -139,7 +139,7 @@ class ExportedModels:
 
     def _factor(self, op: Operation) -> float:
         """Growth by the constant factors of a product or quotient; 0 for other operations."""
-        growth = 0.0
+        log_factor = 0.0
         for index in (0, 1) if op.name in ("mul", "div") else ():
             argument = op.argument(index)
             values = self._infos[argument].values if isinstance(argument, Operation) else argument
@@ -147,35 +147,36 @@ class ExportedModels:
                 ratio = program.log_ratio(*values)
                 if ratio is None:
                     raise ExportError(f"{op.place} takes constants of which it is not known how they grow with width")
-                growth += (-1 if op.name == "div" and index else 1) * ratio
-        return growth
+                log_factor += (-1 if op.name == "div" and index else 1) * ratio
+        return log_factor
 
     def _multiplied(self, op: Operation, moving: list[Info]) -> Info:
-        growth, divisor = self._factor(op), op.argument(1) if op.name == "div" else None
+        log_factor, divisor = self._factor(op), op.argument(1) if op.name == "div" else None
         below = self._infos[divisor] if isinstance(divisor, Operation) else None
         if len(moving) == 1 and moving[0] is not below:
-            return moving[0]._replace(growth=moving[0].growth + growth)
+            return moving[0]._replace(log_factor=moving[0].log_factor + log_factor)
         settled = self._settled(moving, op, is_relative=len(moving) == 1)
-        growth += sum(-info.growth if old is below else info.growth for old, info in zip(moving, settled, strict=True))
-        return self._join(op, settled)._replace(growth=growth)
+        for old, info in zip(moving, settled, strict=True):
+            log_factor += -info.log_factor if old is below else info.log_factor
+        return self._join(op, settled)._replace(log_factor=log_factor)
 
     def _sum(self, op: Operation, moving: list[Info]) -> Info:
         """A sum of several values, which changes as fast as the fastest of them."""
-        if len({(info.source, info.layer, round(info.growth, 3)) for info in moving}) == 1:
+        if len({(info.source, info.layer, round(info.log_factor, 3)) for info in moving}) == 1:
             return moving[0]
         first, *rest = moving = self._settled(moving, op)
-        if any(abs(info.growth - first.growth) > FLAT for info in rest):
+        if any(abs(info.log_factor - first.log_factor) > NEGLIGIBLE for info in rest):
             return self._nonlinear(op, moving)
-        return self._join(op, moving)._replace(growth=first.growth, is_score=first.is_score)
+        return self._join(op, moving)._replace(log_factor=first.log_factor, is_score=first.is_score)
 
     def _product(self, op: Operation, moving: list[Info], small: int, large: int, scale: float = 0.0) -> Info:
         """A product of activations, whose outputs sum over these numbers of elements."""
         if large <= small:
             return self._sum(op, self._settled(moving, op))
-        growth = sum(info.growth for info in moving) + math.log(large / small) + scale
+        log_factor = sum(info.log_factor for info in moving) + math.log(large / small) + scale
         # The factors before it are the scores' own scale.
-        self._settled([info._replace(growth=0.0) for info in moving], op)
-        return self._join(op, moving)._replace(growth=growth, is_score=True)
+        self._settled([info._replace(log_factor=0.0) for info in moving], op)
+        return self._join(op, moving)._replace(log_factor=log_factor, is_score=True)
 
     def _attention(self, op: Operation) -> Info:
         query, key, value = (self._infos[op.argument(index)] for index in range(3))
@@ -187,10 +188,10 @@ class ExportedModels:
     def _nonlinear(self, op: Operation, moving: list[Info]) -> Info:
         """The output of a function in which a factor is not a factor of the output; scores only get a warning."""
         for info in moving:
-            factor = f"{math.exp(info.growth):.3g} times"
-            if not info.is_score and abs(info.growth) > FLAT:
+            factor = f"{math.exp(info.log_factor):.3g} times"
+            if not info.is_score and abs(info.log_factor) > NEGLIGIBLE:
                 raise ExportError(f"{op.place} follows a factor of no layer, {factor} as large in the larger model")
-            if info.growth > 0.05 and not self._warned:
+            if info.log_factor > 0.05 and not self._warned:
                 self._warned = True
                 scores = f"{op.place} takes attention scores that are {factor} as large in the larger model"
                 _logger.warning("parametrize: %s where queries and keys align: scale by 1 / head dimension.", scores)
@@ -216,20 +217,20 @@ class ExportedModels:
         if zero or len(moving) > 1:
             moving = self._settled(moving, op, is_relative=zero)
         info = self._sum(op, moving) if moving else Info()
-        growth = weight.growth + (0.0 if info.layer is not None else info.growth)
+        log_factor = weight.log_factor + (0.0 if info.layer is not None else info.log_factor)
         self._settled([info], op)
-        layer_type, widths = role_by_fans(fans, self._roles.get(name))
-        if not parameter.requires_grad or layer_type == "vector":
-            return Info(info.source, growth=growth)
+        role, widths = role_by_fans(fans, self._roles.get(name))
+        if not parameter.requires_grad or role == "vector":
+            return Info(info.source, log_factor=log_factor)
         key, module = self._layer_names(op, name, parameter)
         inputs = () if info.source is None else (info.source,)
-        if layer_type == "fixed":
-            return Info(self._add(Node(key, inputs, is_fixed=True)), growth=growth)
+        if role == "fixed":
+            return Info(self._add(Node(key, inputs, is_fixed=True)), log_factor=log_factor)
         known = self.layers.get(key)
-        if known is not None and (known.layer_type, known.module) != (layer_type, module):
+        if known is not None and (known.role, known.module) != (role, module):
             key = f"{name}.{op.name}"  # the weight is used functionally, too
-        layer = self.layers.setdefault(key, ParametrizedLayer(key, layer_type, widths, name, module))
-        return Info(self._add(Node(key, inputs, layer)), layer=key, growth=growth)
+        layer = self.layers.setdefault(key, ParametrizedLayer(key, role, widths, name, module))
+        return Info(self._add(Node(key, inputs, layer)), layer=key, log_factor=log_factor)
 
     def _layer_names(self, op: Operation, weight: str, parameter: Tensor) -> tuple[str, str | None]:
         """Names of the layer of a weight, and of the running module whose output is the layer's."""
@@ -250,9 +251,9 @@ class ExportedModels:
             layer = None if info.layer is None else self.layers[info.layer]
             if layer is not None:
                 layer.is_relative |= is_relative
-                if layer.growth is not None and abs(layer.growth - info.growth) > FLAT:
+                if layer.log_factor is not None and abs(layer.log_factor - info.log_factor) > NEGLIGIBLE:
                     raise TracingError(f"{layer.name} is used with several width factors, one before {op.place}")
-                layer.growth, info = info.growth, info._replace(layer=None, growth=0.0)
+                layer.log_factor, info = info.log_factor, info._replace(layer=None, log_factor=0.0)
             settled.append(info)
         return settled
 
@@ -283,5 +284,5 @@ def mark_relative(graph: dict[str, Node]) -> None:
         is_inside, layer = node.name in feeding, node.layer
         if is_inside or layer is not None or node.is_fixed:
             feeding.update(node.inputs)
-        if is_inside and layer is not None and layer.layer_type == "readout" and layer.is_relative:
-            layer.layer_type, layer.has_few_outputs = "hidden", True
+        if is_inside and layer is not None and layer.role == "readout" and layer.is_relative:
+            layer.role, layer.has_few_outputs = "hidden", True

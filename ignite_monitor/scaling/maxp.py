@@ -19,6 +19,7 @@ from ignite_monitor.keys import MAXP
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.reference.monitor import ReferenceMonitor
 from ignite_monitor.scaling.alignment import AlignmentCalls, measurable_layers
 from ignite_monitor.scaling.parametrization import Parametrization
@@ -51,6 +52,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         c_ema: share of an exponent's old value that is kept at each solve, at least 0 and less than 1.
         reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
             of the same structure, such as a copy from before ``fully_shard``.
+        group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
 
     Attributes:
         alignment: name -> current (alpha, omega, u).
@@ -82,10 +84,11 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         sample_size: int = 32,
         c_ema: float = 0.0,
         reference: str | nn.Module = "init",
+        group: Group = None,
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_optimizer(optimizer)
-        super().__init__(parametrization.model, "maxp")
+        super().__init__(parametrization.model, "maxp", group=group)
         self.parametrization = parametrization
         self.optimizer = optimizer
         self._warmup_steps = check_count("warmup_steps", warmup_steps)
@@ -156,7 +159,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.publish(**dict(zip(tags(values), values.values(), strict=True)))
 
     def _compared(self, incomplete: set[str]) -> None:
-        measured = self._calls.result(incomplete).tolist()
+        measured = self._calls.result(incomplete, self.ranks).tolist()
         if all(math.isnan(value) for row in measured for value in row):
             return
         rows = dict(zip(self._calls.layers, measured, strict=True))
@@ -198,7 +201,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         for key, group in self._groups():
             layer = layers.get(group["layer_name"])
             group["c"] = self.solution.c.get(key, 0.0)
-            factor = 1.0 if layer is None else layer.fan_in ** -group["c"]
+            factor = 1.0 if layer is None else layer.width ** -group["c"]
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(self.lr_prefactor * factor)
             else:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.monitor.ranks import from_every_rank
 from ignite_monitor.scaling.solver import Alignment, Node, ParametrizedLayer, Solution, solve
 
 
@@ -25,10 +25,10 @@ class Parametrization:
 
     Attributes:
         model: the model.
-        layers: name -> layer, in the order of the forward pass: ``layer_type``, ``fan_in``, ``a``, ``b``, ``c``, ...
+        layers: name -> layer, in the order of the forward pass: ``role``, ``width``, ``a``, ``b``, ``c``, ...
         graph: name -> node of the graph of layers.
         solution: the exponents under full alignment; ``c`` is a mapping from layers, ``{layer}.bias`` for biases.
-        pins: weight -> given exponent of its learning rate.
+        c_overrides: weight -> given exponent of its learning rate.
         optimizer_type: as given.
         lr_prefactor: as given; :attr:`param_groups` are made with it.
         weight_decay: as given.
@@ -38,7 +38,7 @@ class Parametrization:
     layers: dict[str, ParametrizedLayer]
     graph: dict[str, Node]
     solution: Solution
-    pins: dict[str, float]
+    c_overrides: dict[str, float]
     optimizer_type: str
     lr_prefactor: float
     weight_decay: float | None
@@ -50,9 +50,9 @@ class Parametrization:
         With ``optimizer_type="muon"`` they are those for AdamW, without :attr:`muon_groups`. They hold the parameters
         that the model has now: with ``fully_shard``, take the groups afterwards.
 
-        Keys are "params", "lr", "layer_name" ("_other" for the last), "fan_in", "c", and "bias", True for biases:
-        ``lr = lr_prefactor * fan_in ** -c``. With ``weight_decay``, "weight_decay" is
-        ``weight_decay * fan_in ** c``, so that its product with "lr" is the same in all groups, at every width.
+        Keys are "params", "lr", "layer_name" ("_other" for the last), "width", "c", and "bias", True for biases:
+        ``lr = lr_prefactor * width ** -c``. With ``weight_decay``, "weight_decay" is
+        ``weight_decay * width ** c``, so that its product with "lr" is the same in all groups, at every width.
         """
         return self._groups(muon=False)
 
@@ -67,7 +67,7 @@ class Parametrization:
         Args:
             alignment: layer -> (alpha, omega, u); other layers are fully aligned.
         """
-        return solve(self.graph, alignment, self.pins, sgd=self.optimizer_type == "sgd")
+        return solve(self.graph, alignment, self.c_overrides, sgd=self.optimizer_type == "sgd")
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
         left = {name: parameter for name, parameter, _ in named_parameters(self.model)}
@@ -78,11 +78,11 @@ class Parametrization:
             is_muon = layer is not None and not bias and layer.muon_update is not None
             if not params or is_muon is not muon:
                 continue
-            name, fan_in = ("_other", 1) if layer is None else (layer.name, layer.fan_in)
+            name, width = ("_other", 1) if layer is None else (layer.name, layer.width)
             c = self.solution.c.get(f"{name}{'.bias' * bias}", 0.0)
-            lr = self.lr_prefactor * fan_in**-c
-            group = {"params": params, "lr": lr, "layer_name": name, "fan_in": fan_in, "c": c, "bias": bias}
-            decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay * fan_in**c}
+            lr = self.lr_prefactor * width**-c
+            group = {"params": params, "lr": lr, "layer_name": name, "width": width, "c": c, "bias": bias}
+            decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay * width**c}
             groups.append(group | decay)
         return groups
 
@@ -131,8 +131,10 @@ def is_zero(parameter: Tensor) -> bool:
 @torch.no_grad()
 def initialize_weights(model: nn.Module, layers: Mapping[str, ParametrizedLayer]) -> None:
     """Set the initial weights, the same on every rank and device, and zero biases, and add multipliers."""
-    seed = from_every_rank(int(torch.randint(2**62, (), device="cpu")))[0]
-    generator = torch.Generator("cpu").manual_seed(seed)
+    seed = [int(torch.randint(2**62, (), device="cpu"))]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(seed)
+    generator = torch.Generator("cpu").manual_seed(seed[0])
     parameters = {name: parameter for name, parameter, _ in named_parameters(model)}
     modules = dict(named_modules(model))
     for layer in layers.values():

@@ -14,10 +14,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from ignite_monitor.checks import check_choice, check_count, check_real, check_type
 from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling.exported import FLAT, ExportedModels, mark_relative
+from ignite_monitor.scaling.exported import NEGLIGIBLE, ExportedModels, mark_relative
 from ignite_monitor.scaling.parametrization import Parametrization, RandomTensors, initialize_weights, is_zero
 from ignite_monitor.scaling.program import ExportError, TracingError, role_by_fans
-from ignite_monitor.scaling.solver import LAYER_TYPES, PRESETS, Node, ParametrizedLayer, solve
+from ignite_monitor.scaling.solver import PRESETS, ROLES, Node, ParametrizedLayer, solve
 
 MUON_UPDATES = {"original": 0.0, "match_rms_adamw": 0.5}
 """Exponent of the change of a hidden layer's output per step of ``torch.optim.Muon``, by its ``adjust_lr_fn``."""
@@ -37,7 +37,7 @@ def parametrize(
     adjust_lr_fn: str = "original",
     preset: str = "mup",
     c_overrides: Mapping[str, float] | None = None,
-    kinds: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
     initialize: bool = True,
 ) -> Parametrization:
     r"""Give a model the initial weights, multipliers and learning rates of its width.
@@ -63,8 +63,8 @@ def parametrize(
             "muon" for hidden weights trained by ``torch.optim.Muon`` and the rest by AdamW.
         adjust_lr_fn: Muon's argument of that name, "original" or "match_rms_adamw".
         preset: (a, b) of all layers: "mup", "standard", "ntk" or "mean_field".
-        c_overrides: name of a layer, its last part, or a layer type -> exponent c that is not to be solved for.
-        kinds: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer).
+        c_overrides: name of a layer, its last part, or a role -> exponent c that is not to be solved for.
+        roles: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer).
             Where the graph can't be read, all weights but those of Linear, convolutions and Embedding need one.
         initialize: False keeps all weights, and adds no multipliers; only learning rates follow the width.
 
@@ -105,34 +105,36 @@ def parametrize(
         model = make_model(widths[1])
     weights = _growing_weights(small, model)
     inputs = [sample_input(width) if callable(sample_input) else sample_input for width in widths]
-    layers, graph = _read((small, model), (inputs[0], inputs[1]), _given_roles(kinds, weights), weights)
+    layers, graph = _read((small, model), (inputs[0], inputs[1]), _given_roles(roles, weights), weights)
     gc.collect()  # exported programs hold the models in reference cycles
 
-    keys = {name: (name, name.rpartition(".")[2], layer.layer_type) for name, layer in layers.items()}
-    c = _overridden("c_overrides", c_overrides, keys, LAYER_TYPES)
-    pins = {layers[name].weight: check_real("c_overrides", value) for name, value in c.items()}
-    if any(pins[layers[name].weight] != value for name, value in c.items()):
+    keys = {name: (name, name.rpartition(".")[2], layer.role) for name, layer in layers.items()}
+    c = _overridden("c_overrides", c_overrides, keys, ROLES)
+    c_by_weight = {layers[name].weight: check_real("c_overrides", value) for name, value in c.items()}
+    if any(c_by_weight[layers[name].weight] != value for name, value in c.items()):
         raise ValueError(f"Layers that share a weight are given different c: {c}")
     owners: dict[str, ParametrizedLayer] = {}
     for layer in layers.values():
-        layer.a, layer.b = PRESETS[preset][layer.layer_type]
-        own = layer.growth or 0.0
-        own = 0.0 if abs(own) <= FLAT else round(own / math.log(layer.widths[1] / layer.widths[0]), 6)
+        layer.a, layer.b = PRESETS[preset][layer.role]
+        exponent = layer.log_factor or 0.0  # of the model's own factor
+        exponent = (
+            0.0 if abs(exponent) <= NEGLIGIBLE else round(exponent / math.log(layer.widths[1] / layer.widths[0]), 6)
+        )
         # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
         is_kept = not initialize or is_zero(weights[layer.weight])
         if layer.module is None or is_kept:
-            layer.a, layer.b = 0.0 - own, layer.a + layer.b + own
-        layer.multiplier = float(layer.fan_in) ** -(layer.a + own)  # 1 without a module
-        layer.std = None if is_kept else std_prefactor * layer.fan_in**-layer.b
+            layer.a, layer.b = 0.0 - exponent, layer.a + layer.b + exponent
+        layer.multiplier = float(layer.width) ** -(layer.a + exponent)  # 1 without a module
+        layer.std = None if is_kept else std_prefactor * layer.width**-layer.b
         layer.biases = _biases(model, layer)
-        if optimizer_type == "muon" and layer.layer_type == "hidden" and weights[layer.weight].ndim == 2:
+        if optimizer_type == "muon" and layer.role == "hidden" and weights[layer.weight].ndim == 2:
             # An orthogonal update of k x n maps an aligned input of norm sqrt(n) to a vector of that norm, whose k
             # elements have the root mean square sqrt(n / k). It grows if k does not.
             layer.muon_update = MUON_UPDATES[adjust_lr_fn] + 0.5 * layer.has_few_outputs
         first = owners.setdefault(layer.weight, layer)
-        if initialize and (first.std, first.fan_in) != (layer.std, layer.fan_in):
+        if initialize and (first.std, first.width) != (layer.std, layer.width):
             raise ValueError(f"Layers {first.name} and {layer.name} share a weight, but not width and initial values")
-    solution = solve(graph, {}, pins, sgd=optimizer_type == "sgd")
+    solution = solve(graph, {}, c_by_weight, sgd=optimizer_type == "sgd")
     for name, layer in layers.items():
         layer.c = solution.c[name]
     if initialize:
@@ -144,7 +146,7 @@ def parametrize(
                 f"not random, such as pretrained ones (first {lost[0]}). initialize=False keeps them."
             )
         initialize_weights(model, layers)
-    return Parametrization(model, layers, graph, solution, pins, optimizer_type, lr_prefactor, weight_decay)
+    return Parametrization(model, layers, graph, solution, c_by_weight, optimizer_type, lr_prefactor, weight_decay)
 
 
 # Roles
@@ -183,26 +185,26 @@ def _read_sizes(
             fans = [(1, shape[-1]) if is_table else (math.prod(shape[1:]), shape[0]) for shape in pair]
             layers[key] = ParametrizedLayer(key, *role_by_fans((fans[0], fans[1]), role), name, key)
         elif role is None:
-            raise ExportError(f"argument kinds should give the role of {name}, too")
+            raise ExportError(f"argument roles should give the role of {name}, too")
         else:  # PyTorch has inputs last
             widths = [sizes for sizes in zip(*pair, strict=True) if sizes[0] != sizes[1]][-1]
             layers[key] = ParametrizedLayer(key, role, widths, name)
-    first = next((name for name, layer in layers.items() if layer.layer_type == "embedding"), None)
+    first = next((name for name, layer in layers.items() if layer.role == "embedding"), None)
     graph = {} if first is None else {first: Node(first, (), layers[first])}
     before: dict[str, tuple[str, ...]] = {"embedding": (), "hidden": () if first is None else (first,)}
-    before["readout"] = before["hidden"] + tuple(name for name, layer in layers.items() if layer.layer_type == "hidden")
-    for name, layer in sorted(layers.items(), key=lambda item: LAYER_TYPES.index(item[1].layer_type)):
-        graph[name] = Node(name, before[layer.layer_type], layer)
+    before["readout"] = before["hidden"] + tuple(name for name, layer in layers.items() if layer.role == "hidden")
+    for name, layer in sorted(layers.items(), key=lambda item: ROLES.index(item[1].role)):
+        graph[name] = Node(name, before[layer.role], layer)
     return layers, graph
 
 
-def _given_roles(kinds: Any, weights: Collection[str]) -> dict[str, str]:
-    """Roles by the weights' names; in ``kinds`` a weight, its module, or the last part of either may be named."""
+def _given_roles(given: Any, weights: Collection[str]) -> dict[str, str]:
+    """Roles by the weights' names; in ``given`` a weight, its module, or the last part of either may be named."""
     owners = {weight: weight.removesuffix(".weight") for weight in weights}
     keys = {weight: (weight, owner, owner.rpartition(".")[2]) for weight, owner in owners.items()}
-    roles = _overridden("kinds", kinds, keys)
+    roles = _overridden("roles", given, keys)
     for weight, role in roles.items():
-        check_choice(f"kinds of {weight}", role, *LAYER_TYPES, "vector")
+        check_choice(f"roles of {weight}", role, *ROLES, "vector")
     return roles
 
 
@@ -212,10 +214,10 @@ def _overridden(
     """Values of an argument by part, each by the first of the part's keys; known keys need not fit any."""
     overrides = {} if overrides is None else overrides
     check_type(name, overrides, Mapping, "Mapping or None")
-    fitting = {part: [key for key in own if key in overrides] for part, own in keys.items()}
+    fitting = {part: [key for key in names if key in overrides] for part, names in keys.items()}
     if unknown := set(overrides).difference(known, *fitting.values()):
         raise ValueError(f"Argument {name} should name layers or weights that grow with width, but given {unknown}")
-    return {part: overrides[own[0]] for part, own in fitting.items() if own}
+    return {part: overrides[names[0]] for part, names in fitting.items() if names}
 
 
 def _biases(model: nn.Module, layer: ParametrizedLayer) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class ExportError(TracingError):
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"torch.export can't read the graph of the model: {reason}. Give the roles of the weights, "
-            "parametrize(..., kinds={name: 'hidden', ...}), or change the model's code at this place"
+            "parametrize(..., roles={name: 'hidden', ...}), or change the model's code at this place"
         )
 
 
@@ -90,8 +90,11 @@ class _TensorOutputs(nn.Module):
 def _own_line(trace: str) -> str:
     """File, line and function of the last line of the model's own code in a traceback; "" if there is none."""
     frames = [line.split('"', 2)[1:] for line in trace.splitlines() if line.strip().startswith('File "')]
-    own = [(path, rest) for path, rest in frames if not path.startswith(_LIBRARIES)]
-    return f"{os.path.basename(own[-1][0])}:{own[-1][1].removeprefix(', line ').replace(',', '')}" if own else ""
+    own_frames = [(path, rest) for path, rest in frames if not path.startswith(_LIBRARIES)]
+    if not own_frames:
+        return ""
+    path, rest = own_frames[-1]
+    return f"{os.path.basename(path)}:{rest.removeprefix(', line ').replace(',', '')}"
 
 
 # ATen operations by name, as far as width scaling distinguishes them.

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LAYER_TYPES = ("embedding", "hidden", "readout")
+ROLES = ("embedding", "hidden", "readout")
 
 PRESETS: dict[str, dict[str, tuple[float, float]]] = {
     "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5)},
@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, tuple[float, float]]] = {
     "ntk": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (0.5, 0.0)},
     "mean_field": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (1.0, 0.0)},
 }
-"""Exponents (a, b) per layer type."""
+"""Exponents (a, b) per role."""
 
 
 class Alignment(NamedTuple):
@@ -61,7 +61,7 @@ class ParametrizedLayer:
     """One layer of a :class:`Parametrization`, of width n."""
 
     name: str  # its name in the model
-    layer_type: str  # "embedding", "hidden" or "readout"
+    role: str  # "embedding", "hidden" or "readout"
     widths: tuple[int, int]  # n in the small and in the large model
     weight: str  # name of its parameter
     module: str | None = None  # name of the module whose output is the layer's output; None if there is none
@@ -71,13 +71,13 @@ class ParametrizedLayer:
     c: float | None = None  # exponent of the learning rate: a given one, or as first solved for
     std: float | None = None  # standard deviation of the initial weights; None if they are kept
     multiplier: float = 1.0  # factor by which a forward hook multiplies the output; 1.0 without a hook
-    growth: float | None = None  # logarithm of the ratio of the model's own factors between the widths
+    log_factor: float | None = None  # logarithm of the ratio of the model's own factors between the widths
     is_relative: bool = False  # True if a norm or a zero weight takes the output
     has_few_outputs: bool = False  # True for a hidden layer whose number of outputs does not grow
     muon_update: float | None = None  # with Muon, the exponent of the output's change per step
 
     @property
-    def fan_in(self) -> int:
+    def width(self) -> int:
         """n: the fan-in, for an embedding the number of its outputs."""
         return self.widths[1]
 
@@ -103,12 +103,12 @@ class Solution(NamedTuple):
 
 
 def solve(
-    graph: Graph, alignment: Mapping[str, Alignment], pins: Mapping[str, float], *, sgd: bool = False
+    graph: Graph, alignment: Mapping[str, Alignment], c_overrides: Mapping[str, float], *, sgd: bool = False
 ) -> Solution:
     """Maximize the learning rates such that no activation's change grows with width.
 
-    Layers without an alignment are fully aligned; ``pins`` are given c by weight. ValueError if one of them is too
-    small, or, with SGD, if the gradient's size is not known.
+    Layers without an alignment are fully aligned; ``c_overrides`` are given c by weight. ValueError if one of them is
+    too small, or, with SGD, if the gradient's size is not known.
     """
     layers = {node.layer.name: node.layer for node in graph.values() if node.layer is not None}
     gradients = _gradients(graph) if sgd else {}
@@ -117,7 +117,7 @@ def solve(
         for given in ({}, alignment)
     )
     slowest = _minimize(full, {layer.weight: (-math.inf, math.inf) for layer in layers.values()})
-    bounds = {weight: (pins.get(weight, -math.inf), pins.get(weight, c)) for weight, c in slowest.items()}
+    bounds = {weight: (c_overrides.get(weight, -math.inf), c_overrides.get(weight, c)) for weight, c in slowest.items()}
     values: dict[Variable, float] = {("c", weight): c for weight, c in _minimize(minima, bounds).items()}
     for variable, terms in minima.items():
         values[variable] = min(constant + sum(values[part] for part in parts) for constant, parts in terms)
@@ -135,7 +135,7 @@ def solve(
 def clipped(layer: ParametrizedLayer, alignment: Alignment) -> Alignment:
     """The alignment of a layer within the bounds of this module's docstring."""
     start = layer.a + layer.b
-    if layer.layer_type == "embedding":  # it sums over nothing
+    if layer.role == "embedding":  # it sums over nothing
         return Alignment(0.0, start, 0.0)
     if layer.muon_update is not None:  # an orthogonal update: its effect does not depend on the alignment
         return Alignment(layer.muon_update, start, layer.muon_update)
@@ -155,13 +155,13 @@ def _changes(node: Node, alignment: Mapping[str, Alignment], sgd: bool) -> list[
     if layer is None:
         return [*([(0.0, ())] if node.is_fixed else []), *((0.0, (variable,)) for variable in inputs)]
     alpha, omega, u = clipped(layer, alignment.get(layer.name, FULL))
-    own: tuple[Variable, ...] = (("c", layer.weight),)
-    if sgd and layer.layer_type != "readout":
-        own = (*own, ("g", node.name))
+    rate_terms: tuple[Variable, ...] = (("c", layer.weight),)
+    if sgd and layer.role != "readout":
+        rate_terms = (*rate_terms, ("g", node.name))
     rate = (2 if sgd else 1) * layer.a
-    terms: list[Term] = [(rate - alpha, own)]
-    if layer.layer_type != "embedding":
-        terms += [(rate - u, (*own, variable)) for variable in inputs]
+    terms: list[Term] = [(rate - alpha, rate_terms)]
+    if layer.role != "embedding":
+        terms += [(rate - u, (*rate_terms, variable)) for variable in inputs]
     return terms + [(layer.a + layer.b - omega, (variable,)) for variable in inputs]
 
 
@@ -171,12 +171,12 @@ def _gradients(graph: Graph) -> Minima:
     for name, node in reversed(graph.items()):
         gradient: list[Term] = [(0.0, (("g", name),))] if minima["g", name] else []
         layer = node.layer
-        if layer is not None and layer.layer_type == "readout":
+        if layer is not None and layer.role == "readout":
             gradient = [(layer.a + layer.b, ()), (2 * layer.a, (("c", layer.weight),))]
-        is_unknown = layer is not None and (not gradient or (layer.layer_type == "embedding" and bool(node.inputs)))
+        is_unknown = layer is not None and (not gradient or (layer.role == "embedding" and bool(node.inputs)))
         for source in node.inputs if gradient else ():
             before = graph[source].layer
-            is_unknown |= before is not None and (before.layer_type == "readout" or before.has_few_outputs)
+            is_unknown |= before is not None and (before.role == "readout" or before.has_few_outputs)
             minima["g", source] += gradient
         if is_unknown:
             raise ValueError(

@@ -1,15 +1,17 @@
-"""What was seen in the first iterations of a training run."""
+"""Evidence of faults, from the first iterations of a training run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import held_by, learning_rates, named_parameters, unwrapped
 from ignite_monitor.model.norms import total_norm
@@ -17,55 +19,87 @@ from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import is_same, leaves_of
 
 
+class Numbers(NamedTuple):
+    """What only the device knows before the check ends; the first three are 1 or 0."""
+
+    batch_repeats: float  # all batches are bitwise those of the first iteration
+    rate_is_zero: float  # all learning rates, in all steps
+    keeps_gradients: float  # the first backward after each step finds its gradients, and no other one finds zeros
+    discarded: float  # backward passes after the first one that find zeros
+    held_change: float  # 1 if the norm of the optimizer's parameters has changed
+    others_change: float  # of the others
+
+
+@dataclass
+class Step:
+    """A step of the optimizer."""
+
+    norm: Any  # maximum norm of its gradients
+    is_rate_zero: list[Any]  # by group
+    found: list[Tensor] = field(default_factory=list)  # norms of the gradients that the backward passes after it find
+
+
+@dataclass(eq=False)
 class Evidence:
-    """What was seen since a check began.
+    """Evidence since a check began.
 
     Attributes:
-        iterations: the number of checked iterations; ``steps`` of those with a step of the optimizer.
+        model: the model.
+        optimizer: its optimizer.
+        batch: the first batch, or what is compared of it.
+        iterations: number of checked iterations.
+        stepped: number of those with a step of the optimizer.
         is_training: True if a module was in training mode at any event.
-        parameters: the model's; ``held`` those that the optimizer holds, ``others`` of the rest those with
-            ``requires_grad`` and data on this rank.
-        names: names of the parameters, by id.
         seen: ids of the parameters that had a gradient.
-        events: kinds and numbers in order, tensors until :meth:`resolve`. ``"same"``: whether a batch is bitwise equal
-            to the first one. ``"call"``: True for DistributedDataParallel, False for the module in it. ``"backward"``
-            that reached ``held``: the maximum norm of the gradients that it found. ``"step"``: that of the gradients it
-            is about to use. ``"rate"``: the learning rate of a group in it. ``"made"``: whether the class that made the
-            step is torch's. ``"held"``, ``"others"``: whether they have changed, when the check ends.
+        steps: steps of the optimizer.
+        is_torch: for each step, whether the class that made it is torch's.
+        calls: for each call, True of DistributedDataParallel, False of the module in it.
+        found: norms of the gradients that backward passes find.
+        same: for each batch after the first, whether it is bitwise equal to it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
-        self.model, self.optimizer, ids = model, optimizer, held_by(optimizer)
-        self.iterations = self.steps = 0
-        self.is_training = self.has_stepped = False
-        self.parameters: list[Any] = [parameter for _, parameter, _ in named_parameters(model)]
-        self.names = {id(parameter): name for name, parameter, _ in named_parameters(model)}
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    iterations: int = 0
+    stepped: int = 0
+    is_training: bool = False
+    seen: set[int] = field(default_factory=set)
+    steps: list[Step] = field(default_factory=list)
+    is_torch: list[bool] = field(default_factory=list)
+    calls: list[bool] = field(default_factory=list)
+    found: list[Tensor] = field(default_factory=list)
+    same: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ids = held_by(self.optimizer)
+        self.names = {id(parameter): name for name, parameter, _ in named_parameters(self.model)}
+        self.parameters: list[Any] = [parameter for _, parameter, _ in named_parameters(self.model)]
         self.held = [item for item in self.parameters if id(item) in ids]
         rest = [item for item in self.parameters if id(item) not in ids and item.requires_grad and is_measurable(item)]
         self.others = [item for item in rest if local(item).numel()]
-        self.seen: set[int] = set()
-        self.events: list[tuple[str, Any]] = []
-        self._batch = leaves_of(batch)
-        self._norms = {"held": total_norm(self.held), "others": total_norm(self.others)}
-
-    def values(self, kind: str) -> list[Any]:
-        """The numbers of a kind of event."""
-        return [value for other, value in self.events if other == kind]
+        self.batch = leaves_of(self.batch)
+        self._norms = total_norm(self.held), total_norm(self.others)
 
     def start(self, batch: Any, most: int) -> None:
         """Note the start of an iteration, and compare batches up to a number of iterations."""
         if 0 < self.iterations < most:
-            self.events.append(("same", is_same(self._batch, leaves_of(batch))))
+            self.same.append(is_same(self.batch, leaves_of(batch)))
         elif self.iterations:
-            self._batch = []
+            self.batch = []
         self.iterations += 1
-        self.has_stepped = False
         self.note()
 
     def note(self) -> None:
         """Note the mode, and the parameters that have a gradient."""
         self.is_training |= any(module.training for module in unwrapped(self.model).modules())
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
+
+    def note_backward(self, norm: Tensor) -> None:
+        """Note the norm of the gradients that a backward has found."""
+        self.found.append(norm)
+        if self.steps:
+            self.steps[-1].found.append(norm)
 
     @torch.no_grad()
     def note_step(self, loss_scale: Tensor | None) -> None:
@@ -75,16 +109,19 @@ class Evidence:
         if gradients and not any_dtensor(gradients):
             norm = total_norm(gradients, math.inf)
             norm = norm if loss_scale is None else norm / loss_scale.to(norm)  # a fused step unscales in place
-        self.events.append(("step", norm))
-        for rate in learning_rates(self.optimizer):
-            self.events.append(("rate", rate.clone() if isinstance(rate, Tensor) else rate))
+        self.steps.append(Step(norm, [rate == 0 for rate in learning_rates(self.optimizer)]))
 
-    def end(self) -> list[Tensor]:
-        """Note what has changed; return the numbers that the host has to know."""
-        self.events += [(kind, total_norm(getattr(self, kind)) != norm) for kind, norm in self._norms.items()]
-        return [value for _, value in self.events if isinstance(value, Tensor)]
+    def end(self) -> Tensor:
+        """Return the :class:`Numbers` as a tensor."""
+        device = device_of(self.model)
 
-    def resolve(self, numbers: Iterable[float]) -> None:
-        """Replace these numbers by those on the host."""
-        known = iter(numbers)
-        self.events = [(kind, next(known) if isinstance(value, Tensor) else value) for kind, value in self.events]
+        def all_of(flags: Iterable[Any]) -> Tensor:
+            return torch.stack([move(torch.as_tensor(flag), device).bool() for flag in (True, *flags)]).all()
+
+        kept = [all_of([step.found[0] == step.norm, *step.found]) for step in self.steps if step.found]
+        zeros = [torch.zeros((), device=device), *(norm == 0 for norm in self.found[1:])]
+        norms = zip((total_norm(self.held), total_norm(self.others)), self._norms, strict=True)
+        numbers: list[Any] = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero)]
+        numbers += [all_of(kept), torch.stack([zero.float() for zero in zeros]).sum()]
+        numbers += [now != before for now, before in norms]
+        return torch.stack([move(number, device).float() for number in numbers])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ignite_monitor.model.names import held_by, listed, named_modules, parameters_of
 from ignite_monitor.model.sampling import NARROW
-from ignite_monitor.setup_check.evidence import Evidence
+from ignite_monitor.setup_check.evidence import Evidence, Numbers
 
 MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
 _NAMED = 5
@@ -21,7 +22,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Finding(NamedTuple):
+@dataclass
+class Finding:
     """A fault or a note, with the arguments of :meth:`Monitor.report`."""
 
     kind: str
@@ -30,21 +32,22 @@ class Finding(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-def find_all(evidence: Evidence, epoch_length: int | None) -> Iterator[Finding]:
+def find_all(evidence: Evidence, numbers: Numbers, epoch_length: int | None) -> Iterator[Finding]:
     """Return all findings but that of :func:`unused_parameters`, which may take more iterations."""
-    if evidence.steps:
-        yield from _without_optimizer(evidence)
+    if evidence.stepped:
+        yield from _without_optimizer(evidence, numbers)
         yield from _without_gradient(evidence)
         yield from _wrapper_bypassed(evidence)
     else:
-        yield from _without_step(evidence)
+        yield from _without_step(evidence, numbers)
     yield from _without_requires_grad(evidence)
-    yield from _gradients_not_zeroed(evidence)
-    yield from _zero_learning_rate(evidence)
+    yield from _gradients_not_zeroed(evidence, numbers)
+    if len(evidence.steps) > 1 and numbers.rate_is_zero:
+        text = f"the learning rate of all parameter groups was 0 in {len(evidence.steps)} optimizer steps"
+        yield Finding("zero_learning_rate", text, "warning")
     yield from _evaluation_mode(evidence)
-    same = evidence.values("same")
-    if same and all(same) and epoch_length != 1:
-        text = f"the first {len(same) + 1} batches are bitwise equal: check the data loader"
+    if evidence.same and numbers.batch_repeats and epoch_length != 1:
+        text = f"the first {len(evidence.same) + 1} batches are bitwise equal: check the data loader"
         yield Finding("batch_repeats", text, "warning")
 
 
@@ -55,7 +58,7 @@ def idle_parameters(evidence: Evidence) -> list[Any]:
     """
     trained = [item for item in evidence.held if item.requires_grad]
     idle = [item for item in trained if id(item) not in evidence.seen]
-    if not evidence.steps or not 0 < len(idle) < len(trained):
+    if not evidence.stepped or not 0 < len(idle) < len(trained):
         return []
     lists = [f"{path}." if path else "" for path, module in named_modules(evidence.model) if isinstance(module, _LISTS)]
     used = [name for key, name in evidence.names.items() if key in evidence.seen]
@@ -72,10 +75,10 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("unused_parameters", text, "warning" if evidence.iterations >= MOST else "note", names)
 
 
-def _without_optimizer(evidence: Evidence) -> Iterator[Finding]:
+def _without_optimizer(evidence: Evidence, numbers: Numbers) -> Iterator[Finding]:
     copied = {*NARROW} - {item.dtype for item in parameters_of(evidence.optimizer)}  # may have float32 copies
     left = [item for item in evidence.others if id(item) in evidence.seen and item.dtype not in copied]
-    if not left or any(evidence.values("others")):
+    if not left or numbers.others_change:
         return
     # Also optimizers without a step; there may be millions of objects to look at.
     alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer) and hasattr(item, "param_groups")]
@@ -96,24 +99,22 @@ def _without_optimizer(evidence: Evidence) -> Iterator[Finding]:
 def _without_gradient(evidence: Evidence) -> Iterator[Finding]:
     trained = {id(item) for item in evidence.held if item.requires_grad}
     # An optimizer of another class may compute gradients, or keep them elsewhere.
-    if trained and evidence.steps > 1 and all(evidence.values("made")) and evidence.seen.isdisjoint(trained):
-        text = f"no parameter of the optimizer had a gradient in {evidence.steps} iterations with a step. Check for "
+    if trained and evidence.stepped > 1 and all(evidence.is_torch) and evidence.seen.isdisjoint(trained):
+        text = f"no parameter of the optimizer had a gradient in {evidence.stepped} iterations with a step. Check for "
         yield Finding("no_gradients", f"{text}detach(), no_grad() and item() between the model's output and the loss")
 
 
 def _wrapper_bypassed(evidence: Evidence) -> Iterator[Finding]:
-    calls = evidence.values("call")
-    if calls and not any(calls):
+    if evidence.calls and not any(evidence.calls):
         text = "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper"
         yield Finding("wrapper_bypassed", text)
 
 
-def _without_step(evidence: Evidence) -> Iterator[Finding]:
-    found, name = evidence.values("backward"), type(evidence.optimizer).__name__
-    text = f"{name} made no step in {evidence.iterations} iterations with {len(found)} backward passes"
-    discarded = found[1:].count(0)
-    if discarded > 1 and not any(evidence.values("held")):
-        yield Finding("no_step", f"{text}, whose gradients were discarded {discarded} times: call optimizer.step()")
+def _without_step(evidence: Evidence, numbers: Numbers) -> Iterator[Finding]:
+    name, count = type(evidence.optimizer).__name__, int(numbers.discarded)
+    text = f"{name} made no step in {evidence.iterations} iterations with {len(evidence.found)} backward passes"
+    if count > 1 and not numbers.held_change:
+        yield Finding("no_step", f"{text}, whose gradients were discarded {count} times: call optimizer.step()")
     else:
         yield Finding("no_step", f"{text}: steps are not checked", "note")
 
@@ -125,25 +126,11 @@ def _without_requires_grad(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("requires_grad_false", text + listed(names, _NAMED), "note", names)
 
 
-def _gradients_not_zeroed(evidence: Evidence) -> Iterator[Finding]:
-    steps: list[list[float]] = []  # the norm of its gradients, and those that the backward passes after it found
-    for kind, value in evidence.events:
-        if kind == "step":
-            steps.append([value])
-        elif kind == "backward" and steps:
-            steps[-1].append(value)
-    # Backward passes of other losses may come before zero_grad().
-    kept = [found[0] == norm and all(found) for norm, *found in steps if found]
-    if len(kept) > 1 and all(kept):
-        text = f"the backward after each of {len(kept)} steps added to the gradients of that step"
+def _gradients_not_zeroed(evidence: Evidence, numbers: Numbers) -> Iterator[Finding]:
+    count = sum(bool(step.found) for step in evidence.steps)
+    if count > 1 and numbers.keeps_gradients:
+        text = f"the backward after each of {count} steps added to the gradients of that step"
         yield Finding("gradients_not_zeroed", f"{text}: call optimizer.zero_grad()")
-
-
-def _zero_learning_rate(evidence: Evidence) -> Iterator[Finding]:
-    rates, count = evidence.values("rate"), len(evidence.values("step"))
-    if count > 1 and all(rate == 0 for rate in rates):
-        text = f"the learning rate of all parameter groups was 0 in {count} optimizer steps"
-        yield Finding("zero_learning_rate", text, "warning")
 
 
 def _evaluation_mode(evidence: Evidence) -> Iterator[Finding]:

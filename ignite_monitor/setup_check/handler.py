@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.events.gradient_tracker import AccumulationProbe, GradientsReady, OptimizerStep
+from ignite_monitor.events.accumulation import AccumulationProbe
+from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
@@ -23,7 +24,7 @@ from ignite_monitor.model.forward import before_forward
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.reports import Report
-from ignite_monitor.setup_check.evidence import Evidence
+from ignite_monitor.setup_check.evidence import Evidence, Numbers
 from ignite_monitor.setup_check.findings import MOST, Finding, find_all, idle_parameters, unused_parameters
 
 
@@ -72,7 +73,7 @@ class SetupCheck(Monitor):
     def reset_run_state(self) -> None:
         self._evidence: Evidence | None = None
         self._probe: AccumulationProbe | None = None
-        self._hooks = ExitStack()
+        self._hooks, self._has_stepped = ExitStack(), False
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
@@ -86,17 +87,18 @@ class SetupCheck(Monitor):
         tracker, modules = source.trackers[id(self.model)], [*self.model.modules()]
         if self._evidence is None:
             self._evidence = Evidence(self.model, self.optimizer, engine.state.batch)
+        self._has_stepped = False
         self._evidence.start(engine.state.batch, self.iterations)
         if self.findings is not None:  # waiting for gradients only
             return []
-        events, self._hooks = self._evidence.events, ExitStack()
+        calls, self._hooks = self._evidence.calls, ExitStack()
         # No event announces the steps of an optimizer that holds no parameter of the model.
         hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
         self._hooks.callback(hook.remove)
         if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
             wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
             pairs = [*wrappers, *(wrapper.module for wrapper in wrappers)]
-            note = lambda m, *_: events.extend([("call", m in wrappers)] * torch.is_grad_enabled())  # noqa: E731
+            note = lambda m, *_: calls.extend([m in wrappers] * torch.is_grad_enabled())  # noqa: E731
             self._hooks.enter_context(before_forward(pairs, note))
         self._probe = self._hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
         return [self._hooks]
@@ -104,7 +106,7 @@ class SetupCheck(Monitor):
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._evidence is not None:
             if self._probe is not None and self._probe.norm is not None:
-                self._evidence.events.append(("backward", self._probe.norm))
+                self._evidence.note_backward(self._probe.norm)
                 self._probe = self._hooks.enter_context(AccumulationProbe(backward.tracker, self.optimizer))
             self._evidence.note()
 
@@ -116,8 +118,8 @@ class SetupCheck(Monitor):
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running and optimizer.param_groups is self.optimizer.param_groups:
-            self._evidence.has_stepped = True
-            self._evidence.events.append(("made", f"{type(optimizer).__module__}.".startswith("torch.optim.")))
+            self._has_stepped = True
+            self._evidence.is_torch.append(f"{type(optimizer).__module__}.".startswith("torch.optim."))
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         evidence = self._evidence
@@ -125,23 +127,22 @@ class SetupCheck(Monitor):
             return
         reshard(self.model)
         evidence.note()
-        evidence.steps += evidence.has_stepped
+        evidence.stepped += self._has_stepped
         is_last = evidence.iterations >= max(MOST, self.iterations)
         if self.findings is not None:
             if is_last or not idle_parameters(evidence):
                 self._finish()
-        elif is_last or evidence.steps >= self.iterations:
+        elif is_last or evidence.stepped >= self.iterations:
             self._is_resolved = False  # until the numbers have been brought to the host
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [] if self._evidence is None else self._evidence.end()
+        return [] if self._evidence is None else [self._evidence.end()]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         engine, evidence = self._attached_to(), self._evidence
         if engine is not None and evidence is not None:
-            evidence.resolve(number for (number,) in extra)
             self.findings = []
-            self._report(find_all(evidence, engine.state.epoch_length))
+            self._report(find_all(evidence, Numbers(*extra[0]), engine.state.epoch_length))
             if not idle_parameters(evidence):
                 self._finish()
         return {}

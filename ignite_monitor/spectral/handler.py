@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from ignite.engine import Engine
@@ -22,9 +20,10 @@ from ignite_monitor.model.names import Pattern, Selection, listed, named_paramet
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
-from ignite_monitor.spectral.spectra import Spectra, SpectralMeter
+from ignite_monitor.spectral.spectra import Spectra, measure_all
 
 
 class SpectralNormHandler(Monitor, schema=SPECTRAL):
@@ -39,8 +38,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     {keys}
 
     ``"power"`` is a block Lanczos iteration, with a bound of its error by the residual. ``"ns5-fast"`` and
-    ``"ns3-accurate"`` are Newton-Schulz iterations, biased and without a bound; if one fails, "power" replaces it.
-    Only weights that a step was to move count for updates. The ``topk`` keys appear when a logger writes.
+    ``"ns3-accurate"`` are Newton-Schulz iterations, biased and without a bound. Only weights that a step
+    was to move count for updates. The ``topk`` keys appear when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -64,8 +63,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
     """
 
-    _state_dict_all_req_keys = ("weights", "updates")
-
     def __init__(
         self,
         model: nn.Module,
@@ -87,8 +84,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self.top_k = check_count("top_k", top_k)
         self.per_parameter = per_parameter
         self._selection = Selection(include, exclude)
-        self._weights = SpectralMeter(method, "weights")
-        self._updates = SpectralMeter(method, "updates")
+        self._nonfinite = DeferredFlag()  # a weight or an update
         names = [name for name, parameter, _ in named_parameters(model) if parameter.is_complex()]
         skipped = [name for name in names if name in self._selection]
         if not self._effective():
@@ -103,32 +99,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self._names: list[str] = []
         self._norms: Tensor | None = None
 
-    @property
-    def iterations(self) -> int:
-        """The number of "power" steps in the last measurement, for the weight that needed most."""
-        return self._weights.steps
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the methods in use: one that failed has been replaced."""
-        return OrderedDict(weights=self._weights.method, updates=self._updates.method)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it was saved by a monitor of another kind, or is damaged.
-        """
-        super().load_state_dict(state_dict)
-        meters = {"weights": self._weights, "updates": self._updates}
-        for name in meters:
-            check_choice(f"state_dict[{name!r}]", state_dict[name], *METHODS)
-        for name, meter in meters.items():
-            if state_dict[name] == "power":  # another method has been replaced
-                meter.method = "power"
-
     def handlers(self) -> Handlers:
         handlers: Handlers = [(Phase.STEP_DECIDED, self._on_step_decided)] if self.updates else []
         return [*handlers, (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -136,14 +106,14 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     @torch.no_grad()
     def start_iteration(self, engine: Engine) -> None:
         self._norms = None
-        self._report_failures()
+        self._report_nonfinite()
         if self.updates:
             weights = list(enumerate(self._effective()))
             self._stepped = SteppedParameters({id(part): i for i, weight in weights for part in weight.parameters})
             self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
 
     def reset_run_state(self) -> None:
-        self._report_failures(wait=True)
+        self._report_nonfinite(wait=True)
         self._before = {}
         self._stepped = SteppedParameters({})
 
@@ -158,9 +128,21 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if not weights:
             self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
-        measured = self._weights.measure(part for weight in weights for part in as_weights(weight, weight.value()))
-        values = _summary(measured, self._weights.steps)
-        values |= _spectral_scales("weight", measured.norms, measured.scales)
+        parts = (part for weight in weights for part in as_weights(weight, weight.value()))
+        measured = measure_all(parts, self.method)
+        self._nonfinite.set(measured.norms.isnan().any())
+        mean, (norm, error, scale, rank) = measured.norms.nanmean(), _order_statistics(measured, measured.norms)
+        values = {
+            "norm_max": norm[3],
+            "norm_mean": mean,
+            "norm_std": (measured.norms - mean).square().nanmean().sqrt(),
+            "stable_rank_min": rank[2],
+            "stable_rank_median": rank[0],
+            "error_max": error[3],
+            "iterations": torch.full_like(mean, measured.steps),
+            "weight_spectral_scale_max": scale[3],
+            "weight_spectral_scale_median": scale[0],
+        }
         self._names, self._norms = measured.names, measured.norms
         if self.per_parameter:
             kinds = ["embedding" if math.isnan(scale) else "norm" for scale in measured.scales]
@@ -170,7 +152,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             values |= self._update_values(weights)
         self._before = {}
         self.publish(**values)
-        self._report_failures()
+        self._report_nonfinite()
 
     def _update_values(self, weights: list[EffectiveWeight]) -> dict[str, Tensor]:
         shapes = {name: before.shape for name, (_, before) in self._before.items()}
@@ -189,23 +171,24 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
                 origins.extend([origin] * len(parts))
                 yield from parts
 
-        measured = self._updates.measure(changes())
+        measured = measure_all(changes(), self.method)
+        self._nonfinite.set(measured.norms.isnan().any())
         if not self._stepped:
             return {}
         device = measured.norms.device
         at = move(torch.tensor(origins, device="cpu"), device)
         moved = self._stepped.mask(len(self._before), device)[at]
-        norms = torch.where(moved, measured.norms, torch.nan)
+        norm, error, scale, _ = _order_statistics(measured, torch.where(moved, measured.norms, torch.nan))
         return {
-            "update_norm_max": order_statistics(norms)[3],
-            "update_error_max": order_statistics(torch.where(moved, measured.errors, torch.nan))[3],
-            **_spectral_scales("update", norms, measured.scales),
+            "update_norm_max": norm[3],
+            "update_error_max": error[3],
+            "update_spectral_scale_max": scale[3],
+            "update_spectral_scale_median": scale[0],
         }
 
-    def _report_failures(self, wait: bool = False) -> None:
-        for meter in (self._weights, self._updates):
-            for kind, text in meter.failures(wait):
-                self.report(kind, text)
+    def _report_nonfinite(self, wait: bool = False) -> None:
+        if self._nonfinite.take(wait):
+            self.report("nonfinite", "weights or updates that are not finite are not reported")
 
     def _effective(self) -> list[EffectiveWeight]:
         reshard(self.model)
@@ -221,22 +204,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda pair: pair[0])}
 
 
-def _summary(measured: Spectra, steps: int) -> dict[str, Tensor]:
-    norms = measured.norms
-    mean = norms.nanmean()
-    median, _, smallest, _ = order_statistics((measured.frobenius / norms).square()).unbind()
-    return {
-        "norm_max": order_statistics(norms)[3],
-        "norm_mean": mean,
-        "norm_std": (norms - mean).square().nanmean().sqrt(),
-        "stable_rank_min": smallest,
-        "stable_rank_median": median,
-        "error_max": order_statistics(measured.errors)[3],
-        "iterations": torch.full_like(mean, steps),
-    }
-
-
-def _spectral_scales(of: str, norms: Tensor, scales: list[float]) -> dict[str, Tensor]:
-    divisors = move(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
-    median, _, _, largest = order_statistics(norms / divisors).unbind()
-    return {f"{of}_spectral_scale_max": largest, f"{of}_spectral_scale_median": median}
+def _order_statistics(measured: Spectra, norms: Tensor) -> Sequence[Tensor]:
+    """Those of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
+    divisors = move(torch.tensor(measured.scales, dtype=norms.dtype, device="cpu"), norms.device)
+    ranks = (measured.frobenius / norms).square()
+    return order_statistics(torch.stack([norms, measured.errors + 0 * norms, norms / divisors, ranks])).unbind()

@@ -24,7 +24,7 @@ class SpectralNorms(NamedTuple):
     """Spectral norms of a batch of B matrices."""
 
     norms: Tensor  # (B,); NaN for a matrix that is not finite
-    errors: Tensor  # (B,), bounds of relative errors; NaN where there is none, inf where the method has failed
+    errors: Tensor  # (B,), bounds of relative errors; NaN where there is none
     frobenius: Tensor  # (B,), Frobenius norms
     steps: int  # the number of products of WᵀW with a block of vectors
 
@@ -142,8 +142,8 @@ def _newton_schulz(scaled: Tensor, method: str, image: Tensor, dtype: torch.dtyp
 
     .. math:: X \leftarrow aX + (bA + cA^2)X, \quad A = XX^\top,
 
-    start from W/‖W‖_F. They bring small singular values to 1 too slowly, so that the norm is too small. The errors are
-    inf where the method has failed: no matrix has such a Frobenius and such a spectral norm.
+    start from W/‖W‖_F. They bring small singular values to 1 too slowly, so that the norm is too small: values below
+    ‖W‖_F/√n, which no matrix with n rows has, are replaced by it.
     """
     a, b, c, steps, iterations = _NEWTON_SCHULZ[method]
     polar = scaled.to(dtype)
@@ -155,8 +155,5 @@ def _newton_schulz(scaled: Tensor, method: str, image: Tensor, dtype: torch.dtyp
     for _ in range(iterations + 1):
         vector = image / torch.linalg.vector_norm(image, dim=2, keepdim=True)
         image = vector @ polar @ scaled.mT
-    is_zero = ~scaled.flatten(1).any(1)
-    norms = torch.where(is_zero, 0.0, (vector * image).sum((1, 2)))
-    slack = 1 + 1e-2
-    possible = (norms * slack * scaled.shape[1] ** 0.5 >= 1) & (norms <= slack)
-    return norms, torch.where(possible | is_zero, torch.nan, torch.inf)
+    norms = (vector * image).sum((1, 2)).clamp(scaled.shape[1] ** -0.5, 1.0)
+    return torch.where(scaled.flatten(1).any(1), norms, 0.0), torch.full_like(norms, torch.nan)

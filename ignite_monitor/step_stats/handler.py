@@ -20,12 +20,12 @@ from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, learning_rates, parameters_of
-from ignite_monitor.model.norms import total_norm
+from ignite_monitor.model.norms import total_norm, whole_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items, tensors_in
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
-from ignite_monitor.monitor.ranks import all_take_part, gradient_norm, own_rank, sum_over_ranks, world_size
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.step_stats.measures import DataClock, StepClock, process_memory
 
 
@@ -45,6 +45,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         peak_flops: largest number of FLOPs per second of the device, from its data sheet.
         flops_per_item: FLOPs of a train step per item, forward and backward.
         slowest_rank: publish the rank that waited longest for its data, by a collective per monitored iteration.
+        group: the ranks to compare, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
@@ -68,9 +69,10 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         peak_flops: float | None = None,
         flops_per_item: float | None = None,
         slowest_rank: bool = False,
+        group: Group = None,
         prefix: str = "step",
     ) -> None:
-        super().__init__(model, prefix)
+        super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         check_function("items", items, "the batch")
         check_type("slowest_rank", slowest_rank, bool, "bool")
@@ -155,7 +157,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         rates = self._rates or self._current_rates()
         values = self._early | {f"lr/group_{i}": rate for i, rate in enumerate(rates) if rate is not None}
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
-            values["parameter_norm"] = gradient_norm(parameters, 2.0, None)
+            values["parameter_norm"] = whole_norm(parameters)
         if self._device.type == "cuda":
             values["peak_memory_mb"] = torch.cuda.max_memory_allocated(self._device) / 2**20
             values["reserved_memory_mb"] = torch.cuda.memory_reserved(self._device) / 2**20
@@ -171,10 +173,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             return {}
         milliseconds = 1e3 * self._data.seconds
         values: dict[str, float | Tensor] = {"data_wait_ms": milliseconds}
-        if self.slowest_rank and world_size() > 1 and all_take_part(self.model):
-            place = torch.tensor([float(rank == own_rank()) for rank in range(world_size())], device="cpu")
-            waits = sum_over_ranks(move(milliseconds * place, self._device))
-            values |= {"data_wait_max_ms": waits.max(), "data_wait_rank": waits.argmax()}
+        if self.slowest_rank and self.ranks.size > 1 and self.ranks.all_present:
+            longest, rank = self.ranks.largest(move(torch.tensor(milliseconds, device="cpu"), self._device))
+            values |= {"data_wait_max_ms": longest, "data_wait_rank": rank}
         return values
 
     def _times(self, items: float | Tensor | None) -> dict[str, float]:

@@ -46,18 +46,7 @@ def test_the_check_of_the_setup_synchronizes_once(device, kind):
     assert len(synchronizations) == 1, synchronizations
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            kind,
-            marks=[pytest.mark.xfail(reason="kept state and finite gradients are read on the host", strict=True)]
-            if kind != "scaled"
-            else [],
-        )
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_replay_check_synchronizes_once_per_second_pass(device, kind):
     training = Training(device, kind)
     check = ReplayCheckHandler(training.model, training.optimizer)

@@ -154,9 +154,10 @@ class Monitored(Training):
             RCCHandler(of),
             SpectralNormHandler(of, updates=True, per_parameter=True),
             StepStatsHandler(of, optimizer),
-            AlignmentHandler(of, sample_size=10**6),
         ):
             monitor.attach(self.engine)
+        if case.library != "torch_geometric":  # whose linear layers are not torch's
+            AlignmentHandler(of, sample_size=10**6).attach(self.engine)
         if case.has_routers:
             RoutingHandler(of).attach(self.engine)
         curvature.attach(self.engine, Events.ITERATION_STARTED(once=CURVED))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.compatibility._cases import CASES, MIXTURES
+from tests.compatibility._cases import MIXTURES
+from tests.compatibility._more_cases import EVERY_CASE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 COLUMNS = ("parameters", "published", "compared", "heads")
 ABOUT = """# Real models and train steps
 
-`make compatibility` trains {models} models of torchvision, timm, transformers and diffusers with tiny configurations
-for four iterations of two micro-batches each, with the monitors of this table on one engine, and once more without.
+`make compatibility` trains {models} models of torchvision, timm, transformers, diffusers, peft and
+torch_geometric with tiny configurations for four iterations of two micro-batches each, with the monitors of this table
+on one engine, and once more without.
 Weights, buffers, gradients, optimizer state, losses and RNG state are bitwise the same on all models.
 
 | monitor | also asserted on all models |
@@ -43,9 +46,13 @@ and largest update ratio of every optimizer step equal float64 arithmetic, and S
 
 {steps}
 
+A skipped step leaves no trace in {optimizers} optimizers of pytorch_optimizer, bitsandbytes, timm and schedulefree:
+weights, `state_dict()` and attributes are bitwise those of a run without the skipped batches,
+for one batch and for five.
+
 An optimizer step in an event handler is not monitored, and a warning reports it: tested with an actor-critic.
 
-Versions: {versions}.
+Written on {date} with {versions}.
 
 The columns are the numbers of parameters, of published values in all four iterations, of values compared with float64
 arithmetic, and of reported attention heads. A model with attention and without heads in the table calls neither
@@ -77,18 +84,27 @@ def pytest_terminal_summary(terminalreporter, exitstatus) -> None:
     reports = terminalreporter.getreports("passed")
     rows = [dict(report.user_properties)["model"] for report in reports if "model" in dict(report.user_properties)]
     steps = [dict(report.user_properties)["step"] for report in reports if "step" in dict(report.user_properties)]
+    optimizers = sum("optimizer" in dict(report.user_properties) for report in reports)
     if not rows:
         return
-    rows.sort(key=lambda row: list(CASES).index(row["name"]))
+    rows.sort(key=lambda row: list(EVERY_CASE).index(row["name"]))
     table = [f"| model | {' | '.join(COLUMNS)} |", f"|---|{'---:|' * len(COLUMNS)}"]
     table += [f"| {row['name']} | {' | '.join(f'{row[item]:,}' for item in COLUMNS)} |" for row in rows]
     text = "\n".join(table)
     terminalreporter.write_line(text)
     skipped = len(terminalreporter.getreports("skipped"))
-    if exitstatus == 0 and len(rows) + skipped == len(CASES) and steps:
-        names = ("torch", "torchvision", "timm", "transformers", "diffusers", "monai", "accelerate")
+    if exitstatus == 0 and len(rows) + skipped == len(EVERY_CASE) and steps:
+        names = ("torch", "torchvision", "timm", "transformers", "diffusers", "peft", "torch_geometric", "monai")
+        names += ("accelerate", "pytorch_optimizer", "bitsandbytes", "schedulefree")
         versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
         steps = "\n".join(f"- {item}" for item in sorted(steps))
-        about = ABOUT.format(models=len(rows), mixtures=len(MIXTURES), steps=steps, versions=versions)
+        about = ABOUT.format(
+            models=len(rows),
+            mixtures=len(MIXTURES),
+            steps=steps,
+            versions=versions,
+            optimizers=optimizers,
+            date=datetime.date.today(),
+        )
         PAGE.write_text(about + text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"{PAGE.name} is written.")

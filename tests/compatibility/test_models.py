@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests._helpers import assert_same
 from tests._truth import Values, norm, statistics_of_step, updates
-from tests.compatibility._cases import CASES
+from tests.compatibility._more_cases import EVERY_CASE
 from tests.compatibility._training import RATE, Monitored, Recorded, count_items
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
@@ -47,16 +47,18 @@ def expected(recorded: Recorded, losses: list[float]) -> list[Values]:
     return every
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_every_monitor(name, record_property, tmp_path):
-    case = CASES[name]
+    case = EVERY_CASE[name]
     pytest.importorskip(case.library)
     if name == "torchvision FasterRCNN" and not importlib.import_module("torchvision.extension")._has_ops():
         pytest.skip("torchvision's own operators are of another torch")
     monitored, recorded = Monitored(case, tmp_path), Recorded(case)
     actual, references = monitored.run(), recorded.run()
     assert_same(actual, references)
-    assert monitored.setup_check.findings == []
+    frozen = any(not parameter.requires_grad for parameter in recorded.model.parameters())
+    kinds = [finding.kind for finding in monitored.setup_check.findings]
+    assert kinds == ["requires_grad_false"] * frozen
     saved = torch.load(monitored.checkpoint.last_checkpoint, weights_only=True)
     assert_same(saved, {name: references[name] for name in ("model", "optimizer")})
     row = {"name": name, "parameters": sum(p.numel() for p in recorded.model.parameters())}

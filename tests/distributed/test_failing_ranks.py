@@ -202,9 +202,10 @@ def conditional(wrap: Callable[[Any], Any], what: str, rank: int) -> dict[str, A
     return counted_in_each_iteration(wrap, rank, all_monitors, step, logs=what == "logs" and rank == 1)
 
 
-def without_wrapper(rank: int) -> dict[str, Any]:
-    """Each rank by itself, with two micro-batches to an iteration; only the norm of the gradient is of both."""
-    monitors = lambda model, optimizer: {"grad": GradMonitor(model, optimizer)}  # noqa: E731
+def without_wrapper(rank: int, grouped: bool) -> dict[str, Any]:
+    """Each rank by itself, with two micro-batches to an iteration; with a group the norm is of both ranks."""
+    group = dist.group.WORLD if grouped else None
+    monitors = lambda model, optimizer: {"grad": GradMonitor(model, optimizer, group=group)}  # noqa: E731
     return counted_in_each_iteration(unwrapped, rank, monitors, functools.partial(make_step, parts=2))
 
 
@@ -233,7 +234,8 @@ CONDITIONAL = {
     for what in does
 }
 LAGGING = {f"{world} lag": functools.partial(failing, wrap, "lag") for world, wrap in WRAPS.items()}
-ALONE = {"uneven inputs": uneven_inputs, "plain": without_wrapper}
+ALONE = {"uneven inputs": uneven_inputs, "plain": functools.partial(without_wrapper, grouped=False)}
+ALONE["grouped"] = functools.partial(without_wrapper, grouped=True)
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
@@ -274,9 +276,10 @@ def test_ranks_that_have_run_out_of_data_delay_no_rank(results):
     assert [result["published"] for result in results("uneven inputs")] == [[families] * 3, [families] * 5]
 
 
-def test_every_backward_of_a_model_without_a_wrapper_takes_one_collective(results):
-    for result in results("plain"):
-        assert result["monitored"] == [2] * len(result["monitored"])
+@pytest.mark.parametrize(("name", "count"), [("plain", 0), ("grouped", 3)])
+def test_a_model_without_a_wrapper_takes_collectives_once_a_step_and_only_in_a_group(results, name, count):
+    for result in results(name):
+        assert result["monitored"] == [count] * len(result["monitored"])
         assert set(result["plain"]) == {0}
 
 

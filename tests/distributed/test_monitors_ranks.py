@@ -432,7 +432,7 @@ def incomparable(rank: int) -> dict[str, Any]:
 
     def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
         differences = ActivationHandler(model, activation_differences={"mean": True, "n": torch.dist}, reference="init")
-        handlers = [RCCHandler(model), differences]
+        handlers = [RCCHandler(model), AlignmentHandler(model), differences]
         model.module.times[0] += rank
         return handlers
 
@@ -486,6 +486,7 @@ def test_a_layer_that_one_rank_cannot_compare_is_published_by_none(results):
     for row in first["published"]:
         assert {"rcc/weight_update/first", "activation_difference/first/mean"} <= row.keys()
         assert not any("/second" in key for key in row)
+    assert "alignment/z0_dW/first" in first["published"][-1]
 
 
 def test_histograms_wait_for_no_rank_that_makes_no_step(results):

@@ -85,3 +85,4 @@ def test_no_line_without_a_step_or_after_an_error(caplog):
     trainer.state.epoch_length = trainer.state.max_epochs = None
     [line] = run(trainer, caplog, count=4)  # of the next run alone
     assert "4 optimizer steps" in line
+    assert line.endswith("learning rate 0.1 at start and end.")

@@ -154,3 +154,83 @@ def test_accumulation_in_create_supervised_trainer():
     state, recorder = run("batch", batches, True, step_of=step_of)
     assert recorder.of("grad/skipped_count")[-1] == 1
     assert_same(state, run("batch", without(batches, (5, 6)), False, step_of=step_of)[0])
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_a_batch_that_the_train_step_leaves_out_stays_in_the_statistics(set_to_none, zero_first):
+    """Iteration 4 returns before its step; the step of iteration 5 is skipped, and leaves what iteration 4 has left."""
+
+    def step_of(model, optimizer):
+        def step(engine, batch):
+            if zero_first:
+                optimizer.zero_grad(set_to_none)
+            loss = mse_loss(model, batch)
+            if not zero_first:
+                optimizer.zero_grad(set_to_none)
+            loss.backward()
+            if engine.state.iteration != 4:
+                optimizer.step()
+
+        return step
+
+    batches = batches_of(8, [5], math.nan)
+    state, _ = run("batch", batches, True, step_of=step_of)
+    assert_same(state, run("batch", without(batches, [5]), False, step_of=step_of)[0])
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_state_that_is_loaded_within_an_accumulation_starts_a_window(set_to_none):
+    def train_with(bad, monitored):
+        model = build("batch")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
+        engine = Engine(make_step(model, optimizer, every=3))
+        for item in [monitor] * monitored:
+            item.attach(engine)
+        saved = {}
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def roll_back(engine):
+            if engine.state.iteration == 3:
+                saved.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            if engine.state.iteration == 7:
+                model.load_state_dict(saved)
+                optimizer.zero_grad(set_to_none)
+
+        engine.run(batches_of(9, bad))
+        return model.state_dict(), saved
+
+    state, saved = train_with([8], True)
+    assert_same(state, saved)  # the step of iterations 8 and 9 is skipped
+    assert not torch.equal(train_with([], False)[0]["1.running_mean"], saved["1.running_mean"])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_forward_pass_of_a_generators_skipped_step_leaves_no_trace_in_the_discriminator(frozen):
+    def train_both(bad, monitored):
+        torch.manual_seed(0)
+        models = generator, discriminator = build("batch"), nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+
+        def step(engine, batch):
+            fake = generator(batch[0])
+            optimizers[1].zero_grad()
+            (discriminator(batch[1]) - discriminator(fake.detach())).square().mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            discriminator.requires_grad_(not frozen)
+            if engine.state.iteration != 4 or monitored:
+                factor = math.nan if engine.state.iteration == bad else 1.0
+                discriminator(factor * fake).square().mean().backward()
+                optimizers[0].step()
+            discriminator.requires_grad_(True)
+
+        monitors = [
+            GradMonitor(model, optimizer, on_spike="skip", prefix=name, flag=name)
+            for model, optimizer, name in zip(models, optimizers, ("one", "two"), strict=True)
+        ]
+        train(step, batches_of(4), *monitors * monitored)
+        return discriminator.state_dict(), dict(generator.named_parameters())
+
+    assert_same(train_both(4, True), train_both(0, False))

@@ -129,7 +129,7 @@ def test_a_method_that_was_kept_from_before_is_refused():
 
 
 def test_optimizers_that_pass_steps_on():
-    """Wrappers such as accelerate's hold the groups of the optimizer that steps."""
+    """A wrapper without step hooks is refused, unless it is accelerate's; the optimizer in it is skipped."""
     model, inner = build("MuonLike")
 
     class Passing(torch.optim.Optimizer):
@@ -146,6 +146,11 @@ def test_optimizers_that_pass_steps_on():
             self.optimizer.zero_grad(set_to_none)
 
     optimizer = Passing(inner)
+    with pytest.raises(ValueError, match=r"Passing.*give that one"):
+        GradMonitor(model, optimizer, on_spike="skip")
+    Passing.__module__ = "accelerate.optimizer"
+    for given in (inner, optimizer):
+        assert GradMonitor(model, given, on_spike="skip").acts_on is inner
     monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
     recorder = train(make_step(model, optimizer), mlp_batches(6, (3,)), monitor)
     assert recorder.of("grad/skipped_count")[-1] == 1

@@ -6,14 +6,11 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
 from torch import nn
 
 from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
-from ignite_monitor.monitor import ranks
-from ignite_monitor.monitor.transfer import NamedValues
 from tests._handlers import ClippingMonitor
 from tests._helpers import footprint, make_batches, make_trainer
 
@@ -203,28 +200,3 @@ def test_the_monitor_of_the_guide_with_a_scaler_and_accumulation(fused, unscaled
     ClippingMonitor(model, optimizer, scaler=scaler).attach(trainer)
     trainer.run(list(torch.randn(3, 8, 3)))
     assert trainer.state.metrics == {"clipping/kept": pytest.approx(kept[0], rel=1e-4)}
-
-
-# Ranks
-
-
-def test_without_a_group_nothing_is_communicated(monkeypatch):
-    for name in ("all_gather_object", "all_reduce"):
-        monkeypatch.setattr(dist, name, lambda *_: pytest.fail("there is one rank"))
-    values = torch.ones(2)
-    assert (ranks.world_size(), ranks.own_rank()) == (1, 0)
-    assert ranks.all_take_part(nn.Linear(2, 2))
-    assert ranks.sum_over_ranks(values) is values
-    assert ranks.max_over_ranks(values) is values
-    assert ranks.from_every_rank({"a": 1}) == [{"a": 1}]
-
-
-def test_rows_by_name_over_two_ranks_that_have_the_same(monkeypatch):
-    monkeypatch.setattr(ranks, "from_every_rank", lambda value: [value, value])
-    monkeypatch.setattr(ranks, "sum_over_ranks", lambda values: 2 * values)
-    sums = {"kind": NamedValues(["a", "b"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))}
-    maxima = {"largest": NamedValues(["a", "b"], torch.tensor([[5.0], [torch.nan]]))}
-    sums, maxima = ranks.RankReduction()(sums, maxima, torch.device("cpu"))
-    assert sums["kind"][0] == ["a", "b"]
-    assert sums["kind"][1].tolist() == [[2.0, 4.0], [6.0, 8.0]]
-    assert maxima["largest"][1].tolist() == [[5.0], [torch.inf]]  # the maximum of NaN depends on the order of ranks

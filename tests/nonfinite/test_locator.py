@@ -20,6 +20,7 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, MonitorEvents, SpikeMonitor, StaticThreshold
 from ignite_monitor.monitor import transfer
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 from tests._helpers import same
 from tests._models import GPT, Lambda
@@ -481,7 +482,7 @@ def test_what_cannot_be_run_again_is_reported(caplog):
 
 def test_a_device_whose_rng_state_is_not_kept_is_named():
     model = nn.Linear(4, 1, device="meta")
-    locator = NonFiniteLocator(model)
+    locator = NonFiniteLocator(model, Ranks(None, model))
     with locator.calls:
         model(torch.zeros(2, 4, device="meta")).sum().backward()
         text = locator.locate(False, False)

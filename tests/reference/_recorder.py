@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ignite_monitor.model.names import modules_by_name
-from ignite_monitor.reference.call import Comparison
-from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.reference.passes import Comparison, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
 
@@ -40,7 +39,9 @@ class Recorder(Comparison):
         }
 
 
-def watch(model, reference="init"):
+def watch(model, reference="init", pauses=()):
     recorder, warnings = Recorder(), []
-    passes = ReferencePasses(Reference(model, reference), modules_by_name(model), recorder, warnings.append)
+    passes = ReferencePasses(
+        Reference(model, reference), modules_by_name(model), recorder, warnings.append, set(), pauses
+    )
     return passes, recorder, warnings

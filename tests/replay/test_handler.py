@@ -52,16 +52,6 @@ def scaled(model, optimizer):
     return make_step(model, optimizer, 2, scaler=scaler, clip=0.5)
 
 
-def with_state(model, optimizer):
-    """A train step that keeps an attribute of the engine's state."""
-
-    def step(engine, batch):
-        factor = engine.state.factor = getattr(engine.state, "factor", 1.0) * 0.9
-        return make_step(model, optimizer, loss_of=lambda *args: factor * mse_loss(*args))(engine, batch)
-
-    return step
-
-
 def with_average(model, optimizer):
     """A train step that ends with other changes."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -104,7 +94,6 @@ STEPS = {
     "early return": (make_model, sgd, functools.partial(make_step, parts=2, leave_out=lambda e: e.state.iteration % 2)),
     "scaler": (make_model, sgd, scaled),
     "average": (make_model, sgd, with_average),
-    "state": (make_model, sgd, with_state),
     "sparse": (lambda: nn.Embedding(5, 3, sparse=True), lambda m: torch.optim.SGD(m.parameters(), lr=0.05), halved),
     "another optimizer": (make_model, sgd, stepping_elsewhere),
     "autocast": (Tied, sgd, functools.partial(make_step, parts=2)),
@@ -220,14 +209,14 @@ def replacing(model, optimizer):
 
 
 UNREPORTED = {
-    "drawing": (drawing, "a second pass may draw from an iterator: variable noise"),
-    "replacing": (replacing, "replaces modules, parameters or buffers"),
+    "drawing": (drawing, "the train step keeps state: <lambda>.noise"),
+    "replacing": (replacing, "the train step keeps state: Sequential.modules, parameters or buffers"),
     "inside autocast": (inside_autocast, "inside of backward or autocast"),
-    "changing batch": (changing_batch, "the train step changes its batch"),
+    "changing batch": (changing_batch, "the train step keeps state: engine.state.batch"),
     "inside backward": (inside_backward, "inside of backward or autocast"),
     "failing twice": (failing_twice, "the second pass raised KeyError: 'once'"),
     "closure": (functools.partial(make_step, closure=True), "before any backward"),
-    "pruned": (pruned, "adds, removes or replaces modules, parameters or buffers"),
+    "pruned": (pruned, "the train step keeps state: Sequential.modules, parameters or buffers"),
 }
 
 
@@ -318,15 +307,15 @@ def counting(place):
 
 
 KEEPS = {
-    "attribute": "attribute hidden of Carrying",
-    "dictionary": "attribute states of Carrying",
-    "in place": "attribute memory of Carrying",
-    "variable": "variable count",
-    "list": "variable history",
-    "scheduler": "setting lr of SGD",
-    "state": "the engine's state",
-    "global": "global COUNTER",
-    "teacher": "parameters of a module outside of the model",
+    "attribute": "Carrying.hidden",
+    "dictionary": "Carrying.states",
+    "in place": "Carrying.memory",
+    "variable": "step.count",
+    "list": "step.history",
+    "scheduler": "SGD.lr of group 0",
+    "state": "engine.state.sums",
+    "global": "loss_of.COUNTER",
+    "teacher": "parameters of Linear",
 }
 
 
@@ -340,29 +329,28 @@ def test_a_step_that_keeps_state_trains_as_without_and_switches_off_with_the_sta
     rows, state = train(steps, make_batches(5), ReplayCheckHandler)
     COUNTER[0] = 0.0
     assert same(state, train(steps, make_batches(5))[1])
-    first = [SAME] * (place == "state")  # which it does not have before
-    assert rows == first + [{}] * (5 - len(first))
+    assert rows == [{}] * 5
     (message,) = caplog.messages
     assert "off for the rest of the run: the train step keeps state" in message
     assert KEEPS[place] in message
 
 
 def test_attributes_that_every_forward_makes_anew_are_no_kept_state():
-    """Outputs and losses that the model stashes, and the weight that the older spectral norm computes."""
+    """A loss that the model stashes, and the weight that the older spectral norm computes."""
 
     class Stashing(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.utils.spectral_norm(nn.Linear(6, 3))
-            self.outputs, self.loss = [], None
+            self.norm = torch.zeros(())
 
         def forward(self, x):
-            self.outputs = [self.layer(x)]
-            self.loss = {"norm": self.outputs[0].square().mean()}
-            return self.outputs[0]
+            output = self.layer(x)
+            self.norm = output.square().mean()
+            return output
 
     def step_of(model, optimizer):
-        return make_step(model, optimizer, loss_of=lambda model, batch: mse_loss(model, batch) + model.loss["norm"])
+        return make_step(model, optimizer, loss_of=lambda model, batch: mse_loss(model, batch) + model.norm)
 
     steps = (Stashing, sgd, step_of)
     rows, state = train(steps, make_batches(4), ReplayCheckHandler)
@@ -428,12 +416,11 @@ def test_backward_passes_inside_of_a_backward(parts):
 
 def test_handlers_of_events_do_not_see_the_second_pass():
     calls, model = [], make_model()
-    step = make_step(model, optimizer := sgd(model), before_step=lambda engine: calls.append("after"))
-    trainer = Engine(lambda engine, batch: step(engine, batch))
+    trainer = Engine(make_step(model, optimizer := sgd(model)))
     ReplayCheckHandler(model, optimizer).attach(trainer)
     trainer.add_event_handler(MonitorEvents.GRADIENTS_READY, lambda: calls.append("event"))
     trainer.run(make_batches(1))
-    assert calls == ["event", "after"]
+    assert calls == ["event"]
     assert trainer.state.metrics == SAME
 
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.rollback.handler import public
 from ignite_monitor.rollback.triggers import LossThreshold, Triggers
 from tests._oracle import mean_of, std_of
@@ -43,7 +44,7 @@ class Watch:
         return signals.is_unhealthy, bool(signals.reasons)
 
     def collect(self, loss=None, monitors=()):
-        return self.triggers.collect(loss, monitors, torch.device("cpu"), 1)
+        return self.triggers.collect(loss, monitors, Ranks(None), torch.device("cpu"), 1)
 
     def state(self):
         return copy.deepcopy([self.loss.state_dict(), public(self.triggers)])
@@ -209,7 +210,7 @@ def test_losses_of_accepted_data_are_healthy_for_1000_iterations(shift, peak, ac
     watch.triggers.accept([4.9 + shift, peak + shift], iteration=1)
     edge = peak + shift + (peak + shift - limit) / 2.0
     assert [watch(loss)[0] for loss in (edge + 1e-6, edge - 1e-6)] == [True, not accepted]
-    assert watch.triggers.collect(edge - 1e-6, (), torch.device("cpu"), 1001).is_unhealthy
+    assert watch.triggers.collect(edge - 1e-6, (), Ranks(None), torch.device("cpu"), 1001).is_unhealthy
 
 
 def test_state_continues():

@@ -60,7 +60,7 @@ def layers_of(cases, sample_input):
 
 
 def kinds_of(layers):
-    return {name: (layer.layer_type, layer.fan_in) for name, layer in layers.items()}
+    return {name: (layer.role, layer.width) for name, layer in layers.items()}
 
 
 def inputs_of(parametrization, layer):
@@ -96,7 +96,7 @@ def test_recurrent_layers(case):
     assert [inputs_of(parametrization, layer) for layer in layers[case].values()] == before
     for name in names:
         layer = layers[case][name]
-        assert (layer.layer_type, layer.fan_in, layer.a, layer.b, layer.c) == ("hidden", 32, 0, 0.5, pytest.approx(1))
+        assert (layer.role, layer.width, layer.a, layer.b, layer.c) == ("hidden", 32, 0, 0.5, pytest.approx(1))
         assert weight_of(parametrization, layer.name).std().item() == pytest.approx(32**-0.5, rel=0.1)
         assert layer.biases == (layer.weight.replace("weight", "bias"),)
     held = [id(parameter) for group in parametrization.param_groups for parameter in group["params"]]
@@ -374,7 +374,7 @@ def test_frozen_base_with_lora(caplog):
         return model
 
     parametrization = parametrize(make, widths=WIDTHS, sample_input=TOKENS)
-    assert {name: (item.layer_type, item.fan_in, item.a, item.c) for name, item in parametrization.layers.items()} == {
+    assert {name: (item.role, item.width, item.a, item.c) for name, item in parametrization.layers.items()} == {
         "1.a": ("hidden", 32, 0, pytest.approx(1)),
         "1.b": ("embedding", 32, 0, pytest.approx(0)),
     }
@@ -436,7 +436,7 @@ def test_keys_and_values_that_all_heads_share_are_readouts():
     parametrization, layers = layers_of(ATTENTION_CASES, X)
     for name in ("between.k", "between.v"):
         layer = layers["shared"][name]
-        assert (layer.layer_type, layer.a, layer.b, layer.c) == ("readout", 0.5, 0.5, pytest.approx(0.5))
+        assert (layer.role, layer.a, layer.b, layer.c) == ("readout", 0.5, 0.5, pytest.approx(0.5))
         start = weight_of(parametrization, layer.name).std().item() * layer.multiplier
         assert start == pytest.approx(1 / 32, rel=0.3)
 
@@ -444,9 +444,9 @@ def test_keys_and_values_that_all_heads_share_are_readouts():
 def test_in_front_of_a_norm_only_the_relative_change_counts():
     parametrization, layers = layers_of(ATTENTION_CASES, X)
     key = layers["shared, normed"]["between.k"]
-    assert (key.layer_type, key.b, key.c) == ("hidden", 0.5, 1.0)
+    assert (key.role, key.b, key.c) == ("hidden", 0.5, 1.0)
     assert weight_of(parametrization, key.name).std().item() == pytest.approx(32**-0.5, rel=0.3)
-    assert layers["shared, normed"]["between.v"].layer_type == "readout"
+    assert layers["shared, normed"]["between.v"].role == "readout"
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -459,7 +459,7 @@ def test_with_sgd_few_outputs_inside_the_network_are_refused(norm):
 
 def test_a_last_layer_in_front_of_a_norm_is_a_readout():
     layer = layers_of(ATTENTION_CASES, X)[1]["last"]["1"]
-    assert (layer.layer_type, layer.b) == ("readout", 0.5)
+    assert (layer.role, layer.b) == ("readout", 0.5)
 
 
 def test_frozen_layers_pass_changes_on():

@@ -48,7 +48,7 @@ def test_mlp_has_what_mup_says():
     expected = {"0": (-0.5, 0.5, -0.5 + 1), "3": (0.0, 1.0, 0.0), "6": (0.5, 0.5, -0.5)}
     for name, (a, c, bias_c) in expected.items():
         module, group = model[int(name)], groups[name]
-        assert (group["fan_in"], group["c"], group["lr"]) == (64, pytest.approx(c), pytest.approx(0.1 * 64**-c))
+        assert (group["width"], group["c"], group["lr"]) == (64, pytest.approx(c), pytest.approx(0.1 * 64**-c))
         assert [id(item) for item in group["params"]] == [id(module.weight)]
         assert biases[name]["lr"] == pytest.approx(0.1 * 64**-bias_c)
         assert [id(item) for item in biases[name]["params"]] == [id(module.bias)]
@@ -58,7 +58,7 @@ def test_mlp_has_what_mup_says():
         assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias) * 64**-a)
     assert sorted(multipliers(model)) == ["0", "6"]  # none where a is 0
     other = groups["_other"]
-    assert (other["lr"], other["c"], other["fan_in"]) == (0.1, 0.0, 1)
+    assert (other["lr"], other["c"], other["width"]) == (0.1, 0.0, 1)
     assert [id(item) for item in other["params"]] == [id(item) for item in model[4].parameters()]
     assert torch.equal(model[4].weight, torch.ones(64))
     for group in parametrization.param_groups:  # AdamW leaves the same share of every weight, at any width
@@ -249,27 +249,27 @@ class Awkward(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("way", "match", "kinds"),
+    ("way", "match", "roles"),
     [
-        ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: .*kinds=\{name", {"mid": "hidden"}),
-        ("fft", r"can't read .*: .*fft.* \(test_param.*.py:\d+\) is not a known .*kinds", {"mid": "hidden"}),
-        ("bilinear", r"can't read .*: bilinear \(test_.*\) uses mix.weight for an unknown .*kinds", {"mix": "hidden"}),
+        ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: .*roles=\{name", {"mid": "hidden"}),
+        ("fft", r"can't read .*: .*fft.* \(test_param.*.py:\d+\) is not a known .*roles", {"mid": "hidden"}),
+        ("bilinear", r"can't read .*: bilinear \(test_.*\) uses mix.weight for an unknown .*roles", {"mix": "hidden"}),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_and_given_roles_work(way, match, kinds):
+def test_refusals_name_the_place_and_given_roles_work(way, match, roles):
     with pytest.raises((RuntimeError, ValueError), match=match):
         made(lambda n: Awkward(n, way))
-    result = made(lambda n: Awkward(n, way), kinds=kinds)
+    result = made(lambda n: Awkward(n, way), roles=roles)
     expected = {"emb": ("embedding", 0.5), "mid": ("hidden", 1.0), "head": ("readout", 0.5)}
     if way == "bilinear":
         expected |= {"mix": ("hidden", 1.0)}
-    assert {name: (layer.layer_type, pytest.approx(layer.c)) for name, layer in result.layers.items()} == expected
+    assert {name: (layer.role, pytest.approx(layer.c)) for name, layer in result.layers.items()} == expected
     assert {name: layer.multiplier for name, layer in result.layers.items()}["head"] == 1 / 8
 
 
 def test_given_roles_work_with_sgd():
     """Embeddings, hidden layers and readouts have the exponents of the same layers in a model that is exported."""
-    result = made(lambda n: Awkward(n, "branch"), kinds={"mid": "hidden"}, optimizer_type="sgd")
+    result = made(lambda n: Awkward(n, "branch"), roles={"mid": "hidden"}, optimizer_type="sgd")
     assert {name: layer.c for name, layer in result.layers.items()} == pytest.approx({"emb": 0, "mid": 0, "head": 0})
     assert result.solution.g == pytest.approx({"emb": 0.5, "mid": 1.0, "head": 0.5})
 
@@ -278,7 +278,7 @@ def test_old_torch_is_refused_by_name_and_given_roles_work(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     with pytest.raises(TracingError, match=r"torch 2\.6\.0\+cpu is not supported, but 2\.7 or newer"):
         made()
-    layers = made(kinds={"3": "hidden"}).layers
+    layers = made(roles={"3": "hidden"}).layers
     assert {name: layer.c for name, layer in layers.items()} == pytest.approx({"0": 0.5, "3": 1.0, "6": 0.5})
 
 
@@ -289,10 +289,10 @@ def test_raw_weights_of_a_model_that_can_not_be_exported_need_roles():
             self.raw = nn.Parameter(torch.randn(2, n, n))
 
     with pytest.raises(TracingError, match="give the role of raw, too"):
-        made(Raw, kinds={"mid": "hidden"})
-    layer = made(Raw, kinds={"raw": "hidden"}).layers["raw"]
-    assert (layer.fan_in, layer.multiplier, layer.c) == (64, 1.0, 1.0)
-    assert "raw" not in made(Raw, kinds={"raw": "vector"}).layers
+        made(Raw, roles={"mid": "hidden"})
+    layer = made(Raw, roles={"raw": "hidden"}).layers["raw"]
+    assert (layer.width, layer.multiplier, layer.c) == (64, 1.0, 1.0)
+    assert "raw" not in made(Raw, roles={"raw": "vector"}).layers
 
 
 # Refused models and arguments
@@ -345,9 +345,9 @@ def test_models_it_can_not_compare(make, widths, error, match):
         ({"initialize": 1}, TypeError, "initialize should be of type bool"),
         ({"preset": "half"}, ValueError, "preset should be"),
         ({"c_overrides": {"4": 0.5}}, ValueError, "name layers or weights that grow with width, but given {'4'}"),
-        ({"kinds": {"3": "attention"}}, ValueError, "kinds of 3.weight should be 'embedding' or"),
-        ({"kinds": {"4": "hidden"}}, ValueError, "kinds should name layers .* but given {'4'}"),
-        ({"kinds": ["3"]}, TypeError, "kinds should be of type Mapping or None"),
+        ({"roles": {"3": "attention"}}, ValueError, "roles of 3.weight should be 'embedding' or"),
+        ({"roles": {"4": "hidden"}}, ValueError, "roles should name layers .* but given {'4'}"),
+        ({"roles": ["3"]}, TypeError, "roles should be of type Mapping or None"),
     ],
 )
 def test_wrong_arguments(arguments, error, match):

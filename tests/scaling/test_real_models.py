@@ -73,11 +73,11 @@ def made(name):
 def test_every_weight_that_grows_has_its_role_and_a_rate(name):
     small, parametrization = made(name)
     layers = parametrization.layers.values()
-    types = [layer.layer_type for layer in layers]
+    types = [layer.role for layer in layers]
     assert tuple(map(types.count, SUMS)) == COUNTS.get(name, tuple(map(types.count, SUMS)))
     if name in COUNTS:
         for layer in layers:
-            assert (layer.a + layer.b, layer.a + layer.c) == pytest.approx(SUMS[layer.layer_type]), layer.name
+            assert (layer.a + layer.b, layer.a + layer.c) == pytest.approx(SUMS[layer.role]), layer.name
     for key, own in OWN.get(name, {}).items():
         layer = parametrization.layers[key]
         assert layer.multiplier * LARGE**own == pytest.approx(LARGE**-layer.a)
@@ -100,7 +100,7 @@ def test_the_program_gives_the_closed_form_for_random_alignments(name):
         expected: dict[str, float] = {}
         for layer in parametrization.layers.values():
             alpha, _, u = alignment[layer.name]
-            gain = 0.0 if layer.layer_type == "embedding" else min(max(alpha, u, 0.5), 1.0)
+            gain = 0.0 if layer.role == "embedding" else min(max(alpha, u, 0.5), 1.0)
             expected[layer.weight] = max(expected.get(layer.weight, -1.0), gain - layer.a)
         c = parametrization.solve(alignment).c
         result = {layer.weight: c[layer.name] for layer in parametrization.layers.values()}
@@ -110,7 +110,7 @@ def test_the_program_gives_the_closed_form_for_random_alignments(name):
 @pytest.mark.compatibility
 def test_bottlenecks_in_front_of_batch_norm():
     _, parametrization = made("ResNet, Bottleneck (torchvision)")
-    result = {(name.rpartition(".")[2], layer.layer_type, layer.c) for name, layer in parametrization.layers.items()}
+    result = {(name.rpartition(".")[2], layer.role, layer.c) for name, layer in parametrization.layers.items()}
     assert result == {("conv1", "embedding", 0.5), ("conv2", "hidden", 1.0), ("conv3", "hidden", 1.0)}
 
 
@@ -125,15 +125,15 @@ def test_experts_however_they_are_computed(way):
 
     options = {"make_model": make_model, "widths": (SMALL, LARGE), "sample_input": sample_input}
     if way == "eager":  # a loop over the experts that were chosen
-        with pytest.raises(TracingError, match=r"modeling_\w+\.py:\d+ in forward.*kinds="):
+        with pytest.raises(TracingError, match=r"modeling_\w+\.py:\d+ in forward.*roles="):
             parametrize(**options)
-        options["kinds"] = {"gate_up_proj": "hidden", "down_proj": "hidden", "gate": "readout"}
+        options["roles"] = {"gate_up_proj": "hidden", "down_proj": "hidden", "gate": "readout"}
     layers = (made("Mixtral (transformers)")[1] if way == "default" else parametrize(**options)).layers
-    assert [(layer.layer_type, layer.fan_in, layer.c) for name, layer in layers.items() if "experts." in name] == [
+    assert [(layer.role, layer.width, layer.c) for name, layer in layers.items() if "experts." in name] == [
         ("hidden", LARGE, pytest.approx(1)),
         ("hidden", 2 * LARGE, pytest.approx(1)),
     ]
-    assert layers["model.layers.0.mlp.gate"].layer_type == layers["lm_head"].layer_type == "readout"
+    assert layers["model.layers.0.mlp.gate"].role == layers["lm_head"].role == "readout"
 
 
 @pytest.mark.compatibility
@@ -141,7 +141,7 @@ def test_lora_on_a_frozen_llama():
     parametrization = copy.deepcopy(made("LoRA on a frozen Llama (PEFT)")[1])
     assert {name.split(".")[-2] for name in parametrization.layers} == {"lora_A", "lora_B"}
     for name, layer in parametrization.layers.items():
-        assert (layer.layer_type, layer.a, layer.c) == (
+        assert (layer.role, layer.a, layer.c) == (
             ("hidden", 0, pytest.approx(1)) if "lora_A" in name else ("embedding", 0, pytest.approx(0))
         )
     merged = parametrization.model

@@ -26,8 +26,8 @@ import pytest
 from ignite_monitor.scaling.solver import PRESETS, Node, ParametrizedLayer, solve
 
 
-def use(name, layer_type, *inputs, a, b, **more):
-    return Node(name, inputs, ParametrizedLayer(name, layer_type, (8, 16), f"{name}.weight", a=a, b=b, **more))
+def use(name, role, *inputs, a, b, **more):
+    return Node(name, inputs, ParametrizedLayer(name, role, (8, 16), f"{name}.weight", a=a, b=b, **more))
 
 
 def source(name="in"):
@@ -42,12 +42,12 @@ def readout(name, *inputs, a=0.5):
     return use(name, "readout", *inputs, a=a, b=0.5)
 
 
-def solved(nodes, alignment=None, pins=(), sgd=False):
+def solved(nodes, alignment=None, c_overrides=(), sgd=False):
     """The solution; one alignment is for all layers."""
     graph = {node.name: node for node in nodes}
     if isinstance(alignment, tuple):
         alignment = dict.fromkeys(graph, alignment)
-    return solve(graph, alignment or {}, dict(pins), sgd=sgd)
+    return solve(graph, alignment or {}, dict(c_overrides), sgd=sgd)
 
 
 def weights(solution):
@@ -174,12 +174,12 @@ def test_biases_move_the_output_as_the_layer_does():
 
 def test_given_exponents_stay_and_name_the_layer_they_are_too_small_for():
     nodes = [source(), hidden("fast", "in"), hidden("slow", "fast"), readout("out", "slow")]
-    c = weights(solved(nodes, pins={"fast.weight": 1.3}))
+    c = weights(solved(nodes, c_overrides={"fast.weight": 1.3}))
     assert c == pytest.approx({"in": 0.5, "fast": 1.3, "slow": 1.0, "out": 0.5})
-    pins = {"fast.weight": 0.25, "slow.weight": 1.5}
+    c_overrides = {"fast.weight": 0.25, "slow.weight": 1.5}
     with pytest.raises(ValueError, match=r"given c is too small \(0\.25 for fast\.weight, 1\.5 for slow\.weight\)"):
-        solved(nodes, pins=pins)
-    assert solved(nodes, (0.5, 0.5, 0.5), pins={"fast.weight": 0.6}).c["fast"] == 0.6
+        solved(nodes, c_overrides=c_overrides)
+    assert solved(nodes, (0.5, 0.5, 0.5), c_overrides={"fast.weight": 0.6}).c["fast"] == 0.6
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_random_graphs_satisfy_the_constraints_and_no_exponent_can_be_smaller():
             terms = [*rates]
             if layer := node.layer:
                 alpha, omega, u = alignment[node.name]
-                own, is_embedding = layer.a + c[node.name], layer.layer_type == "embedding"
+                own, is_embedding = layer.a + c[node.name], layer.role == "embedding"
                 terms = [own - (0.0 if is_embedding else alpha)]
                 for rate in rates:
                     terms += [own + rate - u, layer.a + layer.b + rate - min(omega, layer.a + layer.b)]

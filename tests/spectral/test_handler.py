@@ -89,7 +89,6 @@ def test_values_against_float64(batches):
 
     trainer.run(batches[:5])
     assert len(seen) == 5
-    assert handler.iterations == seen[-1]
     assert max(seen) > 0
 
 
@@ -302,21 +301,6 @@ def test_nothing_finite_publishes_no_norm(batches, caplog):
     assert not any("norm" in name or "rank" in name for name in handler.on_host())
 
 
-def test_quick_method_that_fails_gives_way_to_power(caplog):
-    """Newton-Schulz brings so small a part of the matrix nowhere near 1, and its start has hardly a part of it."""
-    model = nn.Linear(400, 400, bias=False)
-    with torch.no_grad():
-        model.weight.zero_()
-        model.weight[17, 19] = 1.0
-    handler = SpectralNormHandler(model, method="ns5-fast", per_parameter=True)
-    handler._weights._failed.set(torch.tensor(True))  # what the method says when it fails
-    with caplog.at_level(logging.WARNING):
-        run_monitored(lambda *_: None, range(3), handler)
-    assert len([record for record in caplog.records if '"power" replaces it' in record.message]) == 1
-    assert numbers(handler)["norm_max"] == pytest.approx(1.0, rel=1e-6)
-    assert "error_max" in numbers(handler)
-
-
 @pytest.mark.parametrize("method", ["ns5-fast", "ns3-accurate"])
 def test_quick_methods_publish_no_bound(batches, method):
     model, _, trainer, handler = make(batches, method=method)
@@ -342,20 +326,3 @@ def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
     got = numbers(handler)
     assert got["norm/extra.weight"] == pytest.approx(spectral_norm(model.extra.weight), rel=1e-4)
     assert got["norm/hidden.weight"] == pytest.approx(spectral_norm(model.hidden.weight), rel=1e-3)
-
-
-@pytest.mark.parametrize("state", [{"weights": "svd"}, {"updates": "nothing"}])
-def test_damaged_states_are_refused(batches, state):
-    *_, handler = make(batches)
-    with pytest.raises(ValueError, match="state_dict"):
-        handler.load_state_dict({**handler.state_dict(), **state})
-
-
-def test_a_method_that_was_replaced_stays_replaced_after_resuming(batches):
-    *_, first = make(batches, method="ns5-fast")
-    first._weights.method = "power"  # as after a failure
-    *_, trainer, second = make(batches, method="ns5-fast")
-    second.load_state_dict(first.state_dict())
-    second.attach(trainer)
-    trainer.run(batches[:1])
-    assert "error_max" in numbers(second)

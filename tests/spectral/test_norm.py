@@ -200,9 +200,18 @@ def test_newton_schulz_is_the_formula(shape, method, iterations):
     for _ in range(iterations):
         image = wide @ (factor.T @ vector)
         vector = image / image.norm()
-    expected = vector @ (wide @ (factor.T @ vector))
+    expected = (vector @ (wide @ (factor.T @ vector))).clamp(torch.linalg.matrix_norm(wide) / len(wide) ** 0.5)
     result = measure(matrix[None], method, 3)
     torch.testing.assert_close(result.norms[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("method", ["ns5-fast", "ns3-accurate"])
+def test_newton_schulz_is_within_the_bounds_of_the_frobenius_norm(method):
+    """An orthogonal matrix, and one of rank 1 of which the start hardly has a part."""
+    orthogonal, one = torch.linalg.qr(torch.randn(50, 50))[0], torch.zeros(400, 400)
+    one[17, 19] = 3.0
+    assert measure(orthogonal[None], method, 0).norms.item() == pytest.approx(1.0, rel=1e-2)
+    assert 3 / 20 <= measure(one[None], method, 0).norms.item() <= 3.01
 
 
 @pytest.mark.parametrize(("method", "least", "most"), [("ns5-fast", -0.4, -0.2), ("ns3-accurate", -0.25, -0.03)])

@@ -1,0 +1,126 @@
+"""The ranks whose optimizers step together, on one rank of a process group that transfers nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ignite_monitor.monitor.ranks import RankReduction, Ranks
+from ignite_monitor.monitor.transfer import NamedValues
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def process_group():
+    """Start a fake process group of any number of ranks, of which this is the given one."""
+
+    def start(world: int, rank: int = 0) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def resolved(group, *models) -> Ranks:
+    ranks = Ranks(group, *models)
+    ranks.resolve()
+    return ranks
+
+
+def sharded(mesh) -> nn.Module:
+    model = nn.Linear(4, 4)
+    whole = DTensor.from_local(model.weight.detach(), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+    model.weight = nn.Parameter(whole)
+    return model
+
+
+def test_without_a_group_nothing_is_communicated(monkeypatch):
+    for name in ("all_gather_object", "all_reduce", "broadcast_object_list"):
+        monkeypatch.setattr(dist, name, lambda *_: pytest.fail("there is one rank"))
+    ranks, values = resolved(None, nn.Linear(2, 2)), torch.ones(2)
+    assert (ranks.size, ranks.replicas, ranks.exceed_wrappers, ranks.all_present) == (1, 1, False, True)
+    assert ranks.sum(values) is ranks.max(values) is ranks.any(values) is values
+    assert ranks.gather({"a": 1}) == [{"a": 1}]
+    assert (ranks.first(True, CPU), ranks.first(False, CPU)) == (0, None)
+
+
+def test_a_model_without_a_wrapper_is_alone(process_group):
+    process_group(8)
+    assert resolved(None, nn.Linear(2, 2)).size == 1
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "given", "size", "replicas", "groups"),
+    [
+        ("ddp", None, 8, 8, 1),
+        ("mesh", None, 8, 8, 2),
+        ("inner", None, 2, 2, 1),
+        ("both", None, 8, 8, 1),
+        ("plain", "world", 8, 1, 1),
+        ("plain", "mesh", 8, 1, 2),
+        ("ddp", "world", 8, 8, 1),
+        ("inner", "outer", 8, 2, 2),
+        ("inner", "mesh", 8, 2, 2),
+        ("inner", "world", 8, 2, 1),
+    ],
+)
+def test_the_ranks_are_those_of_the_wrappers_and_of_the_group(process_group, wrapped, given, size, replicas, groups):
+    process_group(8, rank=3)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("outer", "inner"))
+    known = {"world": dist.group.WORLD, "mesh": mesh, "outer": mesh["outer"], None: None}
+    make = {
+        "plain": partial(nn.Linear, 2, 2),
+        "ddp": lambda: DistributedDataParallel(nn.Linear(2, 2)),
+        "mesh": partial(sharded, mesh),
+        "inner": partial(sharded, mesh["inner"]),
+        "both": lambda: nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), sharded(mesh["inner"])),
+    }
+    ranks = resolved(known[given], make[wrapped]())
+    assert (ranks.size, ranks.replicas, len(ranks.groups)) == (size, replicas, groups)
+    ranks.release()
+    assert (ranks.size, ranks.groups) == (1, [])
+
+
+def test_groups_that_overlap_in_part_are_refused(process_group):
+    process_group(8)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("outer", "inner"))
+    group = dist.new_group([0, 1, 2])
+    with pytest.raises(ValueError, match="Argument group should be a DeviceMesh of all ranks"):
+        resolved(group, sharded(mesh["outer"]))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1.0, 1e160, 1e200])
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 5.0), ("sum", 5.0 * 3**0.5), (None, 5.0 * 3**0.5)])
+def test_norms_over_ranks_stay_in_range(process_group, monkeypatch, scale, reduction, expected):
+    """Three ranks, of which this one has 3 and 4 and the two others the same."""
+    process_group(3)
+    model = nn.Linear(2, 1, bias=False).double()
+    model.weight.grad = torch.tensor([[3.0, 4.0]], dtype=torch.float64) * scale
+    ranks = resolved(dist.group.WORLD, model)
+    monkeypatch.setattr(ranks, "_reduce", lambda values, largest=False: values if largest else 3 * values)
+    norm = ranks.norm([*model.parameters()], 2.0, reduction)
+    assert float(norm.value) / scale == pytest.approx(expected, rel=1e-14)
+    assert norm.origin is not None
+    assert ranks.place(float(norm.origin)) == (0, 0)
+
+
+def test_rows_by_name_over_two_ranks_that_have_the_same(process_group, monkeypatch):
+    process_group(2)
+    ranks = resolved(dist.group.WORLD)
+    monkeypatch.setattr(ranks, "_reduce", lambda values, largest=False: values if largest else 2 * values)
+    sums = {"kind": NamedValues(["a", "b"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))}
+    maxima = {"largest": NamedValues(["a", "b"], torch.tensor([[5.0], [torch.nan]]))}
+    sums, maxima = RankReduction(ranks)(sums, maxima, CPU)
+    assert sums["kind"][0] == ["a", "b"]
+    assert sums["kind"][1].tolist() == [[2.0, 4.0], [6.0, 8.0]]
+    assert maxima["largest"][1].tolist() == [[5.0], [torch.inf]]  # the maximum of NaN depends on the order of ranks
