@@ -68,8 +68,8 @@ def follow(policy, events, start=1, level=8.0):
         (CHANGED + "u" * 11 + "hu", ".....BDDDT" + "." * 9 + "AP" + "DR"),
         (CHANGED + "u" * 3 + "t", ".....BDDDT" + "..." + "D"),  # training on the changed data diverges
         (CHANGED + "h" * 8 + "t", ".....BDDDT" + "." * 8 + "D"),  # learnt, and not settled yet
-        (CHANGED + "h" * 56 + "ut", ".....BDDDT" + "." * 9 + "A" + "." * 45 + "PRB"),  # learnt, and settled
-        (CHANGED + "h" * 67 + "t", ".....BDDDT" + "." * 9 + "A" + "." * 45 + "PDD" + "." * 9 + "B"),  # they are back
+        (CHANGED + "h" * 46 + "ut", ".....BDDDT" + "." * 9 + "A" + "." * 35 + "PRB"),  # learnt, and settled
+        (CHANGED + "h" * 57 + "t", ".....BDDDT" + "." * 9 + "A" + "." * 35 + "PDD" + "." * 9 + "B"),  # they are back
     ],
 )
 def test_table(events, actions):
