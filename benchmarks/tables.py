@@ -22,6 +22,7 @@ RECORDINGS = "RECORDINGS"  # a directory that record_harm.py fills first
 TABLES = {  # name -> command
     "bad_batches": ["bad_batches.py"],
     "bench_cost": ["bench_cost.py"],
+    "diagnosis": ["diagnosis.py"],
     "early_warning": ["early_warning.py"],
     "learning_rate_transfer": ["learning_rate_transfer.py", str(HERE / "learning_rate_transfer.jsonl"),
                                "--draw", str(DOCS / "figures/learning_rate_transfer.png")],

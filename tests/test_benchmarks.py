@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import runpy
@@ -53,6 +54,29 @@ def test_script_prints_a_table_and_its_provenance(run, name, count, number):
     assert len(table) == count
     for line in table:
         assert any(re.search(number, cell) for cell in line[1:]), line
+
+
+def test_diagnosis_plants_faults_and_counts_the_causes_that_are_found(run):
+    output = run("diagnosis.py", "--quick")
+    assert MEASURED.findall(output) == ["diagnosis.py"]
+    assert len(re.findall(r"^- .*, seed 1: 1 of 1 right\.$", output, re.MULTILINE)) == 3
+    assert "| a layer in no optimizer | mlp | problem `not_in_optimizer`: SetupCheck" in output
+
+
+def test_diagnosis_has_faults_of_all_kinds_of_training_which_are_symptoms_of_troubleshooting(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "docs" / "_ext"))
+    script = runpy.run_path(str(BENCHMARKS / "diagnosis.py"))
+    faults, healthy, new = (script[name] for name in ("FAULTS", "HEALTHY", "NEW"))
+    assert len(faults) >= 50
+    assert len({fault.kinds for fault in faults}) >= 30
+    assert len(new) == 10
+    assert sum(len(fault.trainings.split()) for fault in healthy) >= 20
+    trainings = {training for fault in faults for training in fault.trainings.split()}
+    assert trainings == {"mlp", "cnn", "gpt", "lstm", "gan", "rl"}
+    symptoms = importlib.import_module("troubleshooting").SYMPTOMS
+    listed = {kind for causes in symptoms.values() for kind, *_ in causes}
+    assert {kind for fault in (*faults, *new) for kind in fault.kinds.split()} <= listed
 
 
 def test_pages_hold_the_tables_that_were_recorded():

@@ -1,9 +1,9 @@
-"""Tables of a class's arguments, made from its signature and its docstring."""
+"""Lists of a class's arguments, made from its signature and its docstring."""
 
 import inspect
 import re
 
-from metrics import markdown
+from metrics import roles
 
 import ignite_monitor
 from ignite_monitor import scaling
@@ -29,16 +29,15 @@ def described(docstring):
     return meanings
 
 
-def table(name):
-    """Return the arguments of a public class, their defaults and meanings as a table in Markdown."""
+def listing(name):
+    """Return the arguments of a public class, with their defaults and meanings, as a list in Markdown."""
     value, module = public(name)
     meanings = described(inspect.getdoc(value))
-    lines = ["| argument | default | meaning |", "|---|---|---|"]
+    lines = []
     for argument, parameter in inspect.signature(value).parameters.items():
-        default = f"`{parameter.default!r}`".replace("'", '"')
-        if parameter.default is parameter.empty:
-            default = "none" if parameter.kind is parameter.VAR_KEYWORD else "required"
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace("'", '"')
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         meaning = re.sub(r":(class|func):`(\w+)`", rf":\1:`~{module}.\2`", meanings[argument])
         meaning = re.sub(r":meth:`(\w+)`", rf":meth:`~{module}.{name}.\1`", meaning)
-        lines.append(f"| `{argument}` | {default} | {markdown(meaning)} |")
+        lines.append(f"- `{stars}{argument}{default}`: {roles(meaning)}")
     return [*lines, "", f"Types, errors and methods: {{class}}`~{module}.{name}`."]

@@ -1,7 +1,7 @@
 """Directives for pages that are generated from the package.
 
 ``{arguments} GradMonitor`` makes the table of a class's arguments, ``{monitor-keys} GRADIENT`` that of one schema, and
-``{metrics-reference}`` those of all. Their contents are not used: they say where the table is to those who read the
+``{metrics-reference}`` those of all. Their contents are not used: they say where the same text is to those who read the
 page without Sphinx.
 """
 
@@ -33,7 +33,7 @@ class Arguments(Generated):
 
     def run(self):
         name = self.arguments[0]
-        return self.parsed(arguments.table(name), inspect.getfile(arguments.public(name)[0]), arguments.__file__)
+        return self.parsed(arguments.listing(name), inspect.getfile(arguments.public(name)[0]), arguments.__file__)
 
 
 class MonitorKeys(Generated):

@@ -54,9 +54,9 @@ def value_range(name, key):
     raise LookupError(f"docs/_ext/metrics.py has no range for {name}")
 
 
-def markdown(text):
+def roles(text):
     """Convert the roles of reStructuredText to those of MyST."""
-    return re.sub(r":(\w+):`", r"{\1}`", text).replace("|", r"\|")
+    return re.sub(r":(\w+):`", r"{\1}`", text)
 
 
 def table(schema):
@@ -64,7 +64,7 @@ def table(schema):
     lines = ["| key | unit | range | meaning |", "|---|---|---|---|"]
     for key in schema.keys:
         name = f"{schema.prefix}/{key.pattern}".lstrip("/")
-        meaning = markdown(key.meaning + (f"; {key.when}" if key.when else ""))
+        meaning = roles(key.meaning + (f"; {key.when}" if key.when else "")).replace("|", r"\|")
         lines.append(f"| `{name}` | {key.unit} | {value_range(name, key)} | {meaning} |")
     return lines
 

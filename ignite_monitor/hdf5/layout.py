@@ -40,6 +40,8 @@ FORMAT, VERSION = "ignite_monitor", 3
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 LARGEST = 2**62  # number of a run or iteration
 SEVERITIES = ("problem", "warning", "note")
+SETTINGS = "run_settings"
+"""Kind of the reports that hold the settings of a run: versions, seed, arguments of monitors."""
 
 ROW = np.dtype(
     [(field, "<i8") for field in ("step", "iteration", "time", "run", "nested", "first_id", "first_value", "count")]

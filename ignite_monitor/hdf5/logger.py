@@ -21,6 +21,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, printable
 from ignite_monitor.hdf5.runs import RunTracker
+from ignite_monitor.hdf5.settings import settings_of
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
@@ -200,6 +201,7 @@ class HDF5Logger(BaseLogger):
             if self._writer is not None:
                 self._reports.take(of_begun_runs=True)
                 self._tracker.start(engine)
+                self._reports.add(settings_of(engine), engine)
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:

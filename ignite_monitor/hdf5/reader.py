@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import Contents, Name, RecordedReport, opened, printable, ranges
+from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport, opened, printable, ranges
 
 RETRIES = 50
-BLOCK = 2**16  # values
+BLOCK = 2**17  # values
 ENDLESS = 2**63 - 1
 
 
@@ -38,6 +38,7 @@ class Recording(dict[str, Series]):
 
     Attributes:
         reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
+        settings: versions, torch's seed, and the arguments that each monitor was given, in the same form.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Recording(dict[str, Series]):
         reports: list[RecordedReport],
     ) -> None:
         super().__init__(series)
-        self._rows, self._monitors, self.reports = rows, monitors, reports
+        self._rows, self._monitors = rows, monitors
+        self.reports = [it for it in reports if it.kind != SETTINGS]
+        self.settings = [it for it in reports if it.kind == SETTINGS]
 
     def times(self, name: str) -> NDArray[np.datetime64]:
         """Return the times at which the values of a name were written, in UTC, to the millisecond."""
@@ -135,29 +138,30 @@ def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -
         lineage = _lineage(runs)
         kept = _current(contents.rows, contents.ids, runs, lineage)
         wanted = np.array([pattern is None or pattern.search(name) is not None for name, _, _ in contents.names], bool)
-        numbers, which, values = _values(contents, wanted, kept)
+        found = _values(contents, wanted, kept)
         reports = _current_reports(contents.reports, lineage)
     rows, run = contents.rows, np.minimum(contents.rows["run"], max(0, len(runs) - 1))
     fields = {name: np.ascontiguousarray(rows[name]) for name in ("step", "time", "run")}
     if len(runs):
         fields |= {"iteration": rows["iteration"] + lineage.shifts[run], "session": runs["session"][run]}
-    series, rows_of, end = {}, {}, 0
-    for (name, _, _), count in zip(contents.names, np.bincount(numbers, minlength=len(wanted)).tolist(), strict=True):
-        if count:
-            begin, end = end, end + count
-            rows_of[name] = own = _Rows(fields, which[begin:end])
-            series[name] = Series(own.field("step"), values[begin:end])
+    series, rows_of = {}, {}
+    for (name, _, _), parts in zip(contents.names, found, strict=True):
+        if parts:
+            which, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+            rows_of[name] = own = _Rows(fields, which)
+            series[name] = Series(own.field("step"), values)
     return Recording(series, rows_of, {name.name: name for name in contents.names}, reports)
 
 
 def _values(
     contents: Contents, wanted: NDArray[np.bool_], kept: NDArray[np.bool_]
-) -> tuple[NDArray[Any], NDArray[np.intp], NDArray[np.float64]]:
-    """(index of the name, row, value) of all wanted values in current rows, sorted by name, then in time.
+) -> list[list[tuple[NDArray[np.intp], NDArray[np.float64]]]]:
+    """Per name, (rows, values) of all wanted values in current rows, in time, one pair for each block of rows.
 
-    The values of one block of rows are in memory at a time.
+    The values of one block are in memory at a time.
     """
-    rows, parts = contents.rows, []
+    rows = contents.rows
+    found: list[list[tuple[NDArray[np.intp], NDArray[np.float64]]]] = [[] for _ in wanted]
     kind = np.min_scalar_type(len(wanted))  # NumPy sorts small integers in linear time
     ends = np.cumsum(rows["count"])
     begin = 0
@@ -165,17 +169,19 @@ def _values(
         done = ends[begin - 1] if begin else 0
         end = max(begin + 1, int(np.searchsorted(ends, done + BLOCK, side="right")))
         block = rows[begin:end]
-        numbers = contents.ids[ranges(block["first_id"], block["count"])]
+        numbers = contents.ids[ranges(block["first_id"], block["count"])].astype(kind)
         use = np.flatnonzero(wanted[numbers] & np.repeat(kept[begin:end], block["count"]))
         if len(use):
+            use = use[np.argsort(numbers[use], kind="stable")]
             which = np.repeat(np.arange(begin, end), block["count"])[use]
-            parts.append((numbers[use].astype(kind), which, contents.values[done : ends[end - 1]][use]))
+            values = contents.values[done : ends[end - 1]][use]
+            counts = np.bincount(numbers[use], minlength=len(wanted))
+            last = np.cumsum(counts)
+            for number in np.flatnonzero(counts).tolist():
+                part = slice(last[number] - counts[number], last[number])
+                found[number].append((which[part], values[part]))
         begin = end
-    if not parts:
-        return np.empty(0, np.intp), np.empty(0, np.intp), np.empty(0)
-    numbers, which, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-    order = np.argsort(numbers, kind="stable")
-    return numbers[order], which[order], values[order]
+    return found
 
 
 class _Lineage(NamedTuple):

@@ -28,7 +28,7 @@ from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
 from ignite_monitor.monitor.loggers import add_logger
 from ignite_monitor.monitor.ranks import Group, Ranks
-from ignite_monitor.monitor.reports import LEVELS, Report
+from ignite_monitor.monitor.reports import LEVELS, Report, describe_arguments
 from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
@@ -56,6 +56,7 @@ class Monitor(Serializable):
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
         reports: what :meth:`report` has recorded, oldest first.
+        given_arguments: the arguments that the constructor was given, in words.
 
     Raises:
         ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
@@ -65,12 +66,18 @@ class Monitor(Serializable):
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
+    given_arguments = ""  # of the constructor, in words
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if schema is not None:
             cls.schema = schema
             cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.table())
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        monitor = super().__new__(cls)
+        monitor.given_arguments = describe_arguments(cls.__init__, args, kwargs)
+        return monitor
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = (), *, group: Group = None) -> None:
         if not isinstance(model, NoModel):

@@ -6,7 +6,7 @@ import base64
 import html
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ img { display: block; height: auto; width: 100%; }
 @media (min-width: 60rem) { .drawn { grid-template-columns: 2fr 3fr; } }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .15rem .6rem; text-align: right; white-space: nowrap; }
+.words th, .words td { text-align: left; vertical-align: top; white-space: normal; }
 th:first-child, td:first-child { min-width: 9rem; padding-left: 0; text-align: left; white-space: normal; }
 """
 
@@ -50,7 +51,9 @@ def page(file: str, run: Run, program: str) -> str:
         program: name and version of the program, for the footer.
     """
     summary = summarise(file, run)
-    return "\n".join([*_head(summary), *_findings(summary, run), *_figure(run), *_metrics(summary), *_foot(program)])
+    parts = _head(summary), _findings(summary, run), _figure(run), _metrics(summary), _settings(run)
+    foot = f'<p class="dim">Written by {_escaped(program)}.</p>\n</body>\n</html>\n'
+    return "\n".join([line for part in parts for line in part] + [foot])
 
 
 def _escaped(text: str) -> str:
@@ -119,19 +122,23 @@ def _image(shown: Picture, title: str) -> str:
 def _metrics(summary: Summary) -> Iterator[str]:
     rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
     yield "<h2>Metrics</h2>"
-    yield from _table(rows[:ROWS])
+    yield from _table(COLUMNS, rows[:ROWS])
     if rows[ROWS:]:
         yield f"<details><summary>{plural(len(rows) - ROWS, 'more metric')}</summary>"
-        yield from _table(rows[ROWS:])
+        yield from _table(COLUMNS, rows[ROWS:])
         yield "</details>"
 
 
-def _table(rows: Iterable[list[str]]) -> Iterator[str]:
-    yield f'<div class="table"><table>\n<tr>{"".join(f"<th>{name}</th>" for name in COLUMNS)}</tr>'
+def _settings(run: Run) -> Iterator[str]:
+    """Versions, seed and arguments of the latest run in the file."""
+    latest = max((it.run for it in run.settings), default=0)
+    rows = [[it.monitor, it.text] for it in run.settings if it.run == latest]
+    if rows:
+        yield "<h2>Settings</h2>"
+        yield from _table(("monitor", "versions, seed, arguments"), rows, "words")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table") -> Iterator[str]:
+    yield f'<div class="{style}"><table>\n<tr>{"".join(f"<th>{name}</th>" for name in columns)}</tr>'
     yield from (f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
     yield "</table></div>"
-
-
-def _foot(program: str) -> Iterator[str]:
-    lacking = "A run's file holds no versions, seeds or arguments of the training."
-    yield f'<p class="dim">Written by {_escaped(program)}. {lacking}</p>\n</body>\n</html>\n'

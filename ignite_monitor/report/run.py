@@ -160,8 +160,8 @@ class Run:
             else:
                 key = name.removeprefix(f"{root}/") if root else name
                 monitors.setdefault((kind, root), MonitorSeries(kind, root)).series[key] = series
-        reports = getattr(recording, "reports", ())
-        self.reports: list[Any] = list(reports() if callable(reports) else reports)
+        self.reports: list[Any] = list(getattr(recording, "reports", ()))
+        self.settings: list[Any] = list(getattr(recording, "settings", ()))
         self.monitors = sorted(monitors.values(), key=lambda monitor: (_ORDER.get(monitor.kind, 99), monitor.root))
 
     def of(self, kind: str) -> list[MonitorSeries]:

@@ -14,7 +14,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Events, create_supervised_trainer
 from ignite.metrics import Average
 
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, SetupCheck, read_hdf5
@@ -281,3 +281,25 @@ def test_without_h5py(path, monkeypatch):
     for use in (HDF5Logger, read_hdf5):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-monitor\[hdf5\]'"):
             use(path)
+
+
+def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
+    torch.manual_seed(17)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+    monitor = GradMonitor(model, optimizer, on_spike="skip", prefix="g")
+    monitor.attach(trainer)
+    with HDF5Logger(tmp_path / "run.h5") as logger:
+        monitor.log_to(logger, trainer)
+        for _ in range(2):
+            trainer.run([(torch.ones(3, 2), torch.ones(3, 1))] * 2)
+    recording = read_hdf5(tmp_path / "run.h5")
+    assert recording.reports == []
+    assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [
+        (run, name, "note") for run in (0, 1) for name in ("run", "GradMonitor (g)")
+    ]
+    versions, arguments = (it.text for it in recording.settings[:2])
+    assert f"torch {torch.__version__}" in versions
+    assert "seed 17 " in versions
+    assert arguments == "model=Linear, optimizer=SGD, on_spike='skip', prefix='g'"

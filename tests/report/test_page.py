@@ -6,6 +6,7 @@ import base64
 import re
 from html.parser import HTMLParser
 
+from ignite_monitor.hdf5.layout import SETTINGS, RecordedReport
 from ignite_monitor.report.page import page
 from ignite_monitor.report.summary import summarise
 from tests.report import _runs as runs
@@ -78,3 +79,15 @@ def test_untrusted_names_are_text():
 def test_a_run_without_findings_and_metrics_without_a_finite_value():
     assert "Healthy" in parsed(runs.healthy())[0].words
     assert "Metrics" in parsed({"x": runs.series([float("nan")] * 3)})[0].words
+
+
+def test_the_settings_of_the_latest_run_are_shown():
+    run = runs.make_run(hurt())
+    settings = [("run", "torch 1; seed 3", 0), ("run", "torch 2; seed 7", 1), ("M (m)", "every=<5", 1)]
+    run.settings = [
+        RecordedReport(0, monitor, SETTINGS, "note", text, (), number) for monitor, text, number in settings
+    ]
+    words = Parsed(page("run.h5", run, "ignite-monitor 1")).words
+    assert "torch 2; seed 7" in words
+    assert "every=<5" in words
+    assert "torch 1" not in words
