@@ -25,7 +25,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import RECOVERING, WATCHING, Action, Event, RecoveryPolicy
-from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, lowered_rates
+from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, lowered_rates, public
 from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
@@ -254,9 +254,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
         if self._lr_scale != 1.0 and policy.watching and policy.calm >= limits.LONG_PROBATION:
             self._lr_scale = 1.0
-            self.report(
-                "rates_returned", "learning rates are those of their schedule again", severity="note", once=False
-            )
+            text = "learning rates are those of their schedule again"
+            self.report("rates_returned", text, severity="note", once=False)
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
@@ -335,12 +334,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             monitor.reset_threshold()
 
     def _monitors(self) -> list[Monitor]:
-        """The monitors on the engine that have a threshold."""
         attached = self._source.monitors if self._source is not None else []
         return [monitor for monitor in attached if type(monitor).counts is not Monitor.counts]
 
     def _thresholds(self) -> dict[str, Any]:
-        """The thresholds' state as tensors that are never changed in place."""
         return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._loss_threshold.state}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
@@ -350,8 +347,3 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             if monitor.prefix in thresholds["monitors"]:
                 counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}
                 monitor.load_state_dict(OrderedDict(clone(thresholds["monitors"][monitor.prefix]), **counts))
-
-
-def public(thing: object) -> dict[str, Any]:
-    """The attributes of a handler's part that change during a run."""
-    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}

@@ -121,6 +121,11 @@ class TrainingState:
         return layout
 
 
+def public(thing: object) -> dict[str, Any]:
+    """The attributes of a handler's part that change during a run."""
+    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}
+
+
 def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
     """Copy containers with their tensors, to host memory if asked; the tensors of ``into`` that fit are used."""
     kind = type(value)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ignite_monitor.rollback.handler import public
 from ignite_monitor.rollback.policy import Action, Event, RecoveryPolicy
-from ignite_monitor.rollback.snapshots import Snapshots
+from ignite_monitor.rollback.snapshots import Snapshots, public
 from ignite_monitor.rollback.triggers import Signals
 
 # h: healthy; u: above the threshold; n: not finite; t: triggered; r: state not finite. Losses of 1, 8 and NaN.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ignite_monitor.monitor.ranks import Ranks
-from ignite_monitor.rollback.handler import public
+from ignite_monitor.rollback.snapshots import public
 from ignite_monitor.rollback.triggers import LossThreshold, Triggers
 from tests._oracle import mean_of, std_of
 
