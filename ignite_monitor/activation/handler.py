@@ -23,14 +23,7 @@ from ignite_monitor.keys import ACTIVATION
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
-from ignite_monitor.model.names import (
-    Pattern,
-    Selection,
-    modules_by_name,
-    named_parameters,
-    parameters_of,
-    tags,
-)
+from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, parameters_of, tags
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues, joined
@@ -272,23 +265,21 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                     difference.add(tag, name, whole, minus=other.to(whole.device, non_blocking=True))
         return values_of([current, difference])
 
+    def _tagged(self, items: Mapping[str, Any]) -> dict[Any, Layer]:
+        """The selected items with their names, and their names for loggers."""
+        names = [name or "_root_" for name in items]
+        tagged = zip(items.values(), names, tags(names), strict=True)
+        return {item: (name, tag) for item, name, tag in tagged if name in self._selection}
+
     def _update_names(self) -> None:
         """Take the names of modules and parameters, if parameters may have changed since the last iteration."""
         if self._source is None or self._known is self._source.trackers[id(self.model)].parameters:
             return
         self._known, self._fewest = self._source.trackers[id(self.model)].parameters, {}
         self._modules = modules = modules_by_name(self.model)
-        self._layers = {
-            modules[name]: (name or "_root_", tag)
-            for name, tag in zip(modules, tags(name or "_root_" for name in modules), strict=True)
-            if (name or "_root_") in self._selection
-        }
-        parameters = list(named_parameters(self.model))
-        self._parameters = {
-            parameter: (name, tag)
-            for (name, parameter, _), tag in zip(parameters, tags(name for name, _, _ in parameters), strict=True)
-            if name in self._selection and not parameter.is_meta
-        }
+        self._layers = self._tagged(modules)
+        parameters = self._tagged({name: parameter for name, parameter, _ in named_parameters(self.model)})
+        self._parameters = {parameter: names for parameter, names in parameters.items() if not parameter.is_meta}
         families = ("parameter", "gradient", "parameter_difference")
         if any(any(self._metrics[family].builtin) for family in families):
             without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]

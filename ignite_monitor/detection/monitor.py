@@ -14,7 +14,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_s
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.base import Monitor, check_flag
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.monitor.transfer import DeferredFlag, as_published
+from ignite_monitor.monitor.transfer import as_published, is_cpu
 
 
 class DetectionMonitor(Monitor):
@@ -29,6 +29,7 @@ class DetectionMonitor(Monitor):
     on_spike: Callable[[Any, Any], Any] | str | None = None
     _iteration = -1  # the last monitored one
     _known_spike: tuple[Tensor, bool] | None = None  # a flag read on the host
+    _reported_resets = 0.0
 
     def __init__(
         self, model: nn.Module, prefix: str, flag: str, max_consecutive_spikes: int, group: Group = None
@@ -38,11 +39,23 @@ class DetectionMonitor(Monitor):
         self.flag = flag
         self.attributes = {flag: False}
         self.max_consecutive_spikes = check_count("max_consecutive_spikes", max_consecutive_spikes, least=1)
-        self._resets = DeferredFlag()
 
     def reset_run_state(self) -> None:
         self._known_spike = None
-        self._report_reset(synchronize=True)
+        self._report_resets(float(self._reset_count()))
+
+    def deferred_tensors(self) -> list[Tensor]:
+        resets = self._reset_count()
+        return [] if is_cpu(resets) else [resets]
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        if not is_cpu(self._reset_count()):
+            self._report_resets(*extra.pop(0))
+        return {}
+
+    def _reset_count(self) -> Tensor:
+        """The number of resets of the threshold so far, 0-dim."""
+        raise NotImplementedError
 
     def _is_known_spike(self, spike: Tensor) -> bool:
         """Read a flag on the host; the first call synchronizes."""
@@ -68,24 +81,27 @@ class DetectionMonitor(Monitor):
                 self._source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _fire_reset(self, engine: Any, detection: Any) -> None:
-        if self._resets:
-            awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
-            if self._report_reset(synchronize=awaited) and awaited and self._source is not None:
-                with exposed_spike(engine, self._describe_spike(detection)):
-                    self._source.fire(MonitorEvents.THRESHOLD_RESET)
+        """Report a reset of the threshold, if that takes no synchronization or handlers await it."""
+        awaited = self._is_awaited(MonitorEvents.THRESHOLD_RESET)
+        resets = self._reset_count()
+        if (awaited or is_cpu(resets)) and self._report_resets(float(resets)) and awaited and self._source is not None:
+            with exposed_spike(engine, self._describe_spike(detection)):
+                self._source.fire(MonitorEvents.THRESHOLD_RESET)
 
     def _describe_spike(self, detection: Any) -> Spike:
         raise NotImplementedError
 
-    def _report_reset(self, synchronize: bool) -> bool:
-        is_reset = self._resets.take(synchronize)
-        if is_reset:
+    def _report_resets(self, count: float) -> bool:
+        """Log resets of the threshold that have not been logged, from their number."""
+        is_new = count > self._reported_resets
+        self._reported_resets = count
+        if is_new:
             self._log(
                 logging.WARNING,
                 f"{self.max_consecutive_spikes} spikes in a short time; assuming a regime change, resetting threshold "
                 "statistics.",
             )
-        return is_reset
+        return is_new
 
     def _log(self, level: int, text: str) -> None:
         """Log a message with the monitor and the last monitored iteration."""

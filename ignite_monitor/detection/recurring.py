@@ -4,62 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
+import torch
 from torch import Tensor
+
+from ignite_monitor.detection.thresholds import State, loaded
+from ignite_monitor.model.devices import move_like
 
 _COUNT = 5  # isolated spikes of a similar size that are data
 _RATIO = 2.0  # largest by smallest of them
-_WINDOW = 1000  # iterations in which they occur, and after the last of which they are forgotten
+_WINDOW = 1000  # iterations in which they occur
+_KEPT = 16  # of the latest isolated spikes
 
 
 class RecurringSpikes:
-    """Recognizes isolated spikes of a similar size, five within 1,000 iterations. Spikes in a row do not count.
+    """Recognizes isolated spikes of a similar size: five of the last 16, within 1,000 iterations.
 
-    Attributes:
-        spikes: iterations and sizes of the isolated spikes of the last 1,000 iterations.
-        sizes: smallest and largest size of spikes that recur; empty if none do.
+    Of spikes in a row only the first counts. Nothing is read on the host.
     """
 
     def __init__(self) -> None:
-        self.spikes: list[tuple[int, float]] = []
-        self.sizes: list[float] = []
-        self._last = -2  # iteration of the latest spike
+        empty = torch.full((2, _KEPT), math.nan, dtype=torch.float64, device="cpu")
+        # Iterations and norms of the isolated spikes, latest first; and the iteration of the latest spike.
+        self._state: State = {"spikes": empty, "latest": empty[0, 0]}
 
-    def observe(self, iteration: int, size: float) -> list[int]:
-        """Note a spike; return the iterations of those that recur, when this one is the first to show it."""
-        follows, self._last = iteration - self._last == 1, iteration
-        self.spikes = [(at, other) for at, other in self.spikes if 0 <= iteration - at < _WINDOW]
-        if follows:
-            self.spikes = [(at, other) for at, other in self.spikes if at != iteration - 1]
-            return []
-        known = bool(self.sizes)
-        if not self.spikes:
-            self.sizes = []
-        self.spikes.append((iteration, size))
-        by_size = sorted(self.spikes, key=lambda spike: spike[1])
-        for group in zip(*(by_size[place:] for place in range(_COUNT)), strict=False):
-            smallest, largest = group[0][1], group[-1][1]
-            if largest <= _RATIO * smallest:
-                self.sizes = [min([smallest, *self.sizes]), max([largest, *self.sizes])]
-                return [] if known else sorted(at for at, _ in group)
-        return []
+    def observe(self, iteration: int, norm: Tensor, spike: Tensor) -> Tensor:
+        """Note the norm of an iteration if it is a spike, a 0-dim bool tensor; return whether that recurs."""
+        self._state = {name: move_like(value, norm) for name, value in self._state.items()}
+        spikes, latest = self._state.values()
+        first = torch.stack((torch.full_like(norm, iteration), norm)).view(2, 1)
+        is_isolated = spike & (latest != iteration - 1)
+        spikes = torch.where(is_isolated, torch.cat((first, spikes[:, :-1]), 1), spikes)
+        recurs = spike & self.covers(iteration, norm)
+        self._state = {"spikes": spikes, "latest": torch.where(spike, float(iteration), latest)}
+        return recurs
 
-    @property
-    def largest(self) -> float:
-        """The largest of the spikes that recur; inf if none do."""
-        return self.sizes[1] if self.sizes else math.inf
+    def covers(self, iteration: int, norm: Tensor) -> Tensor:
+        """Return whether a norm is within a factor of two of spikes that recur, a 0-dim bool tensor."""
+        smallest, largest = self._groups(iteration)[:2]
+        return ((norm >= smallest / _RATIO) & (norm <= largest * _RATIO)).any()
 
-    def covers(self, size: Tensor) -> Tensor:
-        """Return whether a spike is one of those that recur: within a factor of two of their sizes."""
-        smallest, largest = self.sizes or (1.0, 0.0)
-        return (size >= smallest / _RATIO) & (size <= largest * _RATIO)
+    def iterations(self, iteration: int) -> Tensor:
+        """The iterations of the spikes that recur; NaN for others."""
+        smallest, largest, sizes = self._groups(iteration)
+        recurs = ((sizes.view(-1, 1) >= smallest) & (sizes.view(-1, 1) <= largest)).any(1)
+        return self._state["spikes"][0].masked_fill(~recurs, math.nan)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: lists of numbers."""
-        return {"spikes": [list(spike) for spike in self.spikes], "sizes": [*self.sizes], "last": self._last}
+    def _groups(self, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Smallest and largest norm of each five that recur, NaN for other fives; and the norms within the window."""
+        at, norms = self._state["spikes"]
+        age = iteration - at
+        norms = norms.masked_fill((age < 0) | (age >= _WINDOW), math.nan)
+        by_size = norms.sort().values  # NaN last
+        smallest, largest = by_size[: 1 - _COUNT], by_size[_COUNT - 1 :]
+        return smallest.masked_fill(largest > _RATIO * smallest, math.nan), largest, norms
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.spikes = [(int(at), float(size)) for at, size in state_dict["spikes"]]
-        self.sizes, self._last = [*state_dict["sizes"]], int(state_dict["last"])
+    def state_dict(self) -> State:
+        """Return the state, name -> tensor."""
+        return dict(self._state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state; a ValueError if it is of another kind."""
+        self._state = loaded(self._state, state_dict)

@@ -41,11 +41,7 @@ class SpikeDetector:
       a shorter warm-up than that, or than 10, is not applied again before a value is within its threshold.
 
     Nothing is read on the host. All tensors are 0-dim, or have the values' shape if several are compared side by side.
-
-    Args:
-        max_consecutive_spikes: number of consecutive finite spikes that reset the rule.
-        overflow_is_spike: whether a non-finite value is a spike; False if a GradScaler handles it.
-        ignored: value that is not compared and updates nothing; for norms 0, as of an unused model; NaN for none.
+    A non-finite value is no spike if a GradScaler handles it; ``ignored`` is 0 for norms, and NaN for no value.
     """
 
     _DECREASE = 0.25
@@ -63,7 +59,7 @@ class SpikeDetector:
         self.overflow_is_spike = overflow_is_spike
         self.ignored = -math.inf if math.isnan(ignored) else ignored
         self._suspends = rule.warmup < max(self.max_consecutive_spikes, 10)
-        self._state: dict[str, Tensor] = {}  # as documented above; the first is the count
+        self._state: dict[str, Tensor] = {}  # the count, and two flags: of the value before, and of the pause
         self.reset_threshold()
 
     def detect(self, value: Tensor, normalized: Tensor | None = None) -> Detection:
@@ -76,46 +72,46 @@ class SpikeDetector:
         threshold = rule_threshold
         if self._suspends:
             threshold = threshold.masked_fill(self._state["awaits_normal_value"], math.nan)
-        nonfinite = ~(normalized < math.inf)
-        comparable = normalized.masked_fill(nonfinite, self.ignored)
+        comparable = normalized.nan_to_num(nan=self.ignored, posinf=self.ignored, neginf=-math.inf)
+        nonfinite = comparable != normalized
         above = comparable > threshold
         spike = above | nonfinite if self.overflow_is_spike else above
-        reset = above & (self._state["spike_score"] >= self.max_consecutive_spikes - 1)
+        reset = above & (score >= self.max_consecutive_spikes - 1)
         return Detection(value, comparable, threshold, rule_threshold, mean, std, spike, nonfinite, above, reset)
 
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics with a detection, where a bool tensor is True; None for True."""
         state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset
-        flags = (above, detection.nonfinite, *state.values())
-        if when is None and value.is_cpu and not value.ndim and not any(map(torch.is_nonzero, flags)):
+        score, was_normal, *paused = state.values()
+        is_scalar = when is None and value.is_cpu and not value.ndim
+        if is_scalar and was_normal and not any(map(torch.is_nonzero, (above, detection.nonfinite, score, *paused))):
             if torch.is_nonzero((value != self.ignored) & (value <= largest_usable(value))):
                 self.rule.observe(value)
             return
         counted = value != self.ignored
         if when is not None:
             counted, above, reset = counted & when, above & when, reset & when
-        clipped = above > reset
-        entry = torch.where(clipped, self.rule.entry(detection.rule_threshold), value)
-        updates = counted > (clipped & state["previous"])
+        is_normal = ~above | reset  # or the first value of another level
+        entry = torch.where(is_normal, value, self.rule.entry(detection.rule_threshold))
+        updates = torch.where(is_normal, counted, was_normal)
         if entry.is_cpu or entry.dtype != torch.float64:  # elsewhere only float64 models could exceed it
             updates = updates & (entry <= largest_usable(entry))
         self.rule.observe(entry, updates, reset)
-        score = torch.add(state["spike_score"], counted, alpha=-self._DECREASE)
+        score = torch.add(score, counted, alpha=-self._DECREASE)
         score = torch.add(score, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
-        previous = clipped if when is None else torch.where(when, clipped, state["previous"])
-        self._state = {"spike_score": score.masked_fill(reset, 0.0), "previous": previous}
+        was_normal = is_normal if when is None else torch.where(when, is_normal, was_normal)
+        self._state = {"spike_score": score.masked_fill(reset, 0.0), "was_normal": was_normal}
         if self._suspends:
-            is_normal = counted & (value <= detection.rule_threshold)
-            self._state["awaits_normal_value"] = (state["awaits_normal_value"] > is_normal) | reset
+            is_within = counted & (value <= detection.rule_threshold)
+            self._state["awaits_normal_value"] = (state["awaits_normal_value"] & ~is_within) | reset
 
     def reset_threshold(self) -> None:
         """Discard all earlier values."""
         self.rule.reset()
         score = torch.zeros_like(self.rule.state["count"])
-        flag = score > 0
-        self._state = {"spike_score": score, "previous": flag}
+        self._state = {"spike_score": score, "was_normal": score == 0}
         if self._suspends:
-            self._state["awaits_normal_value"] = flag
+            self._state["awaits_normal_value"] = score > 0
 
     def copy(self) -> SpikeDetector:
         """Return a detector of the same rule and state; it shares the tensors, which are never changed in place."""

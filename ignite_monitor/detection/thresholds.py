@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_count, check_function, check_real
-from ignite_monitor.model._torch import foreach_add, foreach_addcdiv, foreach_mul
+from ignite_monitor.model._torch import foreach_add, foreach_mul
 from ignite_monitor.model.devices import move_like
 
 State = dict[str, Tensor]
@@ -115,14 +115,12 @@ class ThresholdRule:
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return threshold, mean and sample standard deviation; NaN while there is none."""
-        state = self.state
-        weight, mean, count = state["weight"], state["mean"], state["count"]
-        # NaN before the first value, by 0 / 0.
-        freedom, known_mean = foreach_addcdiv((weight, mean), (weight, mean), (weight, weight), (-1.0, 0.0))
-        std = (state["spread"] / freedom).sqrt()
+        count = self.state["count"]
+        known = dict(zip(self._names, self._rows.masked_fill(count < 1, math.nan).unbind(), strict=True))
+        mean, std = known["mean"], (known["spread"] / (known["weight"] - 1.0)).sqrt()
         limit = self(mean, std, count)
         limit = limit.to(mean) if isinstance(limit, Tensor) else torch.full_like(mean, float(limit))
-        return limit.masked_fill(count < self.warmup, math.nan), known_mean, std
+        return limit.masked_fill(count < self.warmup, math.nan), mean, std
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
         """Update the statistics with one value.

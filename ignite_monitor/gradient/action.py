@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.step_owner import hides_gradients, skippable, skips_on_device
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.window import StepDetection
-from ignite_monitor.model.devices import move_like
+from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.ranks import Ranks
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
@@ -29,7 +29,7 @@ class SpikeAction:
 
     "clip" multiplies the gradients of a step by the smallest ratio threshold / norm. A non-finite gradient cannot
     be clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers of
-    ``torch.optim``. "skip" clips spikes that recur at a similar size to the largest of them.
+    ``torch.optim``. "skip" does not skip isolated spikes that recur at a similar size.
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None, ranks: Ranks) -> None:
@@ -47,29 +47,21 @@ class SpikeAction:
         elif hides_gradients(optimizer):  # others cannot be stopped inside of "clip", which allows for closures
             self.acts_on = optimizer
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
-        # Steps skipped, and with "clip" gradients clipped, so far: 0-dim.
-        self.counts = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in names}
+        self.counts: dict[str, Any] = dict.fromkeys(names, 0.0)  # steps so far: numbers, or 0-dim on a device
         self.recurring = RecurringSpikes()
         self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
 
-    def ask(self, step: OptimizerStep, taken: StepDetection, is_known: bool | None, norm: Callable[[], Tensor]) -> None:
-        """Ask for what is to be done with a step.
+    def ask(
+        self, step: OptimizerStep, taken: StepDetection, is_known: bool | None, norm: Callable[[], Tensor], at: int
+    ) -> None:
+        """Ask for what is to be done with a step that starts, at an iteration.
 
-        Args:
-            step: the step that starts.
-            taken: the detection of its gradient.
-            is_known: whether it is a spike, if that has been read on the host; else None.
-            norm: computes the norm of the gradients that the step uses now.
+        ``is_known`` says whether it is a spike, if that has been read; ``norm`` computes the norm that the step uses.
         """
-        detection = taken.detection
-        if self.kind == "skip":
-            spike = detection.spike
-            if self.recurring.sizes and may_be_true(spike):
-                is_clipped = detection.norm.above & self.recurring.covers(detection.norm.value)
-                factor = (self.recurring.largest / norm()).nan_to_num(1.0).clamp(max=1.0)
-                step.scale(torch.where(is_clipped, factor, 1.0))
-                spike, is_known = spike & ~is_clipped, None
-            step.skip(spike if is_known is None else is_known)
+        detection, spike = taken.detection, taken.detection.spike
+        if self.kind == "skip" and is_known is not False and may_be_true(spike):
+            spike = spike & ~self.recurring.observe(at, detection.norm.value, detection.norm.above)
+            step.skip(spike)
             self._count("skipped_count", spike)
         elif self.kind == "clip":
             if taken.updates and may_be_true(detection.exceeds):
@@ -100,13 +92,15 @@ class SpikeAction:
             self._read[name] = count
         return " ".join(parts) or None
 
-    def load(self, counts: dict[str, Tensor]) -> None:
-        """Continue from other :attr:`counts`."""
-        self.counts, self._read = counts, {name: float(count) for name, count in counts.items()}
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        counts = {name: float(state_dict.get(name, 0.0)) for name in self.counts}
+        self.recurring.load_state_dict(state_dict["recurring"])
+        self.counts, self._read = counts, dict(counts)
 
     def _count(self, name: str, flag: Tensor) -> None:
         if may_be_true(flag):
-            self.counts[name] = move_like(self.counts[name], flag.to(self.counts[name].dtype)) + flag
+            self.counts[name] = self.counts[name] + (1.0 if flag.is_cpu else flag.to(wide_dtype(flag.device)))
 
 
 def clip_factor(detection: GradientDetection, norm: Tensor) -> Tensor:

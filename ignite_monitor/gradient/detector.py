@@ -145,6 +145,11 @@ class GradientDetector:
         is_spike = postponed.is_spike
         return self.observe(postponed.detection, is_spike if when is None else is_spike & move_like(when, is_spike))
 
+    @property
+    def resets(self) -> Tensor:
+        """Number of resets of a threshold so far, without that of a postponed spike, 0-dim."""
+        return self._counts[2]
+
     def counts(self) -> Sequence[Tensor]:
         """Number of spikes, of non-finite norms, and of resets so far, the postponed spike included."""
         if self.postponed is None:

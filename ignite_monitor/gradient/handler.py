@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_real, check_type
 from ignite_monitor.detection.spikes import may_be_true
-from ignite_monitor.detection.thresholds import Threshold, as_rule, loaded
+from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.events.run_summary import RunSummary
@@ -157,11 +157,12 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        own = self._action.counts
-        counts = loaded(own, {name: state_dict.get(name, 0.0) for name in own})
         self._detector.load_state_dict(state_dict)
-        self._action.load(counts)
-        self._action.recurring.load_state_dict(state_dict["recurring"])
+        self._action.load(state_dict)
+        self._reported_resets = float(self._reset_count())
+
+    def _reset_count(self) -> Tensor:
+        return self._detector.resets
 
     # Events
 
@@ -247,7 +248,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         known = self._known_spike
         is_known = known[1] if known is not None and known[0] is taken.detection.spike else None
         if self._action.kind is not None:
-            self._action.ask(step, taken, is_known, lambda: self._detector.norm(parameters, step.loss_scale).value)
+            norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731
+            self._action.ask(step, taken, is_known, norm, self._iteration)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):
@@ -265,7 +267,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def _note_reset(self, detection: GradientDetection, reset: Tensor) -> None:
         if may_be_true(reset):
-            self._resets.set(reset)
             self._now.reset = detection
 
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
@@ -92,25 +91,27 @@ class GradientPublisher(DetectionMonitor):
             self.publish(stepped=0.0)
 
     def deferred_tensors(self) -> list[Tensor]:
-        tensors = [] if self._now.is_published is None else [self._now.is_published]
-        spike = self._now.possible_spike
-        return tensors if spike is None else [*tensors, *self._action.counts.values(), spike.spike, spike.numbers()]
+        tensors = super().deferred_tensors()
+        if self._now.is_published is not None:
+            tensors.append(self._now.is_published)
+        if (spike := self._now.possible_spike) is not None:
+            counts = map(torch.as_tensor, self._action.counts.values())
+            recurring = self._action.recurring.iterations(self._iteration)
+            tensors += [recurring, *counts, spike.spike, spike.numbers()]
+        return tensors
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        super().resolve_deferred(extra)
         if self._now.is_published is not None and not extra.pop(0)[0]:
             self._publish_none()
         if self._now.possible_spike is None:
             return {}
-        *counts, (is_spike,), numbers = extra
+        recurring, *counts, (is_spike,), numbers = extra
         names = self._now.possible_spike.names
         spike = SpikeNumbers.from_host(numbers, self._now.possible_spike, self.ranks)
-        if is_spike and spike.name == "norm" and spike.value < math.inf:
-            recurring = self._action.recurring.observe(self._iteration, spike.value)
-            if recurring and self._action.kind == "skip":
-                at = ", ".join(map(str, recurring))
-                text = f"isolated spikes of a similar size in iterations {at}; from now on such spikes are "
-                text += "clipped to the largest of these, not skipped, since rare data cause them too"
-                self.report("recurring_spikes", text, once=False)
+        if iterations := ", ".join(f"{at:.0f}" for at in sorted(recurring) if at == at):
+            text = f"isolated spikes of a similar size in iterations {iterations}; from now on such spikes are not "
+            self.report("recurring_spikes", text + "skipped, since rare data cause them too")
         action = self._action.message([count for (count,) in counts])
         if action is not None:
             self._log(logging.INFO, f"{spike}; {action}")

@@ -28,7 +28,6 @@ try:
     foreach_add: Callable[..., list[Tensor]] = _torch._foreach_add
     foreach_mul: Callable[..., list[Tensor]] = _torch._foreach_mul
     foreach_scale: Callable[..., None] = _torch._foreach_mul_
-    foreach_addcdiv: Callable[..., list[Tensor]] = _torch._foreach_addcdiv
     foreach_copy: Callable[..., None] = _torch._foreach_copy_
     unseen_by_functions: Callable[[], AbstractContextManager[Any]] = _torch._C.DisableTorchFunction
     _BACKWARD = _torch.autograd.graph._engine_run_backward.__code__

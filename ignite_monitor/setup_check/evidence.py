@@ -36,7 +36,7 @@ class Step:
 
     norm: Any  # maximum norm of its gradients
     is_rate_zero: list[Any]  # by group
-    found: list[Tensor] = field(default_factory=list)  # norms of the gradients that the backward passes after it find
+    initial_norms: list[Tensor] = field(default_factory=list)  # of the gradients before each backward pass after it
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Evidence:
         steps: steps of the optimizer.
         is_torch: for each step, whether the class that made it is torch's.
         calls: for each call, True of DistributedDataParallel, False of the module in it.
-        found: norms of the gradients that backward passes find.
+        initial_norms: norms of the gradients before each backward pass.
         same: for each batch after the first, whether it is bitwise equal to it.
     """
 
@@ -68,7 +68,7 @@ class Evidence:
     steps: list[Step] = field(default_factory=list)
     is_torch: list[bool] = field(default_factory=list)
     calls: list[bool] = field(default_factory=list)
-    found: list[Tensor] = field(default_factory=list)
+    initial_norms: list[Tensor] = field(default_factory=list)
     same: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,10 +96,10 @@ class Evidence:
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
     def note_backward(self, norm: Tensor) -> None:
-        """Note the norm of the gradients that a backward has found."""
-        self.found.append(norm)
+        """Note the norm of the gradients before a backward."""
+        self.initial_norms.append(norm)
         if self.steps:
-            self.steps[-1].found.append(norm)
+            self.steps[-1].initial_norms.append(norm)
 
     @torch.no_grad()
     def note_step(self, loss_scale: Tensor | None) -> None:
@@ -118,8 +118,12 @@ class Evidence:
         def all_of(flags: Iterable[Any]) -> Tensor:
             return torch.stack([move(torch.as_tensor(flag), device).bool() for flag in (True, *flags)]).all()
 
-        kept = [all_of([step.found[0] == step.norm, *step.found]) for step in self.steps if step.found]
-        zeros = [torch.zeros((), device=device), *(norm == 0 for norm in self.found[1:])]
+        kept = [
+            all_of([step.initial_norms[0] == step.norm, *step.initial_norms])
+            for step in self.steps
+            if step.initial_norms
+        ]
+        zeros = [torch.zeros((), device=device), *(norm == 0 for norm in self.initial_norms[1:])]
         norms = zip((total_norm(self.held), total_norm(self.others)), self._norms, strict=True)
         numbers: list[Any] = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero)]
         numbers += [all_of(kept), torch.stack([zero.float() for zero in zeros]).sum()]

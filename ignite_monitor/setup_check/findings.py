@@ -112,7 +112,7 @@ def _wrapper_bypassed(evidence: Evidence) -> Iterator[Finding]:
 
 def _without_step(evidence: Evidence, numbers: Numbers) -> Iterator[Finding]:
     name, count = type(evidence.optimizer).__name__, int(numbers.discarded)
-    text = f"{name} made no step in {evidence.iterations} iterations with {len(evidence.found)} backward passes"
+    text = f"{name} made no step in {evidence.iterations} iterations with {len(evidence.initial_norms)} backward passes"
     if count > 1 and not numbers.held_change:
         yield Finding("no_step", f"{text}, whose gradients were discarded {count} times: call optimizer.step()")
     else:
@@ -127,7 +127,7 @@ def _without_requires_grad(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _gradients_not_zeroed(evidence: Evidence, numbers: Numbers) -> Iterator[Finding]:
-    count = sum(bool(step.found) for step in evidence.steps)
+    count = sum(bool(step.initial_norms) for step in evidence.steps)
     if count > 1 and numbers.keeps_gradients:
         text = f"the backward after each of {count} steps added to the gradients of that step"
         yield Finding("gradients_not_zeroed", f"{text}: call optimizer.zero_grad()")

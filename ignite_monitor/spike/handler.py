@@ -98,6 +98,10 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
         self._detector.load_state_dict(state_dict["detector"])
         self._counts = counts
+        self._reported_resets = float(counts[2])
+
+    def _reset_count(self) -> Tensor:
+        return self._counts[2]
 
     def _detect(self, engine: Engine) -> None:
         number = self._read(engine)
@@ -113,9 +117,8 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         raised = torch.fmax(detection.comparable, lowest).masked_fill(detection.nonfinite, self._detector.ignored)
         self._detector.observe(detection._replace(comparable=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
-        spike, _, reset = flags = flags.any(-1) if self.direction == "both" else flags
+        spike, _, _ = flags = flags.any(-1) if self.direction == "both" else flags
         self._counts = move_like(self._counts, number) + flags
-        self._resets.set(reset)
         setattr(engine.state, self.flag, as_published(spike))
         sides = [side * sign for side, sign in zip(detection.threshold.reshape(-1), self._signs, strict=True)]
         thresholds = dict(zip(("threshold", "lower_threshold"), sides, strict=False))

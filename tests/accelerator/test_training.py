@@ -86,6 +86,28 @@ def test_a_step_that_the_device_skips_leaves_no_trace_in_running_statistics(fact
     assert_same(*states)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_recurring_spikes_are_the_same_whether_a_logger_reads_values_or_not(fused, device):
+    """Of isolated spikes of one size the first five are skipped."""
+    spikes = range(3, 24, 3)
+    states = []
+    for reads in (True, False):
+        torch.manual_seed(0)
+        training = Training(device, fused=fused, model=transformer(1, 8, records=False))
+        data = batches(25, device.name, spikes)
+        training.trainer.run(data[:1])  # makes the optimizer's state
+        monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")
+        monitor.attach(training.trainer)
+        if reads:
+            training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, item: item.on_host(), monitor)
+        training.trainer.run(data, max_epochs=1)
+        counts = monitor.on_host()
+        assert counts["grad/spike_count"] == len(spikes)
+        assert 5 <= counts["grad/skipped_count"] < len(spikes)
+        states.append(training.state())
+    assert_same(*states)
+
+
 def test_other_optimizers_read_the_flag_once(device):
     training = Training(device)
     monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")

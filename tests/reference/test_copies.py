@@ -41,24 +41,12 @@ def captured(model):
     return lambda x: inner(x)
 
 
-def nested(model):
-    def call(x, depth=1):
-        return call(x, depth - 1) if depth else model.inner(x)
-
-    return call
-
-
 REFUSED = {
     "a closure": captured,
-    "itself in a closure": lambda model: lambda x: model.inner(x),
     "a default": lambda model: lambda x, inner=model.inner: inner(x),
     "a partial's function": lambda model: functools.partial(captured(model)),
-    "a bound method in a closure": lambda model: (lambda method: lambda x: method(x))(model.inner.forward),
     "the forward of a layer": lambda model: (lambda method: lambda x: method(x))(model.inner[0].forward),
-    "a normalization": lambda model: (lambda method: lambda x: method(x))(model.inner[1].forward),
-    "a list": lambda model: [captured(model)],
     "an object": lambda model: Holder(captured(model)),
-    "a recursive function": nested,
 }
 COPIED = {
     "a module": lambda model: model.inner,
