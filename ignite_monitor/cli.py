@@ -184,7 +184,7 @@ def _report(chosen: argparse.Namespace) -> None:
 
 
 def _output(chosen: argparse.Namespace, suffix: str) -> Path:
-    """Return where to write: the given file, or one beside the run; never the run itself."""
+    """Return where to write: the given file, or one next to the run; never the run itself."""
     output = Path(chosen.output or Path(chosen.run).with_suffix(suffix))
     if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
         raise BadInput(f"{output} is the run itself, and would be overwritten")
@@ -226,7 +226,7 @@ def _one_line(path: str, kinds: tuple[type[Exception], ...] = (OSError, ValueErr
     """Turn errors of bad input into one line that names the file.
 
     Args:
-        path: the file, or what stands for it.
+        path: the file, or its name in the message.
         kinds: those errors.
 
     Raises:
