@@ -96,7 +96,7 @@ def attach_monitors(
         optimizer: its optimizer.
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
-        every: distance of monitored iterations, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
+        every: iterations between monitored ones, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
             3, 5, 10, 20 and 50 are monitored as well.
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
@@ -115,7 +115,7 @@ def attach_monitors(
         resuming, save it: ``to_save = {"model": model, "optimizer": optimizer, "monitors": handle}``.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of its range, a name is taken, or the prefix is another model's.
 
     Examples:

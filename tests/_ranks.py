@@ -86,7 +86,12 @@ def _run_rank(module: str, folder: Path, rank: int, names: list[str], environmen
 
 
 def launched(
-    worker: str, folder: Path, names: Iterable[str], timeout: float = PATIENCE, package: str = "tests.distributed"
+    worker: str,
+    folder: Path,
+    names: Iterable[str],
+    timeout: float = PATIENCE,
+    package: str = "tests.distributed",
+    world: int = WORLD,
 ) -> Callable[[str], list[Any]]:
     """Run a worker's scenarios; name -> what it came to on each rank, where an error fails the test that asks.
 
@@ -96,7 +101,7 @@ def launched(
     names, environment = list(names), {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         imported().Process(target=_run_rank, args=(f"{package}.{worker}", folder, rank, names, environment))
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
     for rank in ranks:
         rank.start()
@@ -105,18 +110,18 @@ def launched(
         rank.join(max(0, end - time.monotonic()))
         rank.kill()
         rank.join()
-    errors = [(folder / f"stderr.{rank}").read_text() for rank in range(WORLD)]
+    errors = [(folder / f"stderr.{rank}").read_text() for rank in range(world)]
     assert all(rank.exitcode == 0 for rank in ranks), errors
 
     def load(name: str) -> list[Any]:
-        paths = [folder / f"{name}.{rank}.pt" for rank in range(WORLD)]
+        paths = [folder / f"{name}.{rank}.pt" for rank in range(world)]
         both = [torch.load(path, weights_only=True) for path in paths if path.exists()]
         for result in both:
             if _is_unsupported(result):
                 pytest.skip("this torch is too old")
             if "error" in result:
                 pytest.fail(f"{name}: {result['error']}")
-        assert len(both) == WORLD, f"{name} was not run, since a scenario before it failed: {errors}"
+        assert len(both) == world, f"{name} was not run, since a scenario before it failed: {errors}"
         return both
 
     return load
@@ -131,6 +136,7 @@ def run_scenarios(
     left_standing: Iterable[str] = (),
     own_groups: bool = False,
     stays: Iterable[str] = (),
+    world: int = WORLD,
 ) -> None:
     """Run the scenarios of a worker: ``python -m tests.distributed.WORKER FOLDER RANK NAME …``.
 
@@ -141,6 +147,7 @@ def run_scenarios(
         left_standing: those after which the process group is not torn down.
         own_groups: whether each has a process group of its own.
         stays: those whose last rank waits for the result of the first.
+        world: number of ranks.
     """
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
@@ -148,7 +155,7 @@ def run_scenarios(
     for place, name in enumerate(names):
         if own_groups or not place:
             store, limit = f"file://{folder / f'store{place}'}", datetime.timedelta(seconds=PATIENCE / 5)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
         try:
             result = scenarios[name](rank)
         except Exception:  # noqa: BLE001

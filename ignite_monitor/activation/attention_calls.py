@@ -22,7 +22,7 @@ from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, i
 
 
 class Reason(NamedTuple):
-    """Why something is not measured: the kind of the report, and its text."""
+    """Reason for not measuring something: the kind of the report, and its text."""
 
     kind: str
     text: str

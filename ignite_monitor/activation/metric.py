@@ -57,7 +57,7 @@ class Metric:
             numbers of elements, ``"sum"``, ``"max"`` or ``"min"``. None for the handler's.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if a pattern is not a regular expression, or there is no such aggregation.
 
     Examples:

@@ -20,7 +20,7 @@ STATISTICS = ("mean", "std", "l2_norm", "max_abs", "max_over_rms", "dead_fractio
 WITHOUT_STATISTICS = {torch.complex32, torch.complex64, torch.complex128, getattr(torch, "float4_e2m1fn_x2", None)}
 
 # Elements whose differences from the mean are held at a time: on the CPU as many as its cache holds.
-PIECE = 2**17
+PIECE = 2**18
 _PIECE_ON_ACCELERATOR = 2**24
 
 

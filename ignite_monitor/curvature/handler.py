@@ -55,7 +55,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         prefix: start of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has an invalid value, the optimizer holds none of the model's parameters, or they are
             sharded.
 

@@ -18,15 +18,9 @@ from ignite_monitor.monitor.transfer import as_published, is_cpu
 
 
 class DetectionMonitor(Monitor):
-    """Reports spikes and resets of a threshold.
+    """Reports spikes and resets of a threshold."""
 
-    Attributes:
-        flag: attribute of the engine's state for the result.
-        max_consecutive_spikes: number of consecutive spikes that reset the threshold.
-        on_spike: function of the engine and the value that is called at a spike, if it is a function.
-    """
-
-    on_spike: Callable[[Any, Any], Any] | str | None = None
+    on_spike: Callable[[Any, Any], Any] | str | None = None  # called at a spike, if it is a function
     _iteration = -1  # the last monitored one
     _known_spike: tuple[Tensor, bool] | None = None  # a flag read on the host
     _reported_resets = 0.0

@@ -42,7 +42,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         prefix: prefix of all names.
 
     Raises:
-        TypeError: if an argument is of another type; in a run, if the function returns anything but one number.
+        TypeError: if an argument has the wrong type; in a run, if the function returns anything but one number.
         ValueError: if an argument has a value that is not allowed.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Whether a backward accumulates into gradients, or finds them discarded."""
+"""Distinction of backwards that accumulate from those that follow discarded gradients."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class GradientsReady(NamedTuple):
 
 @dataclass
 class StepRequests:
-    """What monitors ask of a step during OPTIMIZER_STEP_STARTED, and then whether it is made."""
+    """Requests of monitors to a step during OPTIMIZER_STEP_STARTED, and the decision on it."""
 
     flags: list[bool | Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
@@ -81,7 +81,7 @@ class OptimizerStep(NamedTuple):
 
     @property
     def made(self) -> bool | Tensor:
-        """Whether the step is made, once it is decided; a 0-dim bool tensor if only the device may know."""
+        """True if the step is made, once it is decided; a 0-dim bool tensor if only the device may know."""
         return self.requests.made
 
     @property
@@ -139,6 +139,13 @@ class GradientTracker:
         self.statistics.watch(self.model)
         return True
 
+    def hook_parameters(self, start: Callable[[int], set[int]] | None, refresh: bool) -> None:
+        """Call a function at each backward that reaches a parameter, see :func:`gradient_hook`; None for no hooks."""
+        if (refresh and self.refresh()) or start is None:
+            self.hook.remove()
+        if start is not None and not self.hook.places:
+            self.hook.register(self.parameters, gradient_hook(start))
+
     def parameters_of(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; None for all. The same list while they are the same."""
         if optimizer is None:
@@ -155,6 +162,18 @@ class GradientTracker:
         """Forget the backward passes and steps of the previous iteration."""
         self.reached.clear()
         self.reduced, self.has_stepped, self.probe = True, False, None
+
+    def train_step_started(self, may_skip: bool) -> None:
+        """Keep the buffers, if a step of this train step may be skipped."""
+        self.accumulates &= may_skip
+        if may_skip:
+            self.statistics.keep(may_continue=self.accumulates)
+
+    def step_completed(self, may_skip: bool) -> None:
+        """Start another window."""
+        self.accumulates, self.has_stepped = False, True
+        if may_skip:
+            self.statistics.keep()
 
     def backward_ended(self, numbers: Set[int], reached: Set[int]) -> Set[int]:
         """Record a backward, with those inside of it, that has reached parameters of the model.
@@ -197,8 +216,7 @@ def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
 def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
     """A post-accumulate-grad hook for all parameters of a model.
 
-    Args:
-        start: called with the number of each backward; returns a set to which the ids of reached parameters are added.
+    ``start`` is called with the number of each backward, and returns the set that gets the ids of reached parameters.
     """
     last, add = -1, set[int]().add
     untraced(after_backward)  # the compiler would trace into what a compiled train step calls

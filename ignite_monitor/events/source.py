@@ -6,13 +6,14 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -23,7 +24,6 @@ from ignite_monitor.events.gradient_tracker import (
     OptimizerStep,
     StepRequests,
     after_backward,
-    gradient_hook,
     in_outermost_backward,
 )
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
@@ -45,8 +45,7 @@ class EventSource:
     """Fires :class:`MonitorEvents` on one engine; shared by all monitors attached to it.
 
     Hooks exist from the first iteration of a run to its end; those on parameters exist in monitored iterations only.
-    The engine owns the source. References from the source to engine and monitors, and from hooks to the source, are
-    weak, so that reference counting frees a run that is dropped.
+    The engine owns the source. All other references to it, and its own to engine and monitors, are weak.
 
     Attributes:
         running: whether a train step is running that monitors or handlers of the user's follow.
@@ -65,12 +64,10 @@ class EventSource:
         self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
         hooks = map(weak_method, (self._start_backward, self._end_backward, self._await_step, self._end_step))
         self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
-        self._on_own_step = untraced(weak_method(self._start_step))
         self._steps = StepOwner(weak_method(self._end_step))
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: list[weakref.ref[Any]] = []
-        # Weak references to monitors, with functions of theirs.
         self._listeners: dict[str, list[tuple[Any, Any]]] = {name: [] for name in (*self._NAMES, *Phase.__members__)}
         self._reset()
 
@@ -99,11 +96,9 @@ class EventSource:
         return source
 
     def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents | Phase, Any]]) -> None:
-        """Add a monitor, whose handlers are called at their events before all other handlers.
+        """Add a monitor, whose methods are called at their events before all other handlers.
 
-        Args:
-            handlers: methods of the monitor, called if it monitors the iteration. They get the engine, and for backward
-                passes and optimizer steps a :class:`GradientsReady` or :class:`OptimizerStep` of their model.
+        They get the engine, and for backward passes and steps a :class:`GradientsReady` or :class:`OptimizerStep`.
         """
         reference = weakref.ref(monitor)
         self._monitors.append(reference)
@@ -144,8 +139,7 @@ class EventSource:
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
         """Call the monitors of this iteration that listen to an event, then the user's handlers.
 
-        Args:
-            about: id of a model -> second argument for its monitors; monitors of other models are not called.
+        With ``about``, id of a model -> second argument, only monitors of these models are called.
         """
         engine = self._engine()
         if engine is None:
@@ -155,7 +149,9 @@ class EventSource:
         # All monitors read before anything is changed: the order of attaching must not matter.
         for phase in PHASES.get(event._name_, ()):
             if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
-                self._act(self._stepping, self._requests)
+                flag = self._steps.act(self._stepping, self._requests)
+                if flag is not False:
+                    self._restore_statistics(flag)
             if self._listeners[phase._name_]:
                 self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -171,7 +167,7 @@ class EventSource:
                 handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
 
     def _start_backward(self, model: int, number: int) -> set[int]:
-        """Begin to record a backward that reaches a model, by its id; return the set of its reached parameters."""
+        """Record a backward that reaches a model, by its id; return the set of its reached parameters."""
         tracker = self.trackers.get(model)
         if not self.running or tracker is None:
             return set()
@@ -184,7 +180,6 @@ class EventSource:
         return tracker.reached.setdefault(number, set())
 
     def _await_end(self, number: int) -> None:
-        """Await the end of the running backward, in which the one with this number has run or runs."""
         outermost = self._outermost[number] = backward_number()
         after_backward(functools.partial(self._on_backward_end, outermost), self._callback_depth)
 
@@ -195,7 +190,7 @@ class EventSource:
             del self._outermost[number]
         changed: dict[GradientTracker, Set[int]] = {}
         for tracker in self.trackers.values():
-            reached = set[int]().union(*(tracker.reached.pop(number, ()) for number in numbers))
+            reached = set[int]().union(*map(tracker.reached.pop, numbers, repeat(())))
             if reached and (whole := tracker.backward_ended(numbers, reached)):
                 changed[tracker] = whole
         everything = set[int]().union(*changed.values())
@@ -207,25 +202,28 @@ class EventSource:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Report the step that starts after the hooks of the optimizer's own, which may change its gradients."""
+        # The step is reported after the hooks of the optimizer's own, which may change its gradients.
         if not self.running or (self._stepping is not None and is_nested(optimizer)):
             return None
-        held = {tracker: tracker.parameters_of(optimizer) for tracker in self.trackers.values()}
-        self._sharing = {tracker: parameters for tracker, parameters in held.items() if parameters}
+        self._sharing = {}
+        for tracker in self.trackers.values():
+            if parameters := tracker.parameters_of(optimizer):
+                self._sharing[tracker] = parameters
         if not self._sharing:
             return None
         self._stepping, self._requests = optimizer, None
         self._steps.release()  # from a step that raised an error
         if not has_pre_hooks(optimizer):
             return self._start_step(optimizer, args, kwargs)
-        self._steps.add_pre_hook(optimizer, self._on_own_step)
+        self._steps.add_pre_hook(optimizer, untraced(weak_method(self._start_step)))
         return None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping is not optimizer or self._requests is not None:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._steps.check_call(optimizer, closure)
+        if self._acting:
+            self._steps.check_call(optimizer, closure)
         if not callable(closure):
             self._report_step(optimizer)
             self._steps.end_skipped(optimizer)
@@ -248,25 +246,20 @@ class EventSource:
                 self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
             self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
 
-    def _act(self, optimizer: Optimizer, requests: StepRequests) -> None:
-        """Skip or scale the step that starts, as the monitors ask."""
-        flag = self._steps.act(optimizer, requests)
-        for tracker in self.trackers.values() if flag is not False else ():
+    def _restore_statistics(self, flag: bool | Tensor) -> None:
+        for tracker in self.trackers.values():
             # The forward passes through a discriminator that has made its step are those of its generator's step.
             if tracker in self._sharing or tracker.has_stepped:
                 tracker.statistics.restore(flag)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Report the end of the running step, made or not."""
         if self._stepping is not optimizer:
             return
         self._steps.release()
         if self._requests is not None:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
         for tracker in self._sharing:
-            tracker.accumulates, tracker.has_stepped = False, True
-            if self._acting:
-                tracker.statistics.keep()
+            tracker.step_completed(may_skip=bool(self._acting))
         self._stepping, self._sharing, self._requests, self._about = None, {}, None, {}
 
     def _has_handlers(self, *names: str) -> bool:
@@ -285,7 +278,7 @@ class EventSource:
         if self.on(engine) is not self:  # the last monitor was detached by a handler before this one
             return
         if not self._handles:
-            # An interrupt can come at any moment: handles are appended one by one, first the one that removes the rest.
+            # An interrupt can come at any moment: first the handle that removes the rest is appended.
             # A handler of EXCEPTION_RAISED would make Ignite swallow the exception.
             self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
             # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
@@ -302,18 +295,14 @@ class EventSource:
         monitored = [item for reference in self._monitors if (item := reference()) is not None and item._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
-        for tracker in self.trackers.values():
-            if (self.running and tracker.refresh()) or not has_hooks:
-                tracker.hook.remove()
-            if has_hooks and not tracker.hook.places:
-                start = functools.partial(self._on_backward, id(tracker.model))
-                tracker.hook.register(tracker.parameters, gradient_hook(start))
+        for key, tracker in self.trackers.items():
+            start = functools.partial(self._on_backward, key) if has_hooks else None
+            tracker.hook_parameters(start, refresh=self.running)
         self.train_step = functools.partial(original, engine, batch)
         self._acting = [monitor.acts_on for monitor in monitored if monitor.acts_on is not None]
         for tracker in self.trackers.values():
-            tracker.accumulates &= bool(self._acting)
-            if self._acting:
-                tracker.statistics.keep(may_continue=tracker.accumulates)
+            if self._acting or tracker.accumulates:
+                tracker.train_step_started(may_skip=bool(self._acting))
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:

@@ -43,14 +43,10 @@ class SkippedError(Exception):
 
 
 class StepOwner:
-    """Skips or scales the step of an optimizer as monitors ask, and undoes it before other hooks of the optimizer.
-
-    Args:
-        completed: function that is called after a step that is not run.
-    """
+    """Skips or scales the step of an optimizer as monitors ask, and undoes it before other hooks of the optimizer."""
 
     def __init__(self, completed: Callable[[Optimizer], None]) -> None:
-        self.completed = completed
+        self.completed = completed  # is called after a step that is not run
         self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
         self._handles: list[Any] = []  # hooks of the step that runs
         self._patched: list[_PatchedStep] = []
@@ -78,17 +74,13 @@ class StepOwner:
                 )
 
     def act(self, optimizer: Optimizer, requests: StepRequests) -> bool | Tensor:
-        """Do what monitors ask of the step that starts.
-
-        Returns:
-            Whether they skip it; a 0-dim bool tensor if only the device knows.
-        """
+        """Do what monitors ask of the step that starts; return whether they skip it, maybe a 0-dim bool tensor."""
         if requests.factors:
             gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
             scale(gradients, _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         requests.made = True if found_inf is None else found_inf.reshape(()) == 0
-        flag = _any(requests.flags)
+        flag = _any(requests.flags) if requests.flags else False
         if isinstance(flag, Tensor) and skips_on_device(optimizer):
             skipped = flag.to(torch.float32)
             if found_inf is not None:
@@ -101,11 +93,7 @@ class StepOwner:
         return flag
 
     def end_skipped(self, optimizer: Optimizer) -> None:
-        """End the step of an optimizer that may do more than use its gradients, if it is skipped.
-
-        Raises:
-            SkippedError: to the patched step.
-        """
+        """End the step of an optimizer that may do more than use its gradients by a SkippedError, if it is skipped."""
         if self._undo and not _is_from_torch(optimizer):
             raise SkippedError
 
@@ -116,8 +104,10 @@ class StepOwner:
 
     def release(self) -> None:
         """Undo, also after a step that raised an error, and remove the hooks of the step."""
-        self.undo()
-        remove_all(self._handles)
+        if self._undo:
+            self.undo()
+        if self._handles:
+            remove_all(self._handles)
 
     def add_pre_hook(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
         """Call a function after the other pre-hooks of the step that starts."""

@@ -104,14 +104,9 @@ class SpikeAction:
 
 
 def clip_factor(detection: GradientDetection, norm: Tensor) -> Tensor:
-    """Factor of the gradient that a step uses, after which no norm is above its threshold.
+    """Factor of the gradient that a step uses, of this norm, after which no norm is above its threshold.
 
-    Args:
-        detection: the detection of its backward.
-        norm: the norm of the gradient that the step uses, 0-dim.
-
-    Returns:
-        A 0-dim tensor from 0 to 1; 1 for a non-finite gradient, and where no norm was above its threshold.
+    A 0-dim tensor from 0 to 1; 1 for a non-finite gradient, and where no norm of the backward was above its threshold.
     """
     parts = [part for part in (detection.norm, detection.parameters) if part is not None]
     ratios = [torch.where(part.above, part.threshold / part.comparable, math.inf).amin() for part in parts]

@@ -29,7 +29,7 @@ class GradientDetection(NamedTuple):
 
     @property
     def exceeds(self) -> Tensor:
-        """Whether the norm is finite, and it or that of a parameter above its threshold, 0-dim."""
+        """True if the norm is finite, and it or that of a parameter is above its threshold; 0-dim."""
         return self.above & ~self.norm.nonfinite
 
     def values(self) -> dict[str, Tensor]:

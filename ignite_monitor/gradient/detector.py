@@ -24,14 +24,7 @@ from ignite_monitor.monitor.ranks import RankNorm, Ranks
 
 
 class GradientDetector:
-    """Detects spikes of a model's gradients, the same on every rank.
-
-    Arguments are those of the monitor, and as options those of :class:`SpikeDetector`.
-
-    Attributes:
-        losses: the collected losses.
-        postponed: a spike whose step has not come.
-    """
+    """Detects spikes of a model's gradients, the same on every rank; arguments are those of the monitor."""
 
     def __init__(
         self,
@@ -115,11 +108,7 @@ class GradientDetector:
         return self._named[1]
 
     def observe(self, detection: GradientDetection, when: Tensor | None = None) -> Tensor:
-        """Update statistics and counts with a detection, where a 0-dim bool tensor is True; None for True.
-
-        Returns:
-            Whether that has reset a threshold, a 0-dim bool tensor.
-        """
+        """Update statistics and counts where a 0-dim bool tensor is True, None for True; return whether a reset."""
         parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
         for name, detector in self._detectors.items():
             detector.observe(parts[name], when)
@@ -133,8 +122,7 @@ class GradientDetector:
     def decide(self, postponed: PostponedSpike) -> tuple[Tensor, Tensor]:
         """Let the postponed spike update the statistics, unless a backward has accumulated into its gradient.
 
-        Returns:
-            Whether one has, and whether a threshold was reset, 0-dim bool tensors.
+        Returns whether one has, and whether a threshold was reset, 0-dim bool tensors.
         """
         accumulated = postponed.accumulated(self._ranks)
         self.losses.give_back(postponed.losses, accumulated)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,30 +21,15 @@ from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector
-from ignite_monitor.gradient.loss import NO_LOSS, LossSource
+from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.gradient.publisher import GradientPublisher
-from ignite_monitor.gradient.window import PATIENCE, Iteration
+from ignite_monitor.gradient.window import Iteration
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
-
-_UNSEEN = 20  # consecutive iterations without a gradient
-_NO_GRADIENT = (
-    f"{_UNSEEN} iterations had no gradient of the model, so nothing is published. Check that GradMonitor has the train "
-    "step's model and optimizer, and that backward() is called in the train step; attach with a filter if the model is "
-    "not trained in every iteration."
-)
-_NO_STEP = (
-    "%d consecutive spikes met no step of %s. If the train step returns at a spike, call optimizer.zero_grad() before "
-    "that return: gradients that stay make all later ones spikes too."
-)
-_NOT_POSITIVE = (
-    "the function given as threshold returned a number that is not positive, which is no threshold of a norm: such "
-    "norms are not compared."
-)
 
 
 class GradMonitor(GradientPublisher, schema=GRADIENT):
@@ -95,8 +78,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             GradMonitor(model, optimizer).attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")
-
     def __init__(
         self,
         model: nn.Module,
@@ -114,8 +95,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         prefix: str = "grad",
         flag: str = "unhealthy_spike",
     ) -> None:
-        norm_attribute = re.sub(r"\W", "_", str(prefix)) + "_norm"
-        super().__init__(model, prefix, flag, norm_attribute, max_consecutive_spikes, group)
+        super().__init__(model, prefix, flag, max_consecutive_spikes, group)
         if optimizer is not None:
             check_optimizer(optimizer, optional=True)
             check_holds(optimizer, model)
@@ -128,7 +108,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         self.acts_on = self._action.acts_on
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
-        self._unseen = 0  # consecutive iterations without a gradient
         self._detector = GradientDetector(
             model,
             self.ranks,
@@ -140,31 +119,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             max_consecutive_spikes=self.max_consecutive_spikes,
             overflow_is_spike=self.scaler is None,
         )
-
-    def counts(self) -> Tensor:
-        return torch.stack([*self._detector.counts()])
-
-    def run_totals(self) -> dict[str, float | Tensor]:
-        counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
-        return {"spikes": self._detector.counts()[0], **counts}
-
-    def reset_threshold(self) -> None:
-        self._detector.reset_threshold()
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        recurring = self._action.recurring.state_dict()
-        return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._detector.load_state_dict(state_dict)
-        self._action.load(state_dict)
-        self._reported_resets = float(self._reset_count())
-
-    def _reset_count(self) -> Tensor:
-        return self._detector.resets
-
-    # Events
 
     def handlers(self) -> Handlers:
         return [
@@ -258,8 +212,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         self._detector.losses.clear()
         if taken is None:
             return
-        made = step.made
-        self._now.stepped = self._now.stepped | made
+        self._now.stepped = self._now.stepped | (made := step.requests.made)
         if self.run_summary is not None:
             self.run_summary.step(step.optimizer, made)
         if taken.updates:
@@ -273,10 +226,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if self._source is None:
             return
         if not self._now.seen:
-            # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
-            self._unseen += self._source.trackers[id(self.model)].reduced
-            if self._unseen == _UNSEEN:
-                self.report("no_gradient", _NO_GRADIENT, severity="note")
+            self._count_unseen(self._source.trackers[id(self.model)])
             return
         self._unseen = 0
         newest, taken = self._window.since_step, self._window.last_step
@@ -298,12 +248,3 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
                 bring_to_host([self])
         if self._now.reset is not None:
             self._fire_reset(engine, self._now.reset)
-
-    def _warn(self, detection: GradientDetection | None) -> None:
-        if self._detector.losses.source is not None and self._detector.losses.is_missing():
-            self.report("no_loss", NO_LOSS)
-        if self._detector.rule.is_refused:
-            self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")
-        if self._window.is_stuck(detection):
-            name = "an optimizer" if self.optimizer is None else type(self.optimizer).__name__
-            self.report("no_step_at_spikes", _NO_STEP % (PATIENCE, name), severity="problem", once=False)

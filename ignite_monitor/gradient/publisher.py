@@ -1,55 +1,88 @@
-"""What a GradMonitor publishes, sets in the engine's state and logs of a detection."""
+"""The state of a GradMonitor, and what it publishes, sets in the engine's state and logs of a detection."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.spikes import may_be_true
+from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection, SpikeNumbers
 from ignite_monitor.gradient.detector import GradientDetector
-from ignite_monitor.gradient.window import GradientWindow, Iteration
+from ignite_monitor.gradient.loss import NO_LOSS
+from ignite_monitor.gradient.window import PATIENCE, GradientWindow, Iteration
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
+_UNSEEN = 20  # consecutive iterations without a gradient
+_NO_GRADIENT = (
+    f"{_UNSEEN} iterations had no gradient of the model, so nothing is published. Check that GradMonitor has the train "
+    "step's model and optimizer, and that backward() is called in the train step; attach with a filter if the model is "
+    "not trained in every iteration."
+)
+_NO_STEP = (
+    "%d consecutive spikes met no step of %s. If the train step returns at a spike, call optimizer.zero_grad() before "
+    "that return: gradients that stay make all later ones spikes too."
+)
+_NOT_POSITIVE = (
+    "the function given as threshold returned a number that is not positive, which is no threshold of a norm: such "
+    "norms are not compared."
+)
+
 
 class GradientPublisher(DetectionMonitor):
-    """Base of GradMonitor: flag, norm, metrics, events and log lines.
+    """Base of GradMonitor: state, flag, norm, metrics, events and log lines."""
 
-    Args:
-        model: the model.
-        prefix: prefix of all names.
-        flag: attribute of ``engine.state`` for the result.
-        norm_attribute: attribute of ``engine.state`` for the norm.
-        max_consecutive_spikes: number of consecutive spikes that reset the threshold statistics.
-        group: as of every monitor.
-
-    Raises:
-        ValueError: if ``flag`` is the attribute of the norm.
-    """
-
+    _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")
     _detector: GradientDetector
     _action: SpikeAction
 
-    def __init__(
-        self, model: nn.Module, prefix: str, flag: str, norm_attribute: str, max_consecutive_spikes: int, group: Group
-    ) -> None:
+    def __init__(self, model: nn.Module, prefix: str, flag: str, max_consecutive_spikes: int, group: Group) -> None:
         super().__init__(model, prefix, flag, max_consecutive_spikes, group)
-        if flag == norm_attribute:
+        self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
+        if flag == self._norm_attribute:
             raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
-        self._norm_attribute = norm_attribute
-        self.attributes[norm_attribute] = None
+        self.attributes[self._norm_attribute] = None
+        self.optimizer: Optimizer | None = None
         self._window = GradientWindow()
         self._now = Iteration()
         self._locator = NonFiniteLocator(model, self.ranks)
+        self._unseen = 0  # consecutive iterations without a gradient
+
+    def counts(self) -> Tensor:
+        return torch.stack([*self._detector.counts()])
+
+    def run_totals(self) -> dict[str, float | Tensor]:
+        counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
+        return {"spikes": self._detector.counts()[0], **counts}
+
+    def reset_threshold(self) -> None:
+        self._detector.reset_threshold()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        recurring = self._action.recurring.state_dict()
+        return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._detector.load_state_dict(state_dict)
+        self._action.load(state_dict)
+        self._reported_resets = float(self._reset_count())
+
+    def _reset_count(self) -> Tensor:
+        return self._detector.resets
 
     def _set_flag(self, engine: Any, detection: GradientDetection, report: bool = False) -> None:
         """Set flag and norm in the engine's state, and report a spike if requested."""
@@ -137,3 +170,18 @@ class GradientPublisher(DetectionMonitor):
             source = self._locator.newest
             kind, names = ("not_located", ()) if source is None else (source.kind, (source.name,))
             self.report(f"nonfinite_{kind}", text, names=names, once=False)
+
+    def _count_unseen(self, tracker: GradientTracker) -> None:
+        # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
+        self._unseen += tracker.reduced
+        if self._unseen == _UNSEEN:
+            self.report("no_gradient", _NO_GRADIENT, severity="note")
+
+    def _warn(self, detection: GradientDetection | None) -> None:
+        if self._detector.losses.source is not None and self._detector.losses.is_missing():
+            self.report("no_loss", NO_LOSS)
+        if self._detector.rule.is_refused:
+            self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")
+        if self._window.is_stuck(detection):
+            name = "an optimizer" if self.optimizer is None else type(self.optimizer).__name__
+            self.report("no_step_at_spikes", _NO_STEP % (PATIENCE, name), severity="problem", once=False)

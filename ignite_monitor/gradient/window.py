@@ -55,7 +55,7 @@ class StepDetection(NamedTuple):
 
 @dataclass
 class Iteration:
-    """What a monitor knows of the gradients of one iteration."""
+    """State of the gradients of one iteration, as far as a monitor knows it."""
 
     seen: bool = False  # whether there was a gradient
     scale: Tensor | None = None  # of the last backward, 0-dim; None for 1

@@ -47,7 +47,7 @@ class DoubleBuffer:
         self._standby, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("standby", "spare"))
         self._behind: Patch | None = None  # what the standby copy lacks; None if there is no usable one
         if mode == "x" and path.exists():
-            raise FileExistsError("it exists already; mode 'a' continues it, mode 'w' replaces it")
+            raise FileExistsError("file exists; mode 'a' continues it, mode 'w' replaces it")
         self._lock_path = path.with_name(f".{path.name}.lock")
         self._lock = self._lock_path.open("ab")
         descriptor, lock = self._lock.fileno(), self._lock_path

@@ -30,7 +30,7 @@ class Run:
 
 
 class Position(NamedTuple):
-    """Where a value belongs; ``nested`` if it is of another engine than the run."""
+    """Place of a value; ``nested`` if it is of another engine than the run."""
 
     run: Run
     iteration: int

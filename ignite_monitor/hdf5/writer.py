@@ -27,7 +27,7 @@ ROW_BYTES, NAME_BYTES = 512, 256  # approximate size of a row and of a name in a
 
 @dataclass
 class PendingRows:
-    """What is not in the file yet. One object, so that an interrupt leaves the state before or after a write."""
+    """Rows that are not in the file yet. One object, so that an interrupt leaves the state before or after a write."""
 
     sizes: dict[str, int]  # of the file's datasets
     names: int  # in the file
@@ -217,7 +217,7 @@ class Writer:
 
 
 def _newest_runs(contents: Contents) -> tuple[dict[int, int], dict[int, int]]:
-    """For values of the run's engine, and of engines that ran within it: index of a name -> the newest run with it."""
+    """Index of a name -> the newest run with it, for the run's engine and for engines that ran within it."""
     newest = np.full((2, len(contents.names)), -1)
     lists, places = np.unique(contents.rows[["first_id", "count", "nested"]], return_inverse=True)
     runs = np.zeros(len(lists), np.int64)

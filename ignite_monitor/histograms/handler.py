@@ -66,7 +66,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         prefix: the start of all names.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has an invalid value, or ``include`` and ``exclude`` exclude everything.
     """
 

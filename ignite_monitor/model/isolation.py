@@ -173,21 +173,23 @@ def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iter
 def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
     """Generators of torch, Python and NumPy that a model may use, by name of the module and place.
 
-    These are attributes of modules and of their classes, members of a container or in the closure of a function there,
+    These are attributes of modules and of their classes, members of a container or in the closure of such a function,
     and globals of the files in which the classes are.
     """
-    found: dict[tuple[Any, ...], Any] = {}
+    generators: dict[tuple[Any, ...], Any] = {}
     classes: dict[type, str] = {}
     for name, module in named_modules(model):
         own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        found |= {(name, *place): value for place, value in _generators_in(own)}
+        generators |= {(name, *place): value for place, value in _generators_in(own)}
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 classes.setdefault(kind, name)
     for kind, name in classes.items():
-        found |= {(name, kind, *place): value for place, value in _generators_in(vars(kind))}
+        generators |= {(name, kind, *place): value for place, value in _generators_in(vars(kind))}
     files = {id(file): file for kind in classes if (file := sys.modules.get(kind.__module__)) is not None}
-    return found | {("", *place): value for file in files.values() for place, value in _generators_in(vars(file), 0)}
+    return generators | {
+        ("", *place): value for file in files.values() for place, value in _generators_in(vars(file), 0)
+    }
 
 
 def generators_used_by(function: Any, model: nn.Module) -> list[Any]:
@@ -197,15 +199,15 @@ def generators_used_by(function: Any, model: nn.Module) -> list[Any]:
 
 
 def _generators_in(scope: Mapping[str, Any], depth: int = 1) -> list[tuple[tuple[Any, ...], Any]]:
-    """Generators among the values of a scope, and in the containers and functions there, with their places."""
+    """Generators among the values of a scope, its containers and functions, with their places."""
     kinds = _generator_kinds()
-    found, inner = list[tuple[tuple[Any, ...], Any]](), list[tuple[tuple[Any, ...], Any]]()
+    generators, inner = list[tuple[tuple[Any, ...], Any]](), list[tuple[tuple[Any, ...], Any]]()
     for key, value in [*scope.items()]:
         if isinstance(value, kinds):
-            found.append(((key,), value))
+            generators.append(((key,), value))
         elif depth and isinstance(value, _HOLDERS):
             inner += [((key, *place), item) for place, item in _generators_in(_members(value), depth - 1)]
-    return found + inner
+    return generators + inner
 
 
 def _generator_kinds() -> tuple[type, ...]:

@@ -60,7 +60,7 @@ def tags(names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Names, at most so many, and how many there are besides."""
+    """Join names, at most so many, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

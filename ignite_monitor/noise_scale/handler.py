@@ -58,7 +58,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         prefix: prefix of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of its range, parameters are sharded or not the optimizer's, or there is one
             micro-batch and no DistributedDataParallel.
 

@@ -292,7 +292,7 @@ def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:
 
 
 def _are_finite(inputs: list[Tensor]) -> bool:
-    """Return True if the inputs of a module are finite; a mask, which requires no gradient, has others beside it."""
+    """Return True if the inputs of a module are finite; a mask, which requires no gradient, has others next to it."""
     return all(_is_finite(item, may_mask=len(inputs) > 1 and not item.requires_grad) for item in inputs)
 
 

@@ -35,7 +35,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     {keys}
 
-    Quantities that an optimizer does not keep are not reported. The last kind appears when a logger writes.
+    Momentum SGD reports only momentum cosine and update norm. The last kind appears when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -45,7 +45,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         prefix: the first part of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters, or
             FullyShardedDataParallel has sharded them.
 

@@ -37,7 +37,7 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         prefix: start of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is invalid, or the model can't be copied, as one of ``fully_shard``.
 
     Examples:

@@ -61,7 +61,7 @@ def table_of(
 def mean_norms(sums: Tensor, counts: Tensor) -> Tensor:
     """Mean norms of each layer, and the share of the weight update, 0 where it and the input drift are 0.
 
-    Sums and counts are of shape (layers, quantities). NaN stands for no norms and for non-finite values.
+    Sums and counts are of shape (layers, quantities). NaN marks absent norms and non-finite values.
     """
     means = sums / counts
     both = means[:, 0] + means[:, 1]

@@ -51,7 +51,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         prefix: prefix of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
 
     Examples:
         .. code-block:: python

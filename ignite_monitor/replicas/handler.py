@@ -54,7 +54,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         prefix: prefix of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
 
     Examples:
         .. code-block:: python

@@ -50,7 +50,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         prefix: prefix of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if ``routers`` is not a regular expression, or the model has no router.
 
     Examples:
@@ -67,7 +67,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         super().__init__(model, prefix, group=group)
         self._pattern = check_pattern("routers", routers)
         if not self._routers():
-            raise ValueError(f"Argument routers should match modules (None: of transformers), but given {routers!r}")
+            raise ValueError(f"Argument routers matched no router; pass a regular expression, but given {routers!r}")
         self.reset_run_state()
 
     def reset_run_state(self) -> None:

@@ -58,7 +58,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         prefix: prefix of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is invalid, no layer can be measured, or the reference has another structure.
 
     Examples:

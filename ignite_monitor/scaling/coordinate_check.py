@@ -59,7 +59,7 @@ def coordinate_check(
         seeds: number of training runs at every width.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is invalid, or the train step runs no forward pass of the model.
     """
     check_type("widths", widths, list, "a list of widths")

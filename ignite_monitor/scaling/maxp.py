@@ -59,7 +59,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         solution: the current exponents; ``c`` is a mapping from the names of layers, ``{layer}.bias`` for biases.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is invalid, or the optimizer has other groups, or an L2 penalty for weight decay.
 
     Examples:

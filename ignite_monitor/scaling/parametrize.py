@@ -72,7 +72,7 @@ def parametrize(
         The parametrization, with the model of the larger width in its ``model``.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is invalid, the models differ in more than sizes, or a given c is too small.
         RuntimeError: if the graph can't be read; the error names the place.
 

@@ -52,7 +52,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         prefix: the first part of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has a value it can't have, no parameter is left to be measured, or
             FullyShardedDataParallel has sharded them.
 

@@ -49,7 +49,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         largest_batch: largest size of a saved batch in bytes, by default 256 MiB.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if ``keep`` is less than 1, or ``directory`` is a file.
 
     Examples:

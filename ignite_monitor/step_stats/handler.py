@@ -49,7 +49,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         prefix: prefix of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if ``peak_flops`` or ``flops_per_item`` is not positive, or given without the other.
 
     Examples:

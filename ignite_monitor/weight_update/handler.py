@@ -45,7 +45,7 @@ class ParameterDiagnostics(NamedTuple):
         update_ratio: the norm of its change over its own; NaN if no step was to move it.
         is_vanishing: True if the norm is below ``vanishing_grad_threshold``.
         is_exploding: True if the norm is above ``exploding_grad_threshold``, or not finite.
-        is_frozen: True if it had a step, and was not moved by the last ``frozen_patience_steps``.
+        is_frozen: True if it had a step, and is unchanged since ``frozen_patience_steps`` monitored steps.
     """
 
     grad_norm: float
@@ -86,7 +86,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         prefix: the first part of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has a value it can't have, the optimizer holds none of the model's parameters, or
             FullyShardedDataParallel has sharded them.
 
@@ -315,7 +315,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         self._reported.update(new)
         if new:
             advice = _ROUNDING if self._step is not None and self._step.rounds(new) else ""
-            text = f"not moved by the last {self.frozen_patience_steps} monitored steps: {', '.join(new)}{advice}"
+            steps = f"the last {self.frozen_patience_steps} monitored steps"
+            text = f"parameters unchanged during {steps}: {', '.join(new)}{advice}"
             # Without a gradient it may be a part of the model that is rarely used.
             severity = "warning" if any(norm > 0 for norm in new.values()) else "note"
             self.report("frozen_parameters", text, severity=severity, names=tuple(new), once=False)

@@ -16,7 +16,7 @@ from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 def test_x_refuses_w_replaces_a_continues(path):
     run(path, 10)
     before = path.read_bytes()
-    with pytest.raises(FileExistsError, match=r"run\.h5: it exists already; mode 'a' continues it"):
+    with pytest.raises(FileExistsError, match=r"run\.h5: file exists; mode 'a' continues it"):
         HDF5Logger(path)
     assert path.read_bytes() == before
     run(path, 20, "a", start=10)

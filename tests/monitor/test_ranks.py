@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import ignite_monitor as im
 from ignite_monitor.monitor.ranks import RankReduction, Ranks
 from ignite_monitor.monitor.transfer import NamedValues
 
@@ -124,3 +128,85 @@ def test_rows_by_name_over_two_ranks_that_have_the_same(process_group, monkeypat
     assert sums["kind"][0] == ["a", "b"]
     assert sums["kind"][1].tolist() == [[2.0, 4.0], [6.0, 8.0]]
     assert maxima["largest"][1].tolist() == [[5.0], [torch.inf]]  # the maximum of NaN depends on the order of ranks
+
+
+METRICS = {"std": True, "max_abs": True}
+MONITORS: dict[str, Callable[..., Any]] = {
+    "GradMonitor": im.GradMonitor,
+    "GradMonitor of a group": lambda model, optimizer: im.GradMonitor(model.module, optimizer, group=dist.group.WORLD),
+    "GradMonitor with loss": lambda model, optimizer: im.GradMonitor(model, optimizer, loss=lambda engine: 1.0),
+    "GradMonitor per parameter": lambda model, optimizer: im.GradMonitor(model, optimizer, per_parameter=True),
+    "WeightUpdateHandler": im.WeightUpdateHandler,
+    "OptimizerStateHandler": im.OptimizerStateHandler,
+    "ActivationHandler": lambda model, _: im.ActivationHandler(model, activations=METRICS, gradients={"l2_norm": True}),
+    "HistogramHandler": lambda model, _: im.HistogramHandler(model),
+    "SpectralNormHandler": lambda model, _: im.SpectralNormHandler(model),
+    "RCCHandler": lambda model, _: im.RCCHandler(model),
+    "StepStatsHandler": partial(im.StepStatsHandler, slowest_rank=True),
+    "GradientNoiseScaleHandler": partial(im.GradientNoiseScaleHandler, items=len),
+    "CurvatureHandler": partial(im.CurvatureHandler, loss=lambda model, x: model(x).square().mean(), lanczos_steps=5),
+    "ReplicaCheckHandler": im.ReplicaCheckHandler,
+    "ReplayCheckHandler": im.ReplayCheckHandler,
+    "RoutingHandler": lambda model, _: im.RoutingHandler(model, routers=r"2$"),
+    "RollbackHandler": lambda model, optimizer: im.RollbackHandler({"model": model, "optimizer": optimizer}),
+    "SetupCheck": im.SetupCheck,
+}
+
+
+def at_once(state, bucket):
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple[int, int]]:
+    """The number of collectives of a monitor, and of their bytes, in each iteration on the first of some ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    calls: list[int] = []
+    counts: list[tuple[int, int]] = []
+
+    def counted(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.numel() * tensor.element_size())
+        return original(tensor, *args, **kwargs)
+
+    try:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+        model.register_comm_hook(None, at_once)  # DistributedDataParallel cannot wait for a fake reduction
+        model._comm_hooks.clear()
+        model.module[2].top_k = 1  # type: ignore[union-attr,index]
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(engine: Engine, batch: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            return 1.0
+
+        def finish(_: Engine) -> None:
+            counts.append((len(calls), sum(calls)))
+            calls.clear()
+
+        engine = Engine(step)
+        make(model, optimizer).attach(engine, Events.ITERATION_STARTED)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, finish)
+        with monkeypatch.context() as patch:
+            for name in ("all_reduce", "broadcast"):
+                patch.setattr(dist, name, partial(counted, getattr(dist, name)))
+                patch.setattr(dist.distributed_c10d, name, getattr(dist, name))
+            for name in ("all_gather", "all_gather_object", "all_to_all", "gather"):
+                patch.setattr(dist, name, lambda *_, **__: pytest.fail("a collective of as many parts as ranks"))
+            engine.run([torch.randn(8, 4) for _ in range(4)])
+        return counts
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", MONITORS)
+def test_collectives_do_not_grow_with_the_ranks(name, monkeypatch):
+    few, many = (collectives(world, MONITORS[name], monkeypatch) for world in (4, 16_384))
+    assert few == many
+    parameters = 4 * 8 + 8 + 8 * 4 + 4
+    number, size = many[-1]
+    assert number <= 13  # CurvatureHandler: one per product with the Hessian
+    assert size <= 8 * 13 * parameters

@@ -162,7 +162,7 @@ def test_the_warning_of_frozen_parameters_names_rounding(caplog, lr, warned):
     model = make_model(width=16)
     with caplog.at_level(logging.WARNING, "ignite_monitor"):
         Run(model, torch.optim.SGD(model.parameters(), lr=lr), iterations=12, frozen_patience_steps=2)
-    texts = [text for text in caplog.messages if "not moved by the last 2 monitored steps" in text]
+    texts = [text for text in caplog.messages if "unchanged during the last 2 monitored steps" in text]
     assert bool(texts) is warned
     names = [name for text in texts for name in text.split("steps: ")[1].split(". Weights")[0].split(", ")]
     assert len(names) == len(set(names))
