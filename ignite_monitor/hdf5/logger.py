@@ -162,7 +162,12 @@ class HDF5Logger(BaseLogger):
         return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
 
     def warn_once(self, about: str, message: str) -> None:
-        """Give one warning per subject."""
+        """Give one warning per subject.
+
+        Args:
+            about: the subject.
+            message: the text.
+        """
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(message, stacklevel=2)
