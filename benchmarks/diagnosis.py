@@ -310,7 +310,7 @@ def main() -> None:
                 name = re.sub(r"[^a-z0-9]+", "_", f"{fault.name} {kind}".lower())
                 rows.append(diagnose(fault, kind, seed, 60 if chosen.quick else 300, directory / f"{name}_{seed}.h5"))
             print(f"- {title}, seed {seed}: {sum(right for right, _ in rows)} of {len(rows)} right.", flush=True)
-            tables += [f"\n### {title}\n", "| fault | training | first finding | right |", "|---|---|---|---|"]
+            tables += [f"\n## {title}\n", "| fault | training | first finding | right |", "|---|---|---|---|"]
             tables += [row for _, row in rows]
     print("\n".join(tables))
 

@@ -11,7 +11,6 @@ Rows are independent: run processes with one model and one fault in parallel, ``
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import statistics
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
+from regimes import CHANGE, REGIMES, Training, make_regime
 from regimes import LENGTH as REGIME
-from regimes import REGIMES, Training, make_regime
 from torch import Tensor, nn
 from trainings import Batch, digit_images, make_small, markov_text, options, print_header, print_row
 
@@ -239,6 +238,9 @@ def main() -> None:
     if args.limits:
         vary_limits()
         return
+    if args.quick:
+        quick()
+        return
     seeds = range(args.first, args.first + args.seeds)
     if args.healthy:
         print_header("schedule", "model", "rollbacks", "false alarms in 1,000 iterations")
@@ -276,11 +278,19 @@ def main() -> None:
             )
 
 
+def quick() -> None:
+    """Print a fault and a regime change, with handlers."""
+    fault, regime = "NaN in the weights", "targets shifted"
+    print_header("run", "with handlers", "steps lost", "rollbacks")
+    for name, made in (
+        (fault, train("mlp", 0, {START: fault}, "handlers")),
+        (regime, follow(make_regime(regime, 0), "handlers", CHANGE + 40)),
+    ):
+        print_row(name, f"{made.loss:.4f}", *_counts([made]))
+
+
 def vary_limits() -> None:
     """Print what happens at half of each constant of the policy, and at twice its value."""
-    modules = [
-        importlib.import_module(f"ignite_monitor.rollback.{name}") for name in ("policy", "triggers", "snapshots")
-    ]
     names = [name for name, value in vars(limits).items() if name.isupper() and isinstance(value, int | float)]
     print_header("constant", "value", *(f"{case}, {number}" for case in LIMIT_CASES for number in ("above", "lost")))
     clean = train("mlp", 0, {}, "nothing").loss
@@ -288,9 +298,8 @@ def vary_limits() -> None:
         for factor in (0.5, 2.0) if name else (1.0,):
             former = getattr(limits, name, 0)
             value = 1.0 - (1.0 - former) * factor if name in ("DECAY", "PROGRESS") else type(former)(former * factor)
-            for module in modules:
-                if name and hasattr(module, name):
-                    setattr(module, name, value)
+            if name:
+                setattr(limits, name, value)
             cells: list[str] = []
             for case in LIMIT_CASES:
                 is_fault = case in (*FAULTS, *SLOW)
@@ -300,9 +309,8 @@ def vary_limits() -> None:
                     made = follow(make_regime(case, 0), "handlers", REGIME, decay)
                 cells += [f"{made.loss - (clean if is_fault else 0.0):+.3f}", f"{made.lost:.0f}"]
             print_row(name or "as they are", value, *cells)
-            for module in modules:
-                if name and hasattr(module, name):
-                    setattr(module, name, former)
+            if name:
+                setattr(limits, name, former)
 
 
 def decay(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:

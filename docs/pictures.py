@@ -50,6 +50,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.demo import TinyGPT
 from ignite_monitor.hdf5.reader import read_hdf5
+from ignite_monitor.report.page import page
 from ignite_monitor.report.plot import draw, picture
 from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
@@ -96,6 +97,9 @@ def make_pictures(directory, browser):
     for name in ("plot.png", "plot_dark.png"):
         draw(picture(run), directory / name, "run.h5", dark="dark" in name)
         keep(directory / name, name)
+    (directory / "run.html").write_text(page("run.h5", run, "ignite-monitor"), encoding="utf-8")
+    shoot(browser, (directory / "run.html").as_uri(), directory / "report.png", "1280,1400", 1_000)
+    keep(directory / "report.png", "report.png")
     draw(picture(run, re.compile("^(grad/(norm|threshold|spike)|train/loss)$")), directory / "rollback.png")
     keep(directory / "rollback.png", "figures/rollback.png")
     findings = findings_text(summarise("runs/demo/run.h5", run))

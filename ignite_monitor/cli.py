@@ -32,19 +32,6 @@ examples:
 
 A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help lists its options."""
 
-DEMO = "demo -o runs/mine --iterations 1000\n\nNeeds no network, and takes less than half a minute."
-SUMMARY = "summary runs/demo/run.h5 --json | jq '.findings[].text'"
-PLOT = "plot runs/demo/run.h5 -o norms.pdf --metrics '^grad/'"
-REPORT = "report runs/demo/run.h5 -o run.html\n\nThe page needs no network and no script."
-COMPARE = """\
-compare a.h5 b.h5 --json | jq '.metrics["train/loss"]'
-
-Each metric is compared up to the last step that both runs have."""
-SPIKE = """\
-spike spikes/grad-00000340-rank0.spike.pt
-
-In Python, ignite_monitor.load_spike(FILE) returns the batch and the RNG state."""
-
 
 class BadInput(Exception):  # noqa: N818
     """Unusable input; the text is one line."""
@@ -112,27 +99,31 @@ def _parser() -> Parser:
             added.add_argument(run, metavar=f"{run.upper()}.h5", help="a run's file, as HDF5Logger writes it")
         return added.add_argument
 
-    option = add(_demo, "train a small model on real data with damaged batches, monitored and with rollbacks", DEMO)
+    option = add(_demo, "train a small model on damaged data, monitored and with rollbacks", "demo --iterations 1000")
     option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
     option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
-    option = add(_plot, "draw a run, with spikes marked", PLOT, "run")
+    option = add(
+        _plot, "draw a run, with spikes and reports marked", "plot run.h5 -o run.pdf --metrics '^grad/'", "run"
+    )
     to = "where to write: .png, .pdf or .svg (default: RUN.png next to RUN.h5)"
     option("-o", "--output", metavar="FILE", help=to)
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
-    option = add(_report, "write a page of HTML to send: findings with their evidence, figure, metrics", REPORT, "run")
+    option = add(
+        _report, "write a page of HTML to send: findings, evidence, metrics", "report run.h5 -o run.html", "run"
+    )
     option("-o", "--output", metavar="FILE", help="where to write (default: RUN.html next to RUN.h5)")
 
-    summary = add(_summary, "what happened in a run, causes before consequences", SUMMARY, "run")
-    compare = add(_compare, "two runs side by side, what differs most first", COMPARE, "a", "b")
+    summary = add(_summary, "what happened in a run, causes before consequences", "summary run.h5 --json", "run")
+    compare = add(_compare, "two runs side by side, what differs most first", "compare a.h5 b.h5 --json", "a", "b")
     for option in (summary, compare):
         option("--all", action="store_true", help="every metric in the table")
         option("--json", action="store_true", help="for machines")
 
-    option = add(_spike, "show what SpikeRecorder saved at spikes", SPIKE)
+    option = add(_spike, "show what SpikeRecorder saved at spikes", "spike spikes/")
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
     return parser
 

@@ -43,6 +43,7 @@ def rows(output):
     [
         ("bad_batches.py", 3, r"^[+-]\d\.\d{3}"),
         ("early_warning.py", 2, r"^\d+"),
+        ("recovery.py", 2, r"^\d\.\d{4}"),
         ("bench_cost.py", 6, r"^-?\d+\.\d+ ± "),
     ],
 )

@@ -37,8 +37,6 @@ Patch = list[tuple[str, int, NDArray[Any]]]
 class DoubleBuffer:
     """A file, locked against other writers until it is closed or the process ends.
 
-    On file systems without locks no writer is refused.
-
     Raises:
         BlockingIOError: if another writer has it.
         FileExistsError: if it exists, in mode ``"x"``.

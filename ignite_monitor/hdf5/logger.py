@@ -221,7 +221,7 @@ class ReportSources:
 
     def __init__(self, writer: Writer, tracker: RunTracker) -> None:
         self._writer, self._tracker = writer, tracker
-        self._sources: dict[int, tuple[list[Report], weakref.ref[Engine]]] = {}  # id of the list ->
+        self._sources: dict[int, tuple[list[Report], weakref.ref[Engine]]] = {}  # by the list's id
         self._taken: dict[int, int] = {}
 
     def add(self, reports: list[Report], engine: Engine) -> None:
@@ -229,11 +229,7 @@ class ReportSources:
         self._sources.setdefault(id(reports), (reports, weakref.ref(engine)))
 
     def take(self, of_begun_runs: bool = False) -> bool:
-        """Give new reports to the writer; return True if one is a problem.
-
-        Args:
-            of_begun_runs: leave out those of engines whose first run has not begun.
-        """
+        """Give new reports to the writer, or only those of engines with a run; return True if one is a problem."""
         is_urgent = False
         for key, (reports, reference) in self._sources.items():
             engine = reference()

@@ -38,11 +38,7 @@ class Position(NamedTuple):
 
 
 class RunTracker:
-    """Follows the engines that a logger is attached to.
-
-    An engine whose ``run()`` is called within that of another one belongs to the other's run. The call stack decides
-    it: an engine that has raised is no longer on it, whatever it raised and however long the engine lives.
-    """
+    """Follows the engines of a logger; an engine that runs within another belongs to that one's run."""
 
     def __init__(self, new_run: Callable[..., Run], flush_every: int) -> None:
         self._new_run, self._flush_every = new_run, flush_every
@@ -66,13 +62,7 @@ class RunTracker:
             run.last = iteration
 
     def position(self, engine: Engine, has_own_steps: bool = True) -> Position:
-        """Return the position of a value that comes from an engine now.
-
-        Args:
-            engine: the engine.
-            has_own_steps: False if the value is written with another engine's step, as ``global_step_transform`` gives
-                it for an evaluator that runs between two runs of the trainer.
-        """
+        """Return the position of a value of an engine; without steps of its own, it follows the latest trainer."""
         outermost = _outermost() or engine
         latest = self._trainer() if self._trainer is not None else None
         trainer = self._runs.get(latest) if latest is not None else None
@@ -124,7 +114,7 @@ class RunTracker:
 
 
 def _outermost() -> Engine | None:
-    """The outermost engine whose ``run()`` is on the stack, attached to the logger or not."""
+    """The outermost engine whose ``run()`` is on the call stack, on which an engine that has raised is not."""
     outermost, frame = None, sys._getframe(1)
     while frame is not None:
         if frame.f_code is Engine.run.__code__:

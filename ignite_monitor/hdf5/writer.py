@@ -40,10 +40,7 @@ class PendingRows:
 
 
 class Writer:
-    """Writes rows to a file. Rows that can't be written are kept in memory, and written with the next ones.
-
-    A log line reports when writing begins to fail, when it succeeds again, and how many values are lost.
-    """
+    """Writes rows to a file. Rows that can't be written are kept in memory, and written with the next ones."""
 
     def __init__(self, path: Path, mode: str, logger: logging.Logger) -> None:
         self.path = path
@@ -78,13 +75,7 @@ class Writer:
         return bool(self._pending.rows or self._pending.reports)
 
     def begin_run(self, start: int, continues: int = -1, after: int = -1) -> Run:
-        """Return a new run.
-
-        Args:
-            start: the iteration after which it starts.
-            continues: the number of the engine's former run.
-            after: that run's iteration after which it continues.
-        """
+        """Return a new run, with the fields of :class:`Run`."""
         run = Run(self._first_run + len(self._runs), start, start, continues=continues, after=after)
         self._runs.append(run)
         return run
@@ -98,11 +89,7 @@ class Writer:
         position: Position,
         make_origin: Callable[[str], Name],
     ) -> None:
-        """Take a row, unless writing has failed for so long that memory is used up.
-
-        Args:
-            make_origin: called with a value's name, without the tag, if the name is new.
-        """
+        """Take a row, unless writing has failed for so long that memory is used up; make origins of new names."""
         if not self._has_room(len(values)):
             return
         pending, (run, iteration, nested) = self._pending, position
@@ -203,7 +190,11 @@ class Writer:
         named.update(dict.fromkeys(ids, run.number))
 
     def _continue(self, run: Run, older: int, step: int) -> None:
-        last, last_step = self._ends[older] if older < self._first_run else self._end_of(older)
+        if older < self._first_run:
+            last, last_step = self._ends[older]
+        else:
+            former = self._runs[older - self._first_run]
+            last, last_step = former.last, former.last_step
         if run.start:
             run.after = run.start
         elif step > last_step:  # the user's steps go on
@@ -214,10 +205,6 @@ class Writer:
         run.continues = older
         if run.number < self._first_run + self._pending.runs:
             self._pending.changed_runs.append(run)
-
-    def _end_of(self, number: int) -> tuple[int, int]:
-        run = self._runs[number - self._first_run]
-        return run.last, run.last_step
 
     def _index_of(self, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
         full = name if tag is None else f"{tag}/{name}" if name else tag

@@ -11,7 +11,6 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
-from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.source import EventSource
@@ -19,6 +18,9 @@ from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
+
+_LOGGER = logging.getLogger(__name__)
+_TITLE = "HealthyCheckpoint: iteration %d:"
 
 
 class HealthyCheckpoint(Checkpoint):
@@ -58,17 +60,13 @@ class HealthyCheckpoint(Checkpoint):
             if not isinstance(monitor, Monitor) or monitor.counts() is None:
                 raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
         self.monitors, self.quiet = monitors, check_count("quiet", quiet, least=1)
-        inner = {name: getattr(thing, "optim", None) for name, thing in to_save.items()}  # of ZeroRedundancyOptimizer
-        parts = {name: inner[name] if isinstance(inner[name], Optimizer) else to_save[name] for name in inner}
-        self._training = TrainingState(parts)
+        self._training = TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
-        self._due: Any = None  # event of a checkpoint that is postponed to the next healthy iteration
-        self._healthy, self._copy = (
-            0,
-            _Copy([*to_save]),
-        )  # iteration of the newest healthy state, and a copy while it has no file
+        self._due: Any = None  # event of a postponed checkpoint
+        self._healthy = 0  # iteration of the newest healthy state
+        self._copy: dict[str, Any] = {}  # that state, as long as it has no file
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at an event, and know of spikes from the run's start on; with ``add_event_handler`` from the first call.
@@ -92,54 +90,55 @@ class HealthyCheckpoint(Checkpoint):
             self.attach(trainer, None)
         iteration = (trainer or engine).state.iteration
         if not (problem := self._problem(engine)):
-            self._due, self._healthy = None, iteration
-            self._copy.states.clear()
+            self._due, self._healthy, self._copy = None, iteration, {}
             super().__call__(engine, *args, **kwargs)
+        elif self._due is None and engine is trainer and engine.last_event_name == Events.COMPLETED:
+            self._save_newest(engine, Events.COMPLETED)
         elif self._due is None:
             self._due = engine.last_event_name if engine is trainer else None
-            if self._due == Events.COMPLETED:
-                self._on_completed(engine)
-            else:
-                _warn("iteration %d: no checkpoint is saved, since %s", iteration, problem)
+            _LOGGER.warning(f"{_TITLE} no checkpoint is saved, since %s", iteration, problem)
+
+    def _setup_checkpoint(self) -> dict[str, Any]:
+        return self._copy or super()._setup_checkpoint()
 
     def _on_started(self, engine: Engine) -> None:
         self._earlier.clear()
         if engine.state.iteration < self._healthy:  # another run
-            self._healthy = 0
-            self._copy.states.clear()
+            self._healthy, self._copy = 0, {}
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         iteration = engine.state.iteration
-        has_file = self._healthy and not self._copy.states
+        has_file = self._healthy and not self._copy
         is_old = iteration % self.quiet == 0 and iteration - self._healthy >= iteration / 10 and not has_file
         if (self._due is None and not is_old) or self._problem(engine):
             return
-        self._healthy = iteration
-        if self._due is None:  # on another engine, without handlers of SAVED_CHECKPOINT
-            Checkpoint(self.to_save, self._copy, save_on_rank=self.save_on_rank)(Engine(lambda *_: None))
+        self._healthy, self._copy = iteration, {}
+        if self._due is None:
+            self._copy = clone(super()._setup_checkpoint(), on_host=True)
         else:
-            self._save(engine, self._due, iteration, self.to_save)
+            self._save(engine, self._due)
 
     def _on_completed(self, engine: Engine) -> None:
-        if self._due is None:
-            return
+        if self._due is not None:
+            self._save_newest(engine, self._due)
+
+    def _save_newest(self, engine: Engine, event: Any) -> None:
         kept = f"the newest healthy state is that of iteration {self._healthy}" if self._healthy else "nor is another"
-        _warn(f"iteration %d: this state is not saved, since %s; {kept}", engine.state.iteration, self._problem(engine))
-        if self._copy.states:
-            states = {name: _Kept(state) for name, state in self._copy.states.items()}
-            self._save(engine, self._due, self._healthy, states)
+        text = f"{_TITLE} this state is not saved, since %s; {kept}"
+        _LOGGER.warning(text, engine.state.iteration, self._problem(engine))
+        if self._copy:
+            self._save(engine, event)
         self._due = None
 
-    def _save(self, engine: Engine, event: Any, iteration: int, to_save: Any) -> None:
-        """Save as if this were the event and the iteration, by which Ignite names the file."""
-        before = self.to_save, engine.last_event_name, engine.state.iteration
-        self.to_save, engine.last_event_name, engine.state.iteration = to_save, event, iteration
+    def _save(self, engine: Engine, event: Any) -> None:
+        """Save as if this were the event and the iteration of the healthy state, by which Ignite names the file."""
+        before = engine.last_event_name, engine.state.iteration
+        engine.last_event_name, engine.state.iteration = event, self._healthy
         try:
             super().__call__(engine)
         finally:
-            self.to_save, engine.last_event_name, engine.state.iteration = before
-        self._due = None
-        self._copy.states.clear()
+            engine.last_event_name, engine.state.iteration = before
+        self._due, self._copy = None, {}
 
     def _problem(self, engine: Engine) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""
@@ -158,24 +157,3 @@ class HealthyCheckpoint(Checkpoint):
     def _spikes(self, engine: Engine) -> dict[str, Any]:
         monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
         return {item.prefix: counts[0] for item in monitors if (counts := item.counts()) is not None}
-
-
-class _Copy:
-    """A save handler that keeps a copy of the state in host memory."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names, self.states = names, dict[str, Any]()
-
-    def __call__(self, checkpoint: Any, *_: Any) -> None:
-        self.states.update(clone({self.names[0]: checkpoint} if len(self.names) == 1 else checkpoint, on_host=True))
-
-
-class _Kept:
-    """An object whose state is the given one."""
-
-    def __init__(self, state: Any) -> None:
-        self.state_dict = lambda: state
-
-
-def _warn(text: str, *values: object) -> None:
-    logging.getLogger(__name__).warning(f"HealthyCheckpoint: {text}", *values)

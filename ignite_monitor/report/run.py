@@ -76,11 +76,6 @@ class Series(NamedTuple):
         values = self.finite.values
         return float(values[-1]) if len(values) else math.nan
 
-    @property
-    def first_step(self) -> float:
-        """The first iteration, infinite if there is none."""
-        return float(self.steps[0]) if self else math.inf
-
     def at(self, steps: Array) -> Array:
         """Return the values at some steps, NaN where there is none."""
         if not self:

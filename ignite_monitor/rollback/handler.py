@@ -23,10 +23,10 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.tensors import count_items, loss_in
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import Group, Ranks
-from ignite_monitor.rollback.limits import LONG_PROBATION, WARMUP, WINDOW
+from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import RECOVERING, WATCHING, Action, Event, RecoveryPolicy
-from ignite_monitor.rollback.snapshots import LoweredRates, Snapshot, Snapshots, TrainingState, clone, finite
-from ignite_monitor.rollback.triggers import Signals, Triggers
+from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState, clone, finite, lowered_rates, public
+from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
 class RollbackHandler(Monitor, schema=ROLLBACK):
@@ -102,13 +102,16 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.loss = loss
         self.lr_factor = 1.0 if lr_factor == 1.0 else check_real("lr_factor", lr_factor, above=0.0, below=1.0)
         self.on_exhausted = on_exhausted
-        self._policy = RecoveryPolicy(patience, check_count("max_rollbacks", max_rollbacks, least=1))
+        self.every, self.max_rollbacks = every, check_count("max_rollbacks", max_rollbacks, least=1)
+        self._policy = RecoveryPolicy(patience, max_rollbacks)
         self._snapshots = Snapshots(every, keep, on_host=where == "host")
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
         self.ranks = Ranks(group, *self._training.modules)
-        self._triggers = Triggers(patience)
+        self._loss_threshold = LossThreshold()
+        self._triggers = Triggers(patience, self._loss_threshold)
+        self._request = ""
         self._count = self._discarded_count = 0
         self._lr_scale = 1.0
         self._stepped = True  # whether an optimizer made a step in this iteration
@@ -122,7 +125,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         Args:
             reason: text of the warning.
         """
-        self._triggers.request = str(reason)
+        self._request = str(reason) or "requested"
 
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
@@ -148,9 +151,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
-        objects = {name: getattr(self, f"_{name}") for name in self._OBJECTS}
-        saved = {name: {key: getattr(thing, key) for key in thing.SAVED} for name, thing in objects.items()}
-        saved["loss_threshold"] = self._triggers.loss.state_dict()
+        saved = {name: public(getattr(self, f"_{name}")) for name in self._OBJECTS}
+        saved["loss_threshold"] = self._loss_threshold.state_dict()
         return OrderedDict(clone(saved), **{name: getattr(self, f"_{name}") for name in self._FIELDS})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -158,7 +160,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         own = self._training.things.keys()
         if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
-        self._triggers.loss.load_state_dict(state_dict["loss_threshold"])
+        self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
         for name in self._OBJECTS:
             vars(getattr(self, f"_{name}")).update(clone(dict(state_dict[name])))
         vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
@@ -178,7 +180,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             return
         self._check_batch_size(engine)
         kept = self._snapshots.all
-        if not kept or (stepped and self._policy.healthy and before - kept[-1]["iteration"] >= self._snapshots.every):
+        if not kept or (stepped and self._policy.healthy and before - kept[-1]["iteration"] >= self.every):
             self._snapshots.take(before, self._training.state(), self._thresholds())
 
     def _check_batch_size(self, engine: Engine) -> None:
@@ -200,7 +202,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         optimizers = self._training.optimizers if self._is_running else []
-        lowered = [LoweredRates(optimizers, self._lr_scale)] if self._lr_scale != 1.0 else []
+        lowered = [lowered_rates(optimizers, self._lr_scale)] if self._lr_scale != 1.0 else []
         return [*(optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers), *lowered]
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -224,8 +226,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             return
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
         device = device_of(self._training.modules[0])
-        signals = triggers.collect(loss, self._monitors(), self.ranks, device, iteration)
-        if not triggers.unhealthy and iteration >= WARMUP:
+        signals = triggers.collect(loss, self._monitors(), self.ranks, device, iteration, self._request)
+        self._request = ""
+        if not triggers.unhealthy and iteration >= limits.WARMUP:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
         if all(triggers.signs):
@@ -249,11 +252,10 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
                 self._snapshots.clear()
             triggers.far.clear()
             self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, policy.discarded)
-        if self._lr_scale != 1.0 and policy.watching and policy.calm >= LONG_PROBATION:
+        if self._lr_scale != 1.0 and policy.watching and policy.calm >= limits.LONG_PROBATION:
             self._lr_scale = 1.0
-            self.report(
-                "rates_returned", "learning rates are those of their schedule again", severity="note", once=False
-            )
+            text = "learning rates are those of their schedule again"
+            self.report("rates_returned", text, severity="note", once=False)
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.ROLL_BACK and self._source is not None:
             self._source.fire(MonitorEvents.ROLLED_BACK)
@@ -291,7 +293,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             text += f", learning rates multiplied by {self._lr_scale:g}" if self._lr_scale != 1.0 else ""
             self.report("rolled_back", f"{text}; restored {', '.join(self._training.things)}", once=False)
         elif starts and action == Action.DISCARD:
-            text += f" after {self._policy.max_rollbacks} rollbacks within {WINDOW} iterations: lower the learning rate"
+            text += f" after {self.max_rollbacks} rollbacks within {limits.WINDOW} iterations: lower the learning rate"
             self.report("rollbacks_exhausted", text, severity="problem", once=False)
         elif action == Action.END:
             self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
@@ -327,22 +329,20 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.report("data_changed", text, once=False)
 
     def _reset_thresholds(self) -> None:
-        self._triggers.loss.reset()
+        self._loss_threshold.reset()
         for monitor in self._monitors():
             monitor.reset_threshold()
 
     def _monitors(self) -> list[Monitor]:
-        """The monitors on the engine that have a threshold."""
         attached = self._source.monitors if self._source is not None else []
         return [monitor for monitor in attached if type(monitor).counts is not Monitor.counts]
 
     def _thresholds(self) -> dict[str, Any]:
-        """The thresholds' state as tensors that are never changed in place."""
-        return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._triggers.loss.state}
+        return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._loss_threshold.state}
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""
-        self._triggers.loss.load_state_dict(thresholds["loss"])
+        self._loss_threshold.load_state_dict(thresholds["loss"])
         for monitor in self._monitors():
             if monitor.prefix in thresholds["monitors"]:
                 counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}

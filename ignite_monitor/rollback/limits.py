@@ -27,5 +27,5 @@ NOT_WORSE = 1.1  # times the snapshot's loss on the changed data
 TRIAL = 10  # iterations of training on changed data
 WORSE = 1.5  # times the loss of the failed tests, after which the trial has failed
 PROBE_EVERY = 8  # iterations between probes of the snapshot, later a third of those since the data changed
-RETURNS = 60  # iterations since the first sign before which a usual loss settles nothing: forty bad batches may end
+RETURNS = 50  # iterations since the first sign before which a usual loss settles nothing: forty bad batches may end
 SETTLED = 120  # iterations since the first sign after which changed data are final

@@ -7,21 +7,7 @@ from collections.abc import Sequence
 from enum import Enum
 from statistics import fmean
 
-from ignite_monitor.rollback.limits import (
-    HOLD,
-    LONG_PROBATION,
-    NOISY,
-    NOT_WORSE,
-    PROBATION,
-    PROBE_EVERY,
-    RETRIES,
-    RETURNS,
-    SETTLED,
-    TESTS,
-    TRIAL,
-    WINDOW,
-    WORSE,
-)
+from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.triggers import Signals
 
 
@@ -62,15 +48,9 @@ class RecoveryPolicy:
     become usual; after a second rollback it is not, since data that change again and again do not return for good.
     """
 
-    SAVED = (
-        *("phase", "first_sign", "healthy", "nonfinite", "discarded", "rollbacks", "is_test", "failed_tests"),
-        *("retries", "recent", "test_levels", "since", "probe_at", "passed", "trials", "probation", "calm"),
-        *("may_continue", "tests", "all_failed", "settles"),
-    )
-
     def __init__(self, patience: int, max_rollbacks: int) -> None:
-        self.patience, self.max_rollbacks = patience, max_rollbacks
-        self.rollbacks: list[int] = []  # iterations of the rollbacks within WINDOW
+        self._patience, self._max_rollbacks = patience, max_rollbacks
+        self.rollbacks: list[int] = []  # of the last rollbacks
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +66,7 @@ class RecoveryPolicy:
         self.recent: list[float] = []  # levels before the rollback, later those of the trial
         self.test_levels: list[float] = []
         self.since = self.probe_at = self.passed = 0
-        self.probation = PROBATION
+        self.probation = limits.PROBATION
         self.settles = False  # True if the probe that is in progress ends the recovery
         self.may_continue = False  # True if the state before the rollback may be better than the snapshot
 
@@ -101,13 +81,13 @@ class RecoveryPolicy:
         if self.trials:
             return 0
         if self.failed_tests:
-            return TESTS[min(self.failed_tests, len(TESTS) - 1)]
-        return self.retries // RETRIES if self.retries < 3 * RETRIES else 0
+            return limits.TESTS[min(self.failed_tests, len(limits.TESTS) - 1)]
+        return self.retries // limits.RETRIES if self.retries < 3 * limits.RETRIES else 0
 
     @property
     def keeps_current(self) -> bool:
         """True if the state set aside does at least as well on the changed data as the snapshot."""
-        return self.may_continue and _mean(self.recent) <= NOT_WORSE * _mean(self.test_levels)
+        return self.may_continue and _mean(self.recent) <= limits.NOT_WORSE * _mean(self.test_levels)
 
     def next(self, event: Event, iteration: int, signals: Signals) -> Action:
         """Choose the action for an iteration, from its classification, number and signals."""
@@ -115,13 +95,13 @@ class RecoveryPolicy:
         streak, is_healthy = self.healthy, event == Event.HEALTHY
         self.healthy, self.calm = (streak + 1, self.calm + 1) if is_healthy else (0, self.calm)
         self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
-        if self.nonfinite >= self.patience:
+        if self.nonfinite >= self._patience:
             event = Event.RUINED
-        elif event == Event.NONFINITE and 2 * self.nonfinite >= self.patience:
+        elif event == Event.NONFINITE and 2 * self.nonfinite >= self._patience:
             event = Event.PERSISTENT
         elif event == Event.RUINED and self.phase == RECOVERING:
             event = Event.NONFINITE
-        self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < WINDOW]
+        self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < limits.WINDOW]
         if self.phase == WATCHING:
             return self._watch(event, iteration, signals)
         if self.phase == RECOVERING:
@@ -131,17 +111,18 @@ class RecoveryPolicy:
         return self._probe(is_usual and self.nonfinite == 0, iteration)
 
     def _watch(self, event: Event, iteration: int, signals: Signals) -> Action:
-        self.recent = [*self.recent[1 - len(TESTS) :], signals.level]
+        self.recent = [*self.recent[1 - len(limits.TESTS) :], signals.level]
         if event not in (Event.TRIGGERED, Event.PERSISTENT, Event.RUINED):
             return Action.NONE
-        is_exhausted = len(self.rollbacks) >= self.max_rollbacks
+        is_exhausted = len(self.rollbacks) >= self._max_rollbacks
         self.first_sign = iteration + 1 - signals.age
         if is_exhausted and event != Event.TRIGGERED:
             return Action.END if event == Event.RUINED else Action.NONE
         self.phase, self.is_test = RECOVERING, True
         self.may_continue = event == Event.TRIGGERED and not signals.is_requested
         self.discarded = self.failed_tests = self.all_failed = self.tests = self.retries = self.trials = self.calm = 0
-        self.test_levels, self.settles, self.probation = [], False, LONG_PROBATION if is_exhausted else PROBATION
+        self.test_levels, self.settles = [], False
+        self.probation = limits.LONG_PROBATION if is_exhausted else limits.PROBATION
         if is_exhausted:
             return Action.DISCARD
         self.rollbacks.append(iteration)
@@ -157,9 +138,9 @@ class RecoveryPolicy:
             if self.healthy >= self.probation:
                 self.phase, self.recent = WATCHING, []
             return Action.NONE
-        if event == Event.RUINED and iteration - self.first_sign >= HOLD:
+        if event == Event.RUINED and iteration - self.first_sign >= limits.HOLD:
             return Action.END
-        if event == Event.ABOVE_THRESHOLD and not was_test and streak >= PROBATION:
+        if event == Event.ABOVE_THRESHOLD and not was_test and streak >= limits.PROBATION:
             self.is_test = False  # in a long probation one such iteration is no sign
             return Action.NONE
         self.discarded += 1
@@ -171,17 +152,18 @@ class RecoveryPolicy:
         self.failed_tests += 1
         self.all_failed += 1
         self.test_levels.append(level)
-        is_noise = self.all_failed >= NOISY and NOISY * self.all_failed >= self.tests
-        if self.failed_tests < (HOLD if self.trials else len(TESTS)) and not is_noise:
+        is_noise = self.all_failed >= limits.NOISY and limits.NOISY * self.all_failed >= self.tests
+        if self.failed_tests < (limits.HOLD if self.trials else len(limits.TESTS)) and not is_noise:
             return Action.DISCARD
         self.phase, self.since, self.passed, self.trials = ADAPTING, iteration, 0, self.trials + 1
-        self.probe_at = iteration + TRIAL
+        self.probe_at = iteration + limits.TRIAL
         return Action.ADAPT
 
     def _adapt(self, event: Event, iteration: int, level: float, is_usual: bool) -> Action:
-        self.recent = [*self.recent[1 - TRIAL // 2 :], level]
+        self.recent = [*self.recent[1 - limits.TRIAL // 2 :], level]
         self.passed = self.passed + 1 if is_usual else 0
-        is_worse = iteration - self.since == TRIAL and _mean(self.recent) > WORSE * _mean(self.test_levels)
+        is_over = iteration - self.since == limits.TRIAL
+        is_worse = is_over and _mean(self.recent) > limits.WORSE * _mean(self.test_levels)
         if self.trials == 1 and (event not in (Event.HEALTHY, Event.ABOVE_THRESHOLD, Event.NONFINITE) or is_worse):
             self.phase, self.is_test, self.failed_tests = RECOVERING, True, 0
             self.discarded += 1
@@ -189,19 +171,18 @@ class RecoveryPolicy:
         if event == Event.RUINED:
             return Action.END
         age, is_first = iteration - self.first_sign, len(self.rollbacks) == 1
-        if age >= SETTLED or (self.passed >= PROBATION and not is_first):
+        if age >= limits.SETTLED or (self.passed >= limits.PROBATION and not is_first):
             self.phase, self.recent, self.calm = WATCHING, [], 0
-        elif (
-            self.passed >= PROBATION and age >= RETURNS
-        ):  # the changed data are learnt, or the earlier ones have returned
+        elif self.passed >= limits.PROBATION and age >= limits.RETURNS:
+            # The changed data are learnt, or the earlier ones have returned.
             self.phase, self.passed, self.settles = PROBING, 0, True
             self.discarded += 1
             return Action.PROBE
-        elif iteration >= self.probe_at and not self.passed and iteration - self.since > TRIAL:
+        elif iteration >= self.probe_at and not self.passed and iteration - self.since > limits.TRIAL:
             self.phase = PROBING
             self.discarded += 1
             return Action.PROBE
-        return Action.ACCEPT if iteration - self.since == TRIAL else Action.NONE
+        return Action.ACCEPT if is_over else Action.NONE
 
     def _probe(self, is_passed: bool, iteration: int) -> Action:
         self.discarded += 1
@@ -210,7 +191,7 @@ class RecoveryPolicy:
             self.phase, self.recent, self.calm = WATCHING, [], 0
             return Action.RESUME
         if not is_passed:
-            self.phase, self.probe_at = ADAPTING, iteration + max(PROBE_EVERY, (iteration - self.since) // 3)
+            self.phase, self.probe_at = ADAPTING, iteration + max(limits.PROBE_EVERY, (iteration - self.since) // 3)
             return Action.RESUME
         if self.passed > 1:
             self.settles = False

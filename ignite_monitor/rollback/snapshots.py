@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.transfer import transfer
-from ignite_monitor.rollback.limits import CONFIRMED, RECENT, SPACING
+from ignite_monitor.rollback import limits
 
 Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds
 
@@ -29,10 +30,8 @@ _IMMUTABLE = {float, int, bool, str, type(None)}  # deepcopy() is slower
 class Snapshots:
     """Snapshots in order of their iterations: the newest ones, and at most ``keep`` older ones."""
 
-    SAVED = ("all", "restored", "restored_at", "aside")
-
     def __init__(self, every: int, keep: int, on_host: bool) -> None:
-        self.every, self.keep, self.on_host = every, keep, on_host
+        self._every, self._keep, self._on_host = every, keep, on_host
         self.clear()
 
     def clear(self) -> None:
@@ -44,16 +43,16 @@ class Snapshots:
 
     def take(self, iteration: int, state: Any, thresholds: Any) -> None:
         """Copy a state after an iteration."""
-        self.all.append({"iteration": iteration, "state": clone(state, self.on_host), "thresholds": thresholds})
-        older = self.all[:-RECENT]
-        if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < SPACING * self.every:
+        self.all.append({"iteration": iteration, "state": clone(state, self._on_host), "thresholds": thresholds})
+        older = self.all[: -limits.RECENT]
+        if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < limits.SPACING * self._every:
             self.all.remove(older[-1])
-        elif len(older) > self.keep:
+        elif len(older) > self._keep:
             self.all.remove(older[0])
 
     def set_aside(self, iteration: int, state: Any, thresholds: Any) -> None:
         """Copy a state that may be continued from."""
-        self.aside = {"iteration": iteration, "state": clone(state, self.on_host), "thresholds": thresholds}
+        self.aside = {"iteration": iteration, "state": clone(state, self._on_host), "thresholds": thresholds}
 
     def before(self, first_sign: int) -> Snapshot:
         """Return the newest snapshot after which an iteration before the first sign was healthy, else the oldest."""
@@ -67,7 +66,7 @@ class Snapshots:
         unconfirmed. All get the thresholds of the newest one from before the first sign: older ones may have none yet.
         """
         newest, delay = self.before(first_sign), iteration - first_sign
-        is_confirmed = first_sign - self.restored_at >= max(CONFIRMED, 10 * delay)
+        is_confirmed = first_sign - self.restored_at >= max(limits.CONFIRMED, 10 * delay)
         self._drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
         self._drop_newer(self.before(first_sign - margin)["iteration"])
         for snapshot in self.all:
@@ -120,6 +119,11 @@ class TrainingState:
                 layout += [*parameters_in(module), *map(id, parameters_in(module).values())]
                 modules += modules_in(module).values()
         return layout
+
+
+def public(thing: object) -> dict[str, Any]:
+    """The attributes of a handler's part that change during a run."""
+    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}
 
 
 def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
@@ -220,34 +224,24 @@ def _unwrapped(thing: Any) -> Any:
     return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing
 
 
-class LoweredRates:
-    """Multiplies the learning rates of optimizers during their steps: schedules and groups keep their own rates."""
+@contextmanager
+def lowered_rates(optimizers: Sequence[Optimizer], factor: float) -> Iterator[None]:
+    """Multiply learning rates during steps of the optimizers; groups and schedules keep their own rates."""
+    rates: dict[Optimizer, list[Any]] = {}
 
-    def __init__(self, optimizers: Sequence[Optimizer], factor: float) -> None:
-        self._optimizers, self._factor = optimizers, factor
-        self._handles: list[Any] = []
-        self._rates: dict[Optimizer, list[Any]] = {}
+    def lower(optimizer: Optimizer, *_: Any) -> None:
+        groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+        rates[optimizer] = [(group, clone(group["lr"])) for group in groups]
+        for group in groups:
+            group["lr"] *= factor  # a tensor in place: a captured graph reads it
 
-    def __enter__(self) -> None:
-        for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._lower))
-            self._handles.append(optimizer.register_step_post_hook(self._put_back))
+    def put_back(optimizer: Optimizer, *_: Any) -> None:
+        for group, rate in rates.pop(optimizer, ()):
+            group["lr"] = group["lr"].copy_(rate) if isinstance(rate, Tensor) else rate
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for optimizer in [*self._rates]:  # a step has failed
-            self._put_back(optimizer)
-
-    def _lower(self, optimizer: Optimizer, *_: Any) -> None:
-        self._rates[optimizer] = [clone(group.get("lr")) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            if "lr" in group and group["lr"] is not None:
-                group["lr"] *= self._factor  # a tensor in place: a captured graph reads it
-
-    def _put_back(self, optimizer: Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates.pop(optimizer, ()), strict=False):
-            if isinstance(rate, Tensor):
-                group["lr"].copy_(rate)
-            elif rate is not None:
-                group["lr"] = rate
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.callback(put_back, optimizer)  # if a step fails
+            stack.enter_context(optimizer.register_step_pre_hook(lower))
+            stack.enter_context(optimizer.register_step_post_hook(put_back))
+        yield

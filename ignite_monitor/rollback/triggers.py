@@ -16,7 +16,7 @@ from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.monitor.transfer import transfer
-from ignite_monitor.rollback.limits import DECAY, FAR, FAR_PATIENCE, FAR_WINDOW, FIRST, MARGIN, PROGRESS, WARMUP, WINDOW
+from ignite_monitor.rollback import limits
 
 _EXTREMES = ("first", "lowest", "smallest")  # mean after the warm-up, lowest one since then, smallest loss
 
@@ -30,7 +30,7 @@ class LossThreshold(ThresholdRule):
     """
 
     def __init__(self) -> None:
-        super().__init__(warmup=WARMUP, decay=DECAY)
+        super().__init__(warmup=limits.WARMUP, decay=limits.DECAY)
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> float:
         *_, mu, _, first, lowest, smallest = self._rows.tolist()
@@ -75,12 +75,8 @@ class Signals:
 class Triggers:
     """Collects the signals of every iteration, in one transfer from each device."""
 
-    SAVED = ("unhealthy", "far", "counts", "first", "signs", "measures_progress", "limits", "usual", "accepted")
-
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-        self.request: str | None = None
-        self.loss = LossThreshold()
+    def __init__(self, patience: int, rule: LossThreshold) -> None:
+        self._patience, self._rule = patience, rule
         self.counts: dict[str, list[float]] = {}  # of each monitor, after the last iteration
         self.start_run()
 
@@ -93,7 +89,7 @@ class Triggers:
 
     def reset(self) -> None:
         """Forget signs, thresholds and accepted losses."""
-        self.loss.reset()
+        self._rule.reset()
         # Name -> one bit for each of the last iterations, the newest lowest.
         self.unhealthy: dict[str, int] = {}
         self.far: dict[str, int] = {}  # far above the threshold
@@ -109,8 +105,8 @@ class Triggers:
     def accept(self, levels: Sequence[float], iteration: int) -> None:
         """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
         limit = self.usual.get("loss", math.nan)
-        near = [level + (level - limit) / 2.0 for level in levels if level <= FAR * abs(limit)]
-        self.accepted = [max(near, default=-math.inf), float(iteration + WINDOW)]
+        near = [level + (level - limit) / 2.0 for level in levels if level <= limits.FAR * abs(limit)]
+        self.accepted = [max(near, default=-math.inf), float(iteration + limits.WINDOW)]
 
     def collect(
         self,
@@ -119,13 +115,14 @@ class Triggers:
         ranks: Ranks,
         device: torch.device,
         iteration: int,
+        request: str = "",
     ) -> Signals:
         """Collect the signals of the iteration that ends; ``device`` is that of collectives."""
         if iteration >= self.accepted[1]:
             self.accepted = [-math.inf, 0.0]
         for history in (self.unhealthy, self.far):
             history.update({name: 2 * bits % 2 ** (2 * self._patience + 5) for name, bits in history.items()})
-        numbers: list[Any] = [0.0 if loss is None else loss, float(loss is not None), float(self.request is not None)]
+        numbers: list[Any] = [0.0 if loss is None else loss, float(loss is not None), float(bool(request))]
         for monitor in monitors:
             metrics, prefix = monitor.metrics, monitor.prefix
             value = metrics.get(f"{prefix}/norm", metrics.get(f"{prefix}/value", math.nan))
@@ -141,8 +138,7 @@ class Triggers:
         for i, monitor in enumerate(monitors):
             self._note_monitor(signals, monitor.prefix, bool(losses), *published[5 * i : 5 * i + 5])
         if requests:
-            signals.add(self.request or "requested by another rank", 1)
-            self.request = None
+            signals.add(request or "requested by another rank", 1)
         return signals
 
     def _note_monitor(self, signals: Signals, name: str, has_loss: bool, *numbers: float) -> None:
@@ -151,11 +147,11 @@ class Triggers:
         self.counts[name] = counts
         signals.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         # A norm alone is no instability where a loss tells whether there is one.
-        is_confirmed = bool(self.unhealthy.get("loss", 0) % 2**FAR_PATIENCE) or not (has_loss and self.usable)
+        is_confirmed = bool(self.unhealthy.get("loss", 0) % 2**limits.FAR_PATIENCE) or not (has_loss and self.usable)
         bits = self._note(signals, name, spike or reset, value, threshold, is_confirmed)
         if reset and is_confirmed and not (has_loss and all(self.signs)):
             delay = bits.bit_length() - 1
-            signals.add(f"the statistics of {name} were reset", delay + 1, MARGIN * delay)
+            signals.add(f"the statistics of {name} were reset", delay + 1, limits.MARGIN * delay)
         if not (has_loss and self.usable):
             signals.is_usual &= not value > self.usual.get(name, math.inf)
             signals.level = value if math.isnan(signals.level) else signals.level
@@ -165,34 +161,36 @@ class Triggers:
             signals.is_nonfinite, signals.is_usual = True, False
             return
         signals.level, signals.is_usual = loss, not loss > self.usual.get("loss", math.inf)
-        limit = self.loss.statistics()[0].item()
+        limit = self._rule.statistics()[0].item()
         is_unhealthy = self.usable and loss > max(limit, self.accepted[0])
         if limit < loss <= self.accepted[0]:
-            self.accepted[1] = float(iteration + WINDOW)
+            self.accepted[1] = float(iteration + limits.WINDOW)
         bits = self._note(signals, "loss", is_unhealthy, loss, limit, True)
         entry = torch.tensor(min(loss, limit) if bits & 1 else loss, dtype=torch.float64, device="cpu")
         # Only the first of several consecutive spikes updates the statistics.
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
-            self.loss.observe(entry)
-        self.first = self.first if len(self.first) == FIRST else [*self.first, loss]
+            self._rule.observe(entry)
+        self.first = self.first if len(self.first) == limits.FIRST else [*self.first, loss]
         if not bits & 1:
             self.signs = [self.signs[0] or loss < 0.0, self.signs[1] or loss > 0.0]
-        first, lowest = sum(self.first) / len(self.first), self.loss.state["lowest"].item()
-        has_count = self.loss.state["count"].item() >= WARMUP
-        self.measures_progress |= has_count and lowest < first - (1.0 - PROGRESS) * abs(first)
+        first, lowest = sum(self.first) / len(self.first), self._rule.state["lowest"].item()
+        has_count = self._rule.state["count"].item() >= limits.WARMUP
+        self.measures_progress |= has_count and lowest < first - (1.0 - limits.PROGRESS) * abs(first)
         if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
-            signals.add(f"the loss exceeded its threshold in {self._patience} iterations", age, MARGIN * (age - 1))
+            signals.add(
+                f"the loss exceeded its threshold in {self._patience} iterations", age, limits.MARGIN * (age - 1)
+            )
 
     def _note(
         self, signals: Signals, name: str, is_unhealthy: bool, value: float, threshold: float, is_confirmed: bool
     ) -> int:
         self.limits[name] = threshold
-        is_far = is_unhealthy and math.inf > value > FAR * threshold > 0.0
+        is_far = is_unhealthy and math.inf > value > limits.FAR * threshold > 0.0
         bits = self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
         signals.is_unhealthy |= is_unhealthy and is_confirmed
-        if is_far and is_confirmed and _lasts(far, FAR_PATIENCE, FAR_WINDOW):
-            text = f"{name} exceeded {FAR:g} times its threshold in {FAR_PATIENCE} iterations"
+        if is_far and is_confirmed and _lasts(far, limits.FAR_PATIENCE, limits.FAR_WINDOW):
+            text = f"{name} exceeded {limits.FAR:g} times its threshold in {limits.FAR_PATIENCE} iterations"
             signals.add(text, far.bit_length(), max(map(len, f"{far:b}".split("1"))))  # longest gap between signs
         return bits
 

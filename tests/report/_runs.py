@@ -105,18 +105,6 @@ def with_dead_units(count=40):
     return {"activation/a/dead_fraction": series(np.where(np.arange(count) < count // 2, 0.1, 0.95), 5)}
 
 
-def rollback(events, root="rollback"):
-    """Values of RollbackHandler over 200 iterations; events are (iteration, restored, number discarded then)."""
-    counts, discarded, restored = np.zeros(200), np.zeros(200), {}
-    for at, target, left in events:
-        counts[at - 1 :] += 1
-        discarded[at : at + left] += np.arange(1, left + 1)
-        discarded[at + left :] += left
-        restored |= dict.fromkeys(range(at, at + left + 1), float(target))
-    run = {f"{root}/count": series(counts), f"{root}/discarded_count": series(discarded)}
-    return run | ({f"{root}/restored_iteration": (np.array([*restored]), [*restored.values()])} if restored else {})
-
-
 def healthy(count=200):
     """A run of every monitor, in which nothing went wrong."""
     monitored = count // 5

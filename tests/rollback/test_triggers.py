@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ignite_monitor.monitor.ranks import Ranks
-from ignite_monitor.rollback.triggers import Triggers
+from ignite_monitor.rollback.snapshots import public
+from ignite_monitor.rollback.triggers import LossThreshold, Triggers
 from tests._oracle import mean_of, std_of
 
 
@@ -34,9 +35,9 @@ class Watch:
     """Triggers of a loss that has fallen, which is a measure of progress."""
 
     def __init__(self, patience=10, measures_progress=True):
-        self.triggers = Triggers(patience)
+        self.loss = LossThreshold()
+        self.triggers = Triggers(patience, self.loss)
         self.triggers.measures_progress = measures_progress
-        self.loss = self.triggers.loss
 
     def __call__(self, loss=None):
         signals = self.collect(loss)
@@ -46,7 +47,7 @@ class Watch:
         return self.triggers.collect(loss, monitors, Ranks(None), torch.device("cpu"), 1)
 
     def state(self):
-        return copy.deepcopy([self.loss.state_dict(), {name: getattr(self.triggers, name) for name in Triggers.SAVED}])
+        return copy.deepcopy([self.loss.state_dict(), public(self.triggers)])
 
 
 def test_threshold_of_the_loss():
