@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import copy
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
@@ -15,7 +16,6 @@ from ignite_monitor.model._torch import (
     hooks_before_forward,
     modules_in,
     parameters_in,
-    pytree,
     version,
     with_weights,
 )
@@ -58,7 +58,7 @@ class LayerChanges(Comparison):
     def keep(self, call: Call) -> list[Tensor | None]:
         if call.name in self._run_as_is:
             return [_first((call.args, call.kwargs)), _first(call.output)]
-        return [*_float_leaves(call)]
+        return [*_inputs(call)]
 
     def enter(self, call: Call) -> tuple[Tensor | None, int, Any]:
         """Return the input, its version, and the sums, or the reference's output of a layer that is run as it is."""
@@ -104,9 +104,7 @@ class LayerChanges(Comparison):
     @torch.no_grad()
     def _evaluated(self, call: Call) -> NormSums:
         weights, initial = self._weights(call)  # first, since FSDP2 may communicate
-        inputs, reference_inputs = _float_leaves(call), [x for x in call.kept if x is not None]
-        if len(inputs) < len(list(floating_tensors((call.args, call.kwargs)))):
-            raise NotComparableError("a tensor of its input is in an object that torch does not take apart")
+        inputs, reference_inputs = _inputs(call), [x for x in call.kept if x is not None]
         _check(inputs, reference_inputs)
         dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
         if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
@@ -140,9 +138,10 @@ class LayerChanges(Comparison):
 
     def _evaluate(self, call: Call, tensors: list[Tensor], weights: Weights) -> Tensor:
         module, dtype = self._reference.modules[call.name], next(iter(weights.values())).dtype
-        leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
-        own = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(own) if _is_float(leaf) else leaf for leaf in leaves], structure)
+        others = iter(tensors)
+        args, kwargs = _with_tensors((call.args, call.kwargs), others)
+        if next(others, None) is not None:
+            raise NotComparableError("a tensor of its input is in an object that can't be taken apart")
         draws_nothing = _is_of_torch(module) and not isinstance(module, nn.RNNBase)
         with nullcontext() if draws_nothing else self._reference.isolated(call.name):
             if not _is_of_torch(module):  # it may change tensors in place, and keep state
@@ -190,13 +189,22 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _inputs(call: Call) -> list[Tensor]:
+    return [tensor for _, tensor in floating_tensors((call.args, call.kwargs))]
 
 
-def _float_leaves(call: Call) -> list[Tensor]:
-    """Floating-point tensors in inputs, nested tuples, lists and dicts."""
-    return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if _is_float(leaf)]
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """A copy of tuples, lists and dicts, nested or not, with other floating-point tensors."""
+    if isinstance(value, Tensor):
+        return next(tensors) if value.is_floating_point() else value
+    if type(value) is tuple or hasattr(value, "_make"):
+        items = [_with_tensors(item, tensors) for item in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    if isinstance(value, (list, dict)):
+        value = copy.copy(value)
+        for key in range(len(value)) if isinstance(value, list) else value:
+            value[key] = _with_tensors(value[key], tensors)
+    return value
 
 
 def _changes(outputs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
