@@ -97,10 +97,9 @@ def main() -> None:
             values = engine.state.metrics
             dead = [f"{float(values[f'activation/blocks.{i}.mlp.1/dead_fraction']):.2f}" for i in range(LAYERS)]
             entropy = [f"{float(values[f'attention_entropy/blocks.0.attention/head_{i}']):.2f}" for i in range(HEADS)]
-            print(
-                f"iteration {engine.state.iteration}: loss {engine.state.output:.2f}, dead units by layer "
-                f"{' '.join(dead)}, attention entropy by head of the first layer {' '.join(entropy)}"
-            )
+            iteration, loss = engine.state.iteration, engine.state.output
+            print(f"iteration {iteration}: loss {loss:.2f}, dead units by layer {' '.join(dead)}")
+            print(f"    attention entropy by head of the first layer {' '.join(entropy)}")
 
         starts = torch.randint(0, len(text) - LENGTH - 1, (iterations, BATCH))
         trainer.run(list(starts))

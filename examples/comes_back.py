@@ -67,17 +67,9 @@ def faults(iterations):
 
 @dataclass
 class Run:
-    """Results of a training run.
-
-    Attributes:
-        losses: iteration -> loss on unseen text.
-        spikes: iterations.
-        rollbacks: from which iteration back to which.
-    """
-
-    losses: dict = field(default_factory=dict)
-    spikes: list = field(default_factory=list)
-    rollbacks: list = field(default_factory=list)
+    losses: dict = field(default_factory=dict)  # iteration -> loss on unseen text
+    spikes: list = field(default_factory=list)  # iterations
+    rollbacks: list = field(default_factory=list)  # from which iteration back to which
 
 
 def train(iterations, seed, disturbed=True, helped=True):

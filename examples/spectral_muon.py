@@ -67,7 +67,6 @@ def main() -> None:
         return loss.item()
 
     trainer = Engine(train_step)
-    # One monitor for what Muon moves, and one for the rest.
     muons = SpectralNormHandler(model, include=HIDDEN, updates=True, prefix="muon")
     others = SpectralNormHandler(model, exclude=HIDDEN, updates=True, prefix="adamw")
     stats = StepStatsHandler(model, muon)
@@ -82,8 +81,7 @@ def main() -> None:
         values = engine.state.metrics
         print(f"epoch {engine.state.epoch}: test accuracy {accuracy:.3f}")
         for name in ("muon", "adamw"):
-            norm, update = values[f"{name}/norm_max"], values[f"{name}/update_norm_max"]
-            rank = values[f"{name}/stable_rank_min"]
+            norm, update, rank = (values[f"{name}/{key}"] for key in ("norm_max", "update_norm_max", "stable_rank_min"))
             print(f"  {name:5}  largest norm {norm:6.2f}, of an update {update:.4f}, smallest stable rank {rank:.1f}")
 
     trainer.run(train_loader, max_epochs=args.epochs)

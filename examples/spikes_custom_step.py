@@ -12,7 +12,6 @@ import argparse
 
 import torch
 from ignite.engine import Engine, Events, create_supervised_evaluator
-from ignite.handlers import ProgressBar
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from ignite.metrics import Accuracy
 from sklearn.datasets import load_digits
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from ignite_monitor import GradMonitor, MonitorEvents, RobustThreshold
 
 DAMAGED_ITERATION = 120
+DIRECTORY = "runs/spikes_custom_step"
 
 
 def load_data() -> tuple[DataLoader, DataLoader]:
@@ -34,20 +34,15 @@ def load_data() -> tuple[DataLoader, DataLoader]:
 
 def make_model() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
         nn.Linear(512, 10),
-    )
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on digits with a damaged batch in between.")
     parser.add_argument("--ignore-spikes", action="store_true", help="make the step all the same")
     parser.add_argument("--epochs", type=int, default=5, help="how often to go through the data (default: 5)")
-    parser.add_argument("--log-dir", default="runs/spikes_custom_step", help="where TensorBoard finds the curves")
     args = parser.parse_args()
     run = "spike_ignored" if args.ignore_spikes else "spike_skipped"
 
@@ -71,46 +66,27 @@ def main() -> None:
         return {"loss": loss.item()}
 
     trainer = Engine(train_step)
-    progress = ProgressBar(disable=None)  # only in a terminal
-    progress.attach(trainer, output_transform=lambda output: output)
-
-    # These lines are all that the monitor needs.
     monitor = GradMonitor(model, optimizer, threshold=RobustThreshold())
     monitor.attach(trainer)
-    logger = TensorboardLogger(log_dir=f"{args.log_dir}/{run}")
+    logger = TensorboardLogger(log_dir=f"{DIRECTORY}/{run}")
     monitor.log_to(logger, trainer)
 
     @trainer.on(MonitorEvents.SPIKE_DETECTED)
     def report_spike(engine):
-        iteration, norm, threshold = (
-            engine.state.iteration,
-            engine.state.grad_norm,
-            engine.state.metrics["grad/threshold"],
-        )
-        what = "the step is made all the same" if args.ignore_spikes else "the step is skipped"
-        progress.log_message(f"iteration {iteration}: spike, gradient norm {norm:.3g} exceeds {threshold:.3g}: {what}")
+        norm, threshold = engine.state.grad_norm, engine.state.metrics["grad/threshold"]
+        print(f"iteration {engine.state.iteration}: spike, gradient norm {norm:.3g} exceeds {threshold:.3g}")
 
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})
-    logger.attach_output_handler(
-        evaluator,
-        Events.EPOCH_COMPLETED,
-        tag="test",
-        metric_names=["accuracy"],
-        global_step_transform=lambda *_: trainer.state.iteration,
-    )
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine):
         accuracy = evaluator.run(test_loader).metrics["accuracy"]
-        progress.log_message(f"epoch {engine.state.epoch}: test accuracy {accuracy:.3f}")
+        logger.writer.add_scalar("test/accuracy", accuracy, engine.state.iteration)
+        print(f"epoch {engine.state.epoch}: test accuracy {accuracy:.3f}")
 
     trainer.run(train_loader, max_epochs=args.epochs)
     logger.close()
-
-    spikes, accuracy = int(trainer.state.metrics["grad/spike_count"]), evaluator.state.metrics["accuracy"]
-    print(f"\nSpikes in {trainer.state.iteration} iterations: {spikes}. Test accuracy at the end: {accuracy:.3f}.")
-    print("Norm, threshold and spikes are in TensorBoard:")
-    print(f"    tensorboard --logdir {args.log_dir}")
+    print(f"Norm, threshold and spikes are in TensorBoard: tensorboard --logdir {DIRECTORY}")
 
 
 if __name__ == "__main__":
