@@ -68,6 +68,7 @@ class SpikeDetector:
         score = self._state["spike_score"]
         if value.device != score.device or value.dtype != score.dtype or value.shape != score.shape:
             self.to(value)
+            score = self._state["spike_score"]
         rule_threshold, mean, std = self.rule.statistics()
         threshold = rule_threshold
         if self._suspends:
@@ -82,12 +83,7 @@ class SpikeDetector:
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics with a detection, where a bool tensor is True; None for True."""
         state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset
-        score, was_normal, *paused = state.values()
-        is_scalar = when is None and value.is_cpu and not value.ndim
-        if is_scalar and was_normal and not any(map(torch.is_nonzero, (above, detection.nonfinite, score, *paused))):
-            if torch.is_nonzero((value != self.ignored) & (value <= largest_usable(value))):
-                self.rule.observe(value)
-            return
+        score, was_normal = state["spike_score"], state["was_normal"]
         counted = value != self.ignored
         if when is not None:
             counted, above, reset = counted & when, above & when, reset & when

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_choice, check_type
-from ignite_monitor.detection.spikes import SpikeDetector
+from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
@@ -68,14 +68,12 @@ class GradientDetector:
         else:
             parts, all_parts = self._norms_of(parameters, scale)
             parameter = of_parameters.detect(self._names(parameters), all_parts)
-            names, flags = of_parameters.names, (parameter.spike, parameter.above, parameter.threshold_reset)
-            any_flags = torch.stack([flag.any() for flag in flags])
+            names, any_flags = of_parameters.names, torch.stack(_flags(parameter)).any(1)
             norm, any_flags, origin = self._ranks.norm(parameters, self._norm_type, self._reduction, parts, any_flags)
         detection = self._detectors["detector"].detect(norm)
-        spike, above, reset = detection.spike, detection.above, detection.threshold_reset
+        spike, above, reset = _flags(detection)
         if parameter is not None:
-            any_spike, any_above, any_reset = any_flags.unbind()
-            spike, above, reset = spike | any_spike, above | any_above, reset | any_reset
+            spike, above, reset = (torch.stack((spike, above, reset)) | any_flags).unbind()
         by_gradient = spike
         if of_loss is not None:
             loss = of_loss.detect(self.losses.mean(norm.device))
@@ -84,17 +82,17 @@ class GradientDetector:
 
     def _norms_of(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norms of all gradients, and those of all parameters, 0 without a gradient."""
-        device = device_of(self._model)
-        every = torch.zeros(len(parameters), dtype=wide_dtype(device), device=device)
         places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
         if not places:
+            device = device_of(self._model)
+            every = torch.zeros(len(parameters), dtype=wide_dtype(device), device=device)
             return every[:0], every
         parts = norms([parameters[place].grad for place in places], self._norm_type)  # type: ignore[misc]
         parts = parts if scale is None else parts / scale.to(parts.device)
         if len(places) == len(parameters):
             return parts, parts
         index = move(torch.tensor(places, device="cpu"), parts.device)
-        return parts, every.to(parts).index_copy(0, index, parts)
+        return parts, parts.new_zeros(len(parameters)).index_copy(0, index, parts)
 
     def norm(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> RankNorm:
         """The norm of the gradients of parameters over all ranks, times 0-dim ``scale``."""
@@ -180,3 +178,7 @@ class GradientDetector:
             detectors[name].load_state_dict(state_dict[name])
         self._detectors, self._counts = detectors, counts.clone().unbind()
         self.postponed = None
+
+
+def _flags(detection: Detection) -> tuple[Tensor, Tensor, Tensor]:
+    return detection.spike, detection.above, detection.threshold_reset
