@@ -104,6 +104,11 @@ def import_h5py() -> ModuleType:
     return h5py  # type: ignore[no-any-return, unused-ignore]
 
 
+def path_of_rank(path: Path, rank: int | str) -> Path:
+    """Return the file of a rank, from that of rank 0: ``run.rank1.h5`` beside ``run.h5``."""
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
 def create(path: Path) -> None:
     """Write a file without rows, replacing an existing one."""
     # Without a persistent list of free space, a chunk that grows leaves its old place empty for good: files of small

@@ -17,9 +17,9 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
-from ignite_monitor.checks import check_count
+from ignite_monitor.checks import check_choice, check_count
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, printable
+from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, path_of_rank, printable
 from ignite_monitor.hdf5.runs import RunTracker
 from ignite_monitor.hdf5.settings import settings_of
 from ignite_monitor.hdf5.values import flatten
@@ -36,18 +36,20 @@ class HDF5Logger(BaseLogger):
 
     The file is complete at every moment. A killed process loses at most the last ``flush_every`` iterations, in slow
     runs those of the last ten seconds. If a write fails (a full disk), the logger warns, training continues, and the
-    values are written by the first flush that succeeds. With several processes only rank 0 writes: create the logger
-    after the process group. :func:`~ignite_monitor.read_hdf5` returns the values by name, in float64.
+    values are written by the first flush that succeeds. Create the logger after the process group.
+    :func:`~ignite_monitor.read_hdf5` returns the values by name, in float64.
 
     Args:
         path: the file, in an existing directory.
         mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
             that resumes from iteration n replaces what the file holds after n; one from the beginning adds its steps.
         flush_every: number of iterations that are collected in memory before they are written.
+        ranks: ``"first"``: rank 0 writes. ``"all"``: rank 1 writes ``run.rank1.h5`` beside ``run.h5``, and so on;
+            whoever reads ``run.h5`` reads them together.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if ``mode`` is another, or the file to be continued is damaged or not one of HDF5Logger's.
+        ValueError: if ``mode`` or ``ranks`` is another, or the file to be continued is damaged or not HDF5Logger's.
         FileExistsError: if the file is there already, in mode ``"x"``.
         FileNotFoundError: if its directory is not there.
         BlockingIOError: if another logger is writing it.
@@ -66,20 +68,23 @@ class HDF5Logger(BaseLogger):
             steps, losses = read_hdf5("run.h5")["train/loss"]
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "x", *, flush_every: int = 50) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], mode: str = "x", *, flush_every: int = 50, ranks: str = "first"
+    ) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
-        if mode not in ("x", "w", "a"):
-            raise ValueError(f"Argument mode should be one of 'x', 'w' and 'a', but given {mode!r}")
+        check_choice("mode", mode, "x", "w", "a")
+        check_choice("ranks", ranks, "first", "all")
         check_count("flush_every", flush_every, least=1)
-        self.path = Path(os.path.realpath(os.fspath(path)))
+        self._rank = idist.get_rank()
+        self.path = path_of_rank(Path(os.path.realpath(os.fspath(path))), self._rank if ranks == "all" else 0)
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._warned: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
-        if idist.get_rank() == 0:
+        if self._rank == 0 or ranks == "all":
             self._writer = _open(self.path, mode, self.logger)
             self._tracker = RunTracker(self._writer.begin_run, flush_every)
             self._reports = ReportSources(self._writer, self._tracker)
@@ -157,9 +162,9 @@ class HDF5Logger(BaseLogger):
 
     @property
     def is_writing(self) -> bool:
-        """False on other ranks, in forked processes and after a close."""
+        """False on ranks that do not write, in forked processes and after a close."""
         self._warn_if_closed()
-        return self._writer is not None and self._writer.is_own and idist.get_rank() == 0
+        return self._writer is not None and self._writer.is_own and idist.get_rank() == self._rank
 
     def warn_once(self, about: str, message: str) -> None:
         """Give one warning per subject.

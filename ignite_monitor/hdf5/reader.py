@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport, opened, printable, ranges
+from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport, opened, path_of_rank, printable, ranges
 
 RETRIES = 50
 BLOCK = 2**17  # values
@@ -52,6 +54,21 @@ class Recording(dict[str, Series]):
         self._rows, self._monitors = rows, monitors
         self.reports = [it for it in reports if it.kind != SETTINGS]
         self.settings = [it for it in reports if it.kind == SETTINGS]
+
+    def _add_rank(self, rank: str, other: Recording) -> None:
+        """Add what another rank has recorded in the same time and this one has not, under names of its own."""
+        known, times = set(self.reports), [next(iter(it._rows.values())).rows["time"] for it in (self, other) if it]
+        if len(times) == 2 and times[1].max() < times[0].min():
+            return  # left by an earlier training
+        for name, series in other.items():
+            if name in self and all(map(partial(np.array_equal, equal_nan=True), self[name], series)):
+                continue
+            kind, root = other.monitor(name)
+            root = root if kind == "user" else f"{rank}/{root}".removesuffix("/")
+            full = f"{rank}/{name}"
+            self[full], self._rows[full], self._monitors[full] = series, other._rows[name], Name(full, kind, root)
+        new = [it for it in other.reports if it not in known]
+        self.reports += [it._replace(monitor=f"{it.monitor} on {rank}") for it in new]
 
     def times(self, name: str) -> NDArray[np.datetime64]:
         """Return the times at which the values of a name were written, in UTC, to the millisecond."""
@@ -96,7 +113,8 @@ def read_hdf5(
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
 
     Values and reports that a later run has replaced are not returned: those after the iteration from which a run was
-    resumed, and those of a training that was started again from the beginning.
+    resumed, and those of a training that was started again from the beginning. What other ranks have recorded
+    (``HDF5Logger(ranks="all")``) and rank 0 has not is returned as well, under ``rank1/grad/norm``.
 
     Args:
         path: the file.
@@ -125,6 +143,14 @@ def read_hdf5(
     if before_run is not None:
         check_count("before_run", before_run, least=0)
     path = Path(path)
+    recording = _read_again(path, pattern, before_run)
+    for other in sorted(path.parent.glob(path_of_rank(Path(glob.escape(path.name)), "*").name)):
+        rank = other.stem.removeprefix(f"{path.stem}.")
+        recording._add_rank(rank, _read_again(other, pattern, before_run))
+    return recording
+
+
+def _read_again(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -> Recording:
     for _ in range(RETRIES):
         with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
             return _read(path, pattern, before_run)

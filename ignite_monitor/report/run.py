@@ -202,7 +202,9 @@ class Run:
     @property
     def judges_loss(self) -> bool:
         """Whether the loss has to fall: one model, whose batches the engine loads, unlike those of a GAN or DQN."""
-        return len(self.of("grad")) == 1 and any(monitor.get("items_per_s") for monitor in self.of("step"))
+        return sum("norm" in it.series for it in self.of("grad")) == 1 and any(
+            monitor.get("items_per_s") for monitor in self.of("step")
+        )
 
 
 def is_loss(name: str) -> bool:

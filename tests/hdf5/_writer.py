@@ -13,7 +13,7 @@ import torch.distributed as distributed
 from ignite.engine import Engine, Events
 from ignite.metrics import Average
 
-from ignite_monitor import HDF5Logger, read_hdf5
+from ignite_monitor import HDF5Logger, SpikeMonitor
 
 
 def step(engine: Engine, batch: int) -> dict[str, Any]:
@@ -52,16 +52,19 @@ def fail(path: Path) -> None:
         atexit._run_exitfuncs()
 
 
-def log_on_rank(path: Path, rank: int, wrong: Any) -> None:
-    """One of two ranks: both attach the logger and compute, one writes."""
+def log_on_rank(path: Path, rank: int, ranks: str) -> None:
+    """One of two ranks: both attach the logger and compute; the first writes, or each its own file."""
     distributed.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=2)
     engine = Engine(lambda engine, batch: float(batch + 10 * rank))
     Average().attach(engine, "average")
-    with HDF5Logger(path) as logger:
+    monitor = SpikeMonitor(lambda engine: float(rank))
+    monitor.attach(engine)
+    monitor.report("own", f"rank {rank}")
+    monitor.report("shared", "all ranks")
+    with HDF5Logger(path, ranks=ranks) as logger:
         logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda x: x)
         logger.attach_output_handler(engine, Events.EPOCH_COMPLETED, tag="train", metric_names=["average"])
+        monitor.log_to(logger, engine)
         engine.run(range(4))
     distributed.barrier()
-    read = read_hdf5(path)
-    wrong.value = read["train/output"].values.tolist() != [0, 1, 2, 3] or read["train/average"].values.tolist() != [6.5]
     distributed.destroy_process_group()

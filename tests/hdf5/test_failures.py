@@ -25,7 +25,7 @@ from tests.hdf5._runs import as_lists, engine_of, log_output, run
     ("args", "kwargs", "error", "message"),
     [
         ((3,), {}, TypeError, "Argument path should be of type str or os.PathLike"),
-        (("a.h5", "r"), {}, ValueError, "Argument mode should be one of 'x', 'w' and 'a', but given 'r'"),
+        (("a.h5", "r"), {}, ValueError, "Argument mode should be 'x' or 'w' or 'a', but given 'r'"),
         (("a.h5",), {"flush_every": 0}, ValueError, "Argument flush_every should be at least 1"),
         (("absent/a.h5",), {}, FileNotFoundError, r"The directory of .*absent/a\.h5 does not exist"),
         (("/proc/a.h5",), {}, OSError, "Can't write /proc/a.h5"),
