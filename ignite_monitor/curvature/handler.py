@@ -158,7 +158,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if len(own) < len(parameters):
             raise RuntimeError("the optimizer holds parameters of another model")
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
-        with isolated_pass(model), guarded(root, model), eager(), second_derivatives, torch.enable_grad():
+        with isolated_pass(model), guarded(root, model), eager(True), second_derivatives, torch.enable_grad():
             hessian = Hessian(self.loss(model, detached_copy(batch)), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}

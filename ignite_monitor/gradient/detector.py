@@ -102,7 +102,8 @@ class GradientDetector:
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if parameters is not self._named[0]:  # the tracker keeps the list while they are the same
             name_of = {id(parameter): name for name, parameter, _ in named_parameters(self._model)}
-            self._named = parameters, tuple(name_of[id(parameter)] for parameter in parameters)
+            # The train step may have replaced a module.
+            self._named = parameters, tuple(name_of.get(id(parameter), "") for parameter in parameters)
         return self._named[1]
 
     def observe(self, detection: GradientDetection, when: Tensor | None = None) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -235,22 +237,38 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _calls_no_module(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for a function of an installed package without closure that is given tensors and numbers only."""
+    code = getattr(function, "__code__", None)
+    is_installed = code is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(code.co_filename).parts)
+    if not is_installed or function.__closure__ or hasattr(function, "__self__"):
+        return False
+    values = [*(args or ()), *(kwargs or {}).values()]
+    return all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values)
+
+
 @contextlib.contextmanager
-def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
-    """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
+def eager_functions(ran: Callable[[str], None], twice_differentiable: bool) -> Iterator[None]:
+    """Run compiled functions eagerly.
+
+    Exceptions are FlexAttention, which would need memory for all attention weights, and functions that can call no
+    module.
 
     Args:
         ran: is called with the name of each function, other than a module's, that would have run compiled.
+        twice_differentiable: run functions that can call no module eagerly too.
     """
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     decide, stance = frames._callback_from_stance, frames._stance
 
     @untraced
     def decide_by_function(callback: Any) -> Any:
-        function = sys._getframe(1).f_locals.get("fn")
+        names = sys._getframe(1).f_locals
+        function: Any = inspect.unwrap(names["fn"])
         module = str(getattr(function, "__module__", ""))
-        if not module.startswith("torch.nn.attention"):
-            if callback and not isinstance(getattr(function, "__self__", None), nn.Module):
+        is_apart = not twice_differentiable and _calls_no_module(function, names.get("args"), names.get("kwargs"))
+        if not (is_apart or module.startswith("torch.nn.attention")):
+            if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
                 ran(f"{module}.{getattr(function, '__qualname__', '')}")
             return decide(callback)
         forced, frames._stance = frames._stance, stance  # the user's own

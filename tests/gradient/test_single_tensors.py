@@ -207,3 +207,25 @@ def test_an_overflow_is_no_spike_and_leaves_no_trace():
     assert recorder.of("grad/spike") == [0.0] * COUNT
     assert recorder.metrics[BAD - 1]["grad/nonfinite_count"] == 1
     assert training.monitor.state_dict()["per_parameter"]["rule"]["count"].tolist() == [45.0, 44, 45, 45]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_train_step_may_replace_a_module(is_held):
+    """Held: the optimizer holds the new parameters, and still the old ones."""
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    last = len(model) - 1
+
+    def step(engine, batch):
+        if engine.state.iteration == 3:
+            model[last] = torch.nn.Linear(model[last].in_features, model[last].out_features)
+            if is_held:
+                optimizer.add_param_group({"params": model[last].parameters()})
+        train_step(engine, batch)
+
+    train_step = make_step(model, optimizer)
+    monitor = GradMonitor(model, optimizer, per_parameter=True)
+    metrics = train(step, mlp_batches(6), monitor).metrics
+    assert all("grad/norm" in row for row in metrics)
+    names = [name for name, _ in model.named_parameters() if is_held or not name.startswith(f"{last}.")]
+    assert monitor.state_dict()["per_parameter"]["names"] == names

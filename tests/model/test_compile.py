@@ -14,6 +14,7 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
+from ignite_monitor.model.modes import _log_function
 from tests._helpers import assert_same, grad_norm, make_step
 
 # Dynamo itself looks at the gradient of whatever a compiled function goes on with after a backward.
@@ -153,14 +154,17 @@ MONITORS = {
 
 
 @pytest.mark.parametrize(("kind", "fullgraph"), [*((kind, False) for kind in MONITORS), ("two", True)])
-def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgraph):
-    counting = {name: Counting() for name in ("model", "function", "attention")}
+def test_only_functions_without_modules_stay_compiled_in_monitored_iterations(kind, fullgraph, caplog):
+    counting = {name: Counting() for name in ("model", "function", "attention", "library")}
+    caplog.set_level("INFO", "ignite_monitor.model.modes")
+    _log_function.cache_clear()
 
     def attention(x):
         return x * x.sin().sum(-1, keepdim=True)
 
     attention.__module__ = "torch.nn.attention.flex_attention"
     attention = torch.compile(attention, backend=counting["attention"], fullgraph=fullgraph)
+    library = torch.compile(nn.functional.softsign, backend=counting["library"])
 
     def run(make):
         torch._dynamo.reset()
@@ -173,7 +177,7 @@ def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgr
 
         def step(engine, x):
             before = {name: item.runs for name, item in counting.items()}
-            given = attention(x)
+            given = library(attention(x))
             with torch.no_grad():
                 first = nn.functional.linear(given.double(), raw[0].weight.double(), raw[0].bias.double())
                 means.append(float(first.mean()))
@@ -190,8 +194,11 @@ def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgr
     plain, *_ = run(lambda model: [])
     model, runs, metrics, means = run(MONITORS[kind])
     monitored = [iteration % 2 == 0 for iteration in range(1, len(BATCHES) + 1)]
-    assert [item["attention"] for item in runs] == [1] * len(monitored)
+    assert [(item["attention"], item["library"]) for item in runs] == [(1, 1)] * len(monitored)
     assert [item["model"] for item in runs] == [item["function"] for item in runs] == [int(not i) for i in monitored]
+    (logged,) = [it.getMessage() for it in caplog.records if it.name == "ignite_monitor.model.modes"]
+    assert logged.startswith("tests.model.test_compile.test_only")
+    assert "<lambda> is compiled, and runs eagerly in monitored iterations" in logged
     assert_same([*model.parameters()], [*plain.parameters()])  # this backend computes what is written
     if kind != "reference":
         result = [item.get("activation/0/mean", 0.0) for item in metrics]
