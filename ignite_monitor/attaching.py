@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,9 +22,10 @@ from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.model.names import named_modules, tags
+from ignite_monitor.model.names import modules_by_name, tags
 from ignite_monitor.monitor.arguments import check_optimizer
-from ignite_monitor.monitor.base import Monitor, MonitorHandle
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
@@ -38,7 +38,7 @@ from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-_ATTACHED = "_ignite_monitor_attached"  # of an engine: prefix -> AttachedMonitors
+_SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
 _FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are measured as well: the first steps show a wrong learning rate
 _FEW = 6  # largest number of members of a module list that are all shown
@@ -62,7 +62,7 @@ def attach_monitors(
     group: Group = None,
     prefix: str = "",
     flag: str | None = None,
-) -> AttachedMonitors:
+) -> MonitorHandle:
     """Attach the monitors that most training runs want.
 
     ================  ===================================================  ====================
@@ -141,9 +141,15 @@ def attach_monitors(
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss, "group": group}
     grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
-    former = former_handle(trainer, prefix)
-    others = [] if (source := EventSource.on(trainer)) is None else source.monitors
-    if all(other.prefix != "loss" or (former and other in former.monitors.values()) for other in others):
+    attached = [] if (source := EventSource.on(trainer)) is None else source.monitors
+    former = [monitor for monitor in attached if vars(monitor).get(_SET) == prefix]
+    known = {id(parameter) for monitor in former for parameter in monitor.model.parameters()}
+    if known and known.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every model a "
+            "prefix of its own, or remove() the handle of the former ones"
+        )
+    if all(other.prefix != "loss" or other in former for other in attached):
         monitors["loss"] = LossRecorder(), always  # one for all models of an engine
     if setup_check:
         monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
@@ -168,96 +174,51 @@ def attach_monitors(
     for name in [extra] if isinstance(extra, str) else extra:
         check_choice("extra", name, *extras)
         monitors[name] = extras[name](model, prefix=f"{start}{name}"), sampled
-    shown = {"activation": _shown_activations(model, start), "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$"}
-    return AttachedMonitors(
-        trainer, prefix, monitors, [(logger, {} if isinstance(logger, HDF5Logger) else shown) for logger in loggers]
-    )
+    for monitor, _ in monitors.values():
+        setattr(monitor, _SET, prefix)
+    shown: Any = {
+        "activation": _shown_activations(model, start),
+        "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$",
+    }
+
+    def connect_loggers(name: str, monitor: Monitor) -> None:
+        for logger in loggers:
+            if isinstance(logger, HDF5Logger):  # which keeps all values, and reports
+                monitor.log_to(logger, trainer)
+            elif monitor.schema.keys:
+                monitor.log_to(logger, trainer, include=shown.get(name))
+
+    return MonitorHandle(trainer, monitors, former, connect_loggers)
 
 
-class AttachedMonitors(MonitorHandle):
-    """Handle that :func:`attach_monitors` returns.
-
-    The constructor attaches the monitors, or raises an error that leaves everything as it was.
-
-    Args:
-        engine: the engine that trains the model.
-        prefix: the prefix of their names; the handle that had it on this engine is removed.
-        monitors: name -> monitor and event.
-        loggers: loggers, each with a dict: name of a monitor -> pattern of the names that the logger is given.
-
-    Raises:
-        ValueError: if a name is taken, or the prefix is another model's.
-    """
-
-    def __init__(self, engine: Engine, prefix: str, monitors: Mapping[str, Any], loggers: Sequence[Any]) -> None:
-        super().__init__(engine, {name: monitor for name, (monitor, _) in monitors.items()})
-        self._prefix = prefix
-        former = former_handle(engine, prefix)
-        if former is not None and former._parameters().isdisjoint(self._parameters()):
-            raise ValueError(
-                f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every "
-                "model a prefix of its own, or remove() the handle of the former ones"
-            )
-        replaced = [] if former is None else former._attached()
-        with ExitStack() as undo:
-            for name, (monitor, event) in monitors.items():
-                monitor._connect(engine, event, replaced)
-                undo.callback(monitor._disconnect, EventSource.of(engine))
-                for logger, shown in loggers:
-                    if monitor.schema.keys or isinstance(logger, HDF5Logger):  # which keeps its reports
-                        monitor.log_to(logger, engine, include=shown.get(name))
-            undo.pop_all()
-        if former is not None:
-            former.remove()
-        for monitor in self.monitors.values():
-            monitor._claim_names(engine)
-        vars(engine).setdefault(_ATTACHED, {})[prefix] = self
-
-    def remove(self) -> None:
-        super().remove()
-        attached = vars(self._engine() or self).get(_ATTACHED, {})
-        if attached.get(self._prefix) is self:
-            del attached[self._prefix]
-
-    def _parameters(self) -> set[int]:
-        return {id(parameter) for parameter in self.monitors["grad"].model.parameters()}
-
-
-def former_handle(engine: Engine, prefix: str) -> AttachedMonitors | None:
-    """The handle that a former call on an engine with a prefix has returned, if it has not been removed."""
-    attached: dict[str, AttachedMonitors] = vars(engine).get(_ATTACHED, {})
-    return attached.get(prefix)
-
-
-def _shown_activations(model: nn.Module, start: str) -> str:
-    """Return a regular expression for the names of activation values, after ``start``, that suit a dashboard."""
-    modules = dict(named_modules(model))
+def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a dashboard shows the value of a name, which follows ``start``."""
+    modules = modules_by_name(model)
     children: dict[str, list[str]] = {name: [] for name in modules}
     for name in filter(None, modules):
         children[name.rpartition(".")[0]].append(name)
-    lists = [name for name in modules if isinstance(modules[name], nn.ModuleList | nn.ModuleDict | nn.Sequential)]
-    blocks, inside = list[str](), set[str]()
-    for name in lists:  # a list comes before those inside of it
-        members = children[name]
-        if name not in inside:
+
+    def is_inside(name: str, others: Iterable[str]) -> bool:
+        return any(not other or f"{name}.".startswith(f"{other}.") for other in others)
+
+    lists, blocks = list[str](), list[str]()
+    for name, module in modules.items():  # a list comes before those inside of it
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not is_inside(name, lists):
+            lists.append(name)
+            members = children[name]
             blocks += members if len(members) <= _FEW else [members[0], members[len(members) // 2], members[-1]]
-        inside.update(other for other in modules if not name or other.startswith(f"{name}."))
+    tag_of = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
+    outline = {tag_of[name] for name in ["", *([] if "" in lists else children[""]), *blocks]}
+    inside = {tag_of[name]: module for name, module in modules.items() if not blocks or is_inside(name, blocks)}
 
-    def one_of(names: Iterable[str]) -> str:
-        return f"(?:{'|'.join(map(re.escape, tags(names)))})"
+    def is_shown(name: str) -> bool:
+        family, tag, *place, metric = name.removeprefix(start).split("/")
+        if family != "activation":
+            return family == "recorded" or tag in inside
+        if metric == "nonfinite_count":
+            return tag == "_root_"
+        if metric == "dead_fraction":
+            return type(inside.get(tag)).__module__ == _ACTIVATION_MODULES
+        return metric in ("std", "max_abs") and tag in outline and len(place) < 2
 
-    outline = ["_root_", *([] if "" in lists else children[""]), *blocks]
-    is_shown = tuple(f"{block}." for block in blocks) or ""
-    units = [
-        name
-        for name in modules
-        if f"{name}.".startswith(is_shown) and type(modules[name]).__module__ == _ACTIVATION_MODULES
-    ]
-    shown = [
-        rf"activation/{one_of(outline)}/(?:[^/]+/)?(?:std|max_abs)",
-        r"activation/_root_/.*nonfinite_count",
-        rf"activation/{one_of(units)}/.*dead_fraction",
-        rf"attention_\w+/{one_of(blocks)}[./].+" if blocks else r"attention_\w+/.+",
-        r"recorded/.+",
-    ]
-    return f"^{re.escape(start)}(?:{'|'.join(shown)})$"
+    return is_shown

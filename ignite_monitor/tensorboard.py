@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from ignite_monitor.checks import check_type
-from ignite_monitor.monitor.base import Monitor, MonitorHandle
+from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.handle import MonitorHandle
 
 Layout = dict[str, dict[str, list[str | list[str]]]]
 

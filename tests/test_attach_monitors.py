@@ -26,7 +26,6 @@ from ignite_monitor import (
     attach_monitors,
     read_hdf5,
 )
-from ignite_monitor.attaching import _ATTACHED
 from ignite_monitor.events.monitor_events import register_events
 from ignite_monitor.model.isolation import capture_rng_state, restore_rng_state
 from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer, same
@@ -89,6 +88,17 @@ def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
     kept = set(read_hdf5(path))
     assert written < kept
     assert f"gpt/activation/blocks.{count - 2}.mlp.0/std" in kept
+
+
+def test_names_that_differ_in_a_replaced_character_alone_reach_loggers():
+    model = nn.Sequential(nn.Linear(6, 3), nn.ModuleDict({"a b": nn.ReLU(), "a_b": nn.ReLU()}))
+    model.forward = lambda x: model[1]["a_b"](model[1]["a b"](model[0](x)))
+    optimizer, logger = torch.optim.SGD(model.parameters(), lr=0.1), ListLogger()
+    trainer = Engine(make_step(model, optimizer))
+    attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
+    trainer.run(make_batches(2))
+    written = {name for _, named in logger.written for name in named if "dead_fraction" in name}
+    assert written == {f"activation/{name}/dead_fraction" for name in ("1.a_b", "1.a_b_2")}
 
 
 def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all(tmp_path):
@@ -177,7 +187,6 @@ def test_leaves_as_it_came(parts):
     for _ in range(2):
         handle.remove()
         assert footprint(trainer, model, optimizer) == before
-    assert not vars(trainer)[_ATTACHED]
 
 
 @pytest.mark.parametrize("loggers", ["run.h5", ["run.h5"]])

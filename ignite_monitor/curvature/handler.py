@@ -25,7 +25,8 @@ from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
-from ignite_monitor.monitor.base import Handlers, Monitor, MonitorHandle
+from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy, user_forward_hooks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, chain, repeat, takewhile
 from typing import Any
@@ -101,7 +101,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         event: Any = Events.ITERATION_COMPLETED,
         tag: str | None = None,
         *,
-        include: Pattern = None,
+        include: Pattern | Callable[[str], Any] = None,
         exclude: Pattern = None,
     ) -> None:
         super().log_to(logger, engine, event, tag, include=include, exclude=exclude)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from operator import itemgetter
 from typing import Any
@@ -68,15 +68,20 @@ Pattern = str | re.Pattern[str] | None
 
 
 class Selection:
-    """Names in which the regular expression ``include`` matches, and ``exclude`` does not; None for all, and none."""
+    """Names that ``include`` accepts, a regular expression or a function, and ``exclude`` does not."""
 
-    def __init__(self, include: Pattern = None, exclude: Pattern = None) -> None:
-        self._include = check_pattern("include", include)
-        self._exclude = check_pattern("exclude", exclude)
+    def __init__(self, include: Pattern | Callable[[str], Any] = None, exclude: Pattern = None) -> None:
+        self._include = include if callable(include) else _search("include", include)
+        self._exclude = _search("exclude", exclude)
 
     def __contains__(self, name: str) -> bool:
-        included = self._include is None or self._include.search(name) is not None
-        return included and (self._exclude is None or self._exclude.search(name) is None)
+        included = self._include is None or self._include(name)
+        return bool(included) and not (self._exclude is not None and self._exclude(name))
+
+
+def _search(argument: str, pattern: Pattern) -> Callable[[str], Any] | None:
+    compiled = check_pattern(argument, pattern)
+    return None if compiled is None else compiled.search
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ignite.base import Serializable
@@ -18,7 +17,7 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_choice, check_type
+from ignite_monitor.checks import check_choice
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource
@@ -26,6 +25,7 @@ from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
+from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.loggers import add_logger
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.monitor.reports import LEVELS, Report, describe_arguments
@@ -98,8 +98,8 @@ class Monitor(Serializable):
         self._engine_handles: list[Any] = []
         self.reports: list[Report] = []
         self._reported_kinds: set[str] = set()
-        self._monitored = self._has_seen_step = False
-        self.lacks_scaler = False  # True if a GradScaler scales gradients, and the monitor was not given it
+        self._monitored = False
+        self.lacks_scaler: bool | None = None  # whether a GradScaler that was not given steps; None before a step
         self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
         self._is_resolved = True  # False until deferred values have been resolved
 
@@ -174,21 +174,10 @@ class Monitor(Serializable):
         Raises:
             ValueError: if ``event`` is another event, the monitor is attached already, or a name is taken.
         """
-        self._connect(engine, event)
-        self._claim_names(engine)
-        return MonitorHandle(engine, {self.prefix: self})
+        return MonitorHandle(engine, {self.prefix: (self, event)})
 
-    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any] = ()) -> None:
-        """Add the handlers of :meth:`attach`, or raise an error that leaves everything as it was.
-
-        Args:
-            engine: the engine that trains the model.
-            event: the event of :meth:`attach`.
-            replaced: attached monitors that are about to be detached, whose names may be taken.
-
-        Raises:
-            ValueError: as :meth:`attach`.
-        """
+    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any]) -> None:
+        """Add the handlers of :meth:`attach`, or raise an error that leaves everything as it was."""
         events = arguments.events_of(event, only=Events.ITERATION_STARTED)
         arguments.check_attachable(self, engine, replaced)
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
@@ -196,11 +185,10 @@ class Monitor(Serializable):
             handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
         arguments.check_handlers(self, handlers, engine_handlers)
         self.ranks.resolve()
-        source = EventSource.of(engine)
+        self._source, self._engine = EventSource.of(engine), weakref.ref(engine)
+        self._filters = [getattr(single, "filter", None) for single in events]
         try:
-            source.add(self, handlers)
-            self._source, self._engine = source, weakref.ref(engine)
-            self._filters = [getattr(single, "filter", None) for single in events]
+            self._source.add(self, handlers)
             self._engine_handles.append(engine.add_event_handler(Events.ITERATION_STARTED, self._start))
             for name, handler in engine_handlers:
                 is_start = name == Events.ITERATION_STARTED
@@ -209,31 +197,30 @@ class Monitor(Serializable):
                 if is_start:
                     put_first(engine, name)
         except BaseException:  # also an interrupt
-            self._disconnect(source)
+            self._disconnect()
             raise
 
-    def _disconnect(self, source: EventSource) -> None:
+    def _disconnect(self) -> None:
         """Remove what :meth:`_connect` and :meth:`log_to` have added."""
         for handles in (self._log_handlers, self._engine_handles):
             while handles:
                 handles.pop().remove()
-        source.remove(self)
+        if self._source is not None:
+            self._source.remove(self)
         self.ranks.release()
         self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
 
     def detach(self) -> None:
         """Undo :meth:`attach` and :meth:`log_to`: remove all hooks, handlers, metrics and attributes."""
-        engine, source = self._attached_to(), self._source
-        if engine is None or source is None:
-            while self._log_handlers:
-                self._log_handlers.pop().remove()
-            return
+        engine = self._attached_to()
+        if engine is None:
+            return self._disconnect()
         try:
             self.on_run_end()
         finally:
             self.reset_run_state()
             self.clear(engine)
-            self._disconnect(source)
+            self._disconnect()
             for attribute in self.attributes:
                 vars(engine.state).pop(attribute, None)
 
@@ -244,7 +231,7 @@ class Monitor(Serializable):
         event: Any = Events.ITERATION_COMPLETED,
         tag: str | None = None,
         *,
-        include: Pattern = None,
+        include: Pattern | Callable[[str], Any] = None,
         exclude: Pattern = None,
     ) -> None:
         """Write the values of monitored iterations to an Ignite logger; call before or after :meth:`attach`.
@@ -254,7 +241,7 @@ class Monitor(Serializable):
             engine: the engine the monitor is attached to.
             event: any event of the engine or of :class:`MonitorEvents`, filtered or not.
             tag: prefix of the written names; None for none.
-            include: a regular expression; only names in which it matches are written. None for all.
+            include: a regular expression, or a function of a name; only names that match are written. None for all.
             exclude: a regular expression; names in which it matches are not written.
         """
         self._log_handlers += add_logger(self, logger, engine, event, tag, Selection(include, exclude))
@@ -276,7 +263,7 @@ class Monitor(Serializable):
             self._waiting.append(transfer.NamedValues(names, values))
             self._put(dict(zip(names, values.unbind(), strict=True)))
         else:
-            self._put(dict(zip(names, values.tolist(), strict=True)))
+            self._put(dict(zip(names, map(float, values.tolist()), strict=True)))
 
     def report(
         self,
@@ -333,15 +320,8 @@ class Monitor(Serializable):
         """Class and prefix, as log messages begin."""
         return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
 
-    def _warn_once(self, text: str, *values: object) -> None:
-        """Log a warning, once per format text."""
-        if text not in self._reported_kinds:
-            self._reported_kinds.add(text)
-            self.logger.warning(f"%s: {text}", self._title, *values)
-
     def _check_scaler(self, engine: Engine, step: Any) -> None:
-        if not self._has_seen_step and step.parameters:
-            self._has_seen_step = True
+        if self.lacks_scaler is None and step.parameters:
             self.lacks_scaler = arguments.steps_through_scaler()
             if self.lacks_scaler:
                 text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"
@@ -386,73 +366,3 @@ class Monitor(Serializable):
     def _all_metrics(self) -> list[dict[str, Any]]:
         engine = None if self._engine is None else self._engine()
         return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]
-
-
-class MonitorHandle(Serializable):
-    """Handle of monitors on an engine: :meth:`remove` or the end of a ``with`` block detaches them.
-
-    It is saved and resumed as a whole: ``Checkpoint({"model": model, ..., "monitors": handle}, ...)``. After a ``with``
-    block the last values stay in ``engine.state.metrics``.
-
-    Attributes:
-        monitors: name -> monitor, read-only.
-    """
-
-    def __init__(self, engine: Engine, monitors: Mapping[str, Any]) -> None:
-        self.monitors = MappingProxyType(dict(monitors))
-        self._engine = weakref.ref(engine)
-
-    def remove(self) -> None:
-        """Detach the monitors that are still attached to the engine."""
-        for monitor in self._attached():
-            monitor.detach()
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return name -> state of the monitor."""
-        return OrderedDict((name, monitor.state_dict()) for name, monitor in self.monitors.items())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the states of all monitors, or of none if one is refused.
-
-        Monitors without a saved state keep theirs, and saved states without a monitor are ignored: both are logged.
-
-        Args:
-            state_dict: a state that :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: if it has the state of no monitor here, or a monitor refuses its state.
-        """
-        check_type("state_dict", state_dict, Mapping, "Mapping")
-        both = [name for name in self.monitors if name in state_dict]
-        if self.monitors and not both:
-            raise ValueError(f"Argument state_dict should have states of {[*self.monitors]}, but has {[*state_dict]}")
-        different = set(self.monitors) ^ set(state_dict)
-        if different:
-            text = "saved and attached monitors differ: not loaded: %s"
-            logging.getLogger(__name__).warning(text, ", ".join(sorted(different)))
-        before = {name: self.monitors[name].state_dict() for name in both}
-        try:
-            for name in both:
-                self.monitors[name].load_state_dict(state_dict[name])
-        except BaseException:
-            for name, state in before.items():
-                self.monitors[name].load_state_dict(state)
-            raise
-
-    def __enter__(self) -> MonitorHandle:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        engine, last = self._engine(), dict[Any, dict[str, Any]]()
-        try:
-            if kind is None:
-                last = {monitor: dict(monitor.on_host()) for monitor in self._attached()}
-        finally:
-            self.remove()
-        for monitor, values in last.items():
-            monitor.metrics.update(values)
-            if engine is not None:
-                engine.state.metrics.update(values)
-
-    def _attached(self) -> list[Any]:
-        return [monitor for monitor in self.monitors.values() if monitor._attached_to() is self._engine()]

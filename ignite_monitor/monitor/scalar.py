@@ -46,10 +46,10 @@ class ScalarMonitor(Monitor):
         if value is None:
             self._missing += 1
             if self._missing == self._PATIENCE:
-                self._warn_once(
-                    "iteration %d: %d iterations had no value, so nothing can be detected. Likely cause: the function "
+                self.report(
+                    "no_value",
+                    f"{self._PATIENCE} iterations had no value, so nothing can be detected. Likely cause: the function "
                     "given as value reads a name that these iterations do not publish, or the train step returns None.",
-                    *(engine.state.iteration, self._PATIENCE),
                 )
             return None
         self._missing = self._PATIENCE
