@@ -15,7 +15,7 @@ from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls,
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import RATIO, MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.activation.units import UnitDimensions, defines_units
+from ignite_monitor.activation.units import UnitDimensions, passes_units
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
@@ -75,7 +75,7 @@ class ForwardMetrics(ModuleHook):
         for name in modules.keys() - hooks_allowed.keys():
             self._skip(name, _FAST_PATH)
         if self._metrics:
-            hooked = [item for item in hooks_allowed.values() if id(item) in self._layers or defines_units(item)]
+            hooked = [item for item in hooks_allowed.values() if id(item) in self._layers or passes_units(item)]
             contexts.append(outputs_to(hooked, self))
             contexts.append(after_forward([self._root], self._pass_ended))
         if self._attention and may_use_fast_path(self._root):
@@ -97,7 +97,7 @@ class ForwardMetrics(ModuleHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._is_wanted():
             return
-        layer = self._layers.get(id(module))  # None for a layer that only defines the units of others
+        layer = self._layers.get(id(module))  # None for a module that only passes units to others
         name, tag = layer or ("", "")
         with hidden_from_user_modes() if function_modes() or dispatch_modes() else torch.no_grad():
             tensors = ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim
@@ -23,52 +22,46 @@ _ELEMENTWISE = {"torch.nn.modules.activation", "torch.nn.modules.dropout", "tran
 class UnitDimensions:
     """Finds the dimension of the units in outputs, in the order of calls; None where it is not known.
 
-    Layers of torch define it. An output that is, or is computed element by element from, a tensor of known units has
-    the same. So has one of exactly the shape of a layer's output, unless two layers or two dimensions could be meant.
+    Layers of torch define it. Modules that compute element by element, or return a tensor that was known before, keep
+    it. Tensors are recognized as objects, since shapes do not tell channels from positions.
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._shapes: dict[torch.Size, int | None] = {}  # None if layers disagree
+        self._known: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], int]] = {}  # id -> tensor, strides, dimension
 
     def of(self, module: nn.Module, args: tuple[Any, ...], tensor: Tensor, is_first: bool) -> int | None:
         """Return the dimension for a tensor of a call's output, the first one or another."""
-        is_layer, is_elementwise = _kind_of(cast("Any", type(module)))
-        if is_layer and _has_units(module, is_first) and tensor.ndim:
-            dim: int | None = feature_dim(module) % tensor.ndim
-            self._shapes[tensor.shape] = dim if self._shapes.get(tensor.shape, dim) == dim else None
+        kind: Any = type(module)
+        if _is_layer(kind):
+            dim = feature_dim(module) % tensor.ndim if tensor.ndim and _has_units(module, is_first) else None
         else:
-            dim = self._dim_of(tensor)
-            if dim is None and is_elementwise and args and args[0].shape == tensor.shape:
-                dim = self._dim_of(args[0])
-            if dim is None:
-                dim = self._dim_of_shape(tensor.shape)
+            source = args[0] if args and isinstance(args[0], Tensor) and _is_elementwise(kind) else tensor
+            dim = self._dim_of(source) if source.shape == tensor.shape else None
         if dim is not None:
-            self._tensors[id(tensor)] = weakref.ref(tensor), dim
+            self._known[id(tensor)] = weakref.ref(tensor), tensor.stride(), dim
         return dim
 
     def _dim_of(self, tensor: Tensor) -> int | None:
-        known, dim = self._tensors.get(id(tensor), (None, None))
-        return dim if known is not None and known() is tensor else None
-
-    def _dim_of_shape(self, shape: torch.Size) -> int | None:
-        dim = self._shapes.get(shape)
-        return None if dim is None or shape[1:].count(shape[dim]) > 1 else dim
+        known, strides, dim = self._known.get(id(tensor), (None, (), None))
+        # Other strides: it was transposed in place.
+        return dim if known is not None and known() is tensor and tensor.stride() == strides else None
 
 
-def defines_units(module: nn.Module) -> bool:
-    """Return True for a layer whose outputs have units, which functions of them have too."""
-    return _kind_of(cast("Any", type(module)))[0]
+def passes_units(module: nn.Module) -> bool:
+    """Return True for modules whose outputs have units, or keep those of their inputs."""
+    kind: Any = type(module)
+    return _is_layer(kind) or _is_elementwise(kind)
 
 
 @functools.lru_cache(512)
-def _kind_of(module: Any) -> tuple[bool, bool]:
-    """Return whether modules of a class are layers that define their units, and whether they compute elementwise."""
-    is_layer = any(issubclass(module, kind) and module.forward is kind.forward for kind in _LAYERS)
-    return (
-        is_layer or module.__module__ in _LAYERS_OF_OTHERS,
-        module.__module__ in _ELEMENTWISE or module is nn.Identity,
-    )
+def _is_layer(module: Any) -> bool:
+    is_builtin = any(issubclass(module, kind) and module.forward is kind.forward for kind in _LAYERS)
+    return is_builtin or module.__module__ in _LAYERS_OF_OTHERS
+
+
+@functools.lru_cache(512)
+def _is_elementwise(module: Any) -> bool:
+    return module.__module__ in _ELEMENTWISE or module is nn.Identity
 
 
 def _has_units(module: nn.Module, is_first: bool) -> bool:

@@ -552,18 +552,19 @@ def test_dead_units_of_convolutions_are_channels(kind, batch):
     assert result == [0.0, 0.5, 0.5]
 
 
-class Gated(nn.Module):
-    """An activation of one's own."""
-
-    def forward(self, x):
-        return x * (x > 0)
+GATED = Lambda(lambda self, x: x * (x > 0))  # an activation of one's own
+MULTIPLIED = Lambda(lambda self, x: x @ torch.ones(8, 8))
+TRANSPOSED = Lambda(lambda self, x: x.transpose_(1, 3))
+PAIR, SECOND = Lambda(lambda self, x: (2 * x, x)), Lambda(lambda self, x: x[1])
 
 
 UNITS = {  # input, model, and the share of dead units by module; three of eight are 0
     "features last": ((2, 5, 6, 8), [nn.Linear(8, 8), nn.SiLU(), nn.ReLU(), nn.Dropout(0.0)], [0, 3 / 8, 3 / 8, 3 / 8]),
-    "channels": ((2, 3, 6, 5), [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), Gated()], [0, 0, 3 / 8]),
-    "as many channels as pixels": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), Gated()], [0, None]),
-    "the same, of torch": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), nn.ReLU()], [0, 3 / 8]),
+    "channels": ((2, 3, 6, 5), [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), GATED], [0, 0, None]),
+    "as many channels as pixels": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), nn.ReLU()], [0, 3 / 8]),
+    "a functional layer": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), MULTIPLIED, nn.ReLU()], [0, None, None]),
+    "in place": ((2, 3, 8, 8), [nn.Conv2d(3, 8, 1), TRANSPOSED, nn.ReLU(inplace=True)], [0, None, None]),
+    "in a tuple": ((2, 8), [nn.Linear(8, 8), PAIR, nn.Identity(), SECOND], [0, None, None, 0]),
     "several dimensions": ((2, 6, 8), [nn.LayerNorm((6, 8)), nn.ReLU()], [None, None]),
     "weights of attention": ((2, 6, 8), [nn.Embedding(4, 8)], [0]),
 }
@@ -583,18 +584,6 @@ def test_units_are_those_of_the_layer_that_made_a_tensor(case):
     result = [published.get(f"activation/{i}/dead_fraction") for i in range(len(layers))]
     assert result == pytest.approx([item if item is None else float(item) for item in wanted])
     assert published.get("activation/_root_/dead_fraction") == result[-1]
-
-
-@pytest.mark.parametrize(("length", "wanted"), [(10, 3 / 8), (8, None)])
-def test_units_after_a_transposition_that_the_shape_does_not_show(length, wanted):
-    """Features of both layers are as many as positions, or other."""
-    act, layers = nn.ReLU(), {"stem": nn.Conv1d(3, 8, 1), "mine": Gated(), "last": nn.Linear(8, 8)}
-    model = Lambda(lambda self, x: self.mine(self.last(self.act(self.stem(x)).transpose(1, 2))), act=act, **layers)
-    with torch.no_grad():
-        model.last.bias[:3], model.last.bias[3:] = -1e3, 1e3
-    x = torch.randn(4, 3, length)
-    (published,) = run(model, lambda handler, optimizer, _: model(x), activations={"dead_fraction": True})
-    assert published.get("activation/mine/dead_fraction") == wanted
 
 
 @pytest.mark.parametrize("scale", [1e-170, 1e165])
