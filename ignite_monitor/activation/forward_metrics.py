@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any, cast
@@ -23,6 +23,7 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import hookable
 from ignite_monitor.model.tensors import tagged_tensors
+from ignite_monitor.reference.passes import Pause
 
 _FAST_PATH = Reason(
     "fast_path", "it would disable the fast path of torch's transformers in evaluation mode, which rounds differently"
@@ -51,13 +52,13 @@ class ForwardMetrics(ModuleHook):
         layers: Mapping[nn.Module, Layer],
         metrics: MetricSet,
         attention: bool,
-        pauses: Sequence[None],  # nothing is measured while it has elements
+        pause: Pause,  # nothing is measured while it is true
     ) -> None:
         self._root = root
         self._layers = {id(module): layer for module, layer in layers.items()}
         self._metrics = metrics
         self._attention = attention
-        self._pauses = pauses
+        self._pause = pause
         self.activation = Measurement("activation", metrics)
         self.recorded, self._entropies, self._logits = (
             Measurement(family, MetricSet(family, {}, metrics.aggregate))
@@ -87,7 +88,7 @@ class ForwardMetrics(ModuleHook):
 
     def _is_wanted(self) -> bool:
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
-        return not (self._pauses or backward_number() != -1 or in_second_pass()) and self._root.training
+        return not (self._pause or backward_number() != -1 or in_second_pass()) and self._root.training
 
     def _skip(self, name: str, reason: Reason) -> None:
         self.skipped.setdefault(reason, set()).add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,17 +25,18 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, parameters_of, tags
-from ignite_monitor.monitor.base import Handlers
+from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues, joined
-from ignite_monitor.reference.monitor import ReferenceMonitor
+from ignite_monitor.reference.passes import JOINED, Pause, ReferencePasses
+from ignite_monitor.reference.reference import Reference
 
 _COMPLEX = Reason("complex", "complex numbers have no built-in metrics")
 
 Metrics = Mapping[str, Any] | bool | None
 
 
-class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
+class ActivationHandler(Monitor, schema=ACTIVATION):
     r"""Publish statistics of module outputs, attention, parameters and gradients, by name.
 
     {keys}
@@ -87,7 +89,7 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             handler.log_to(tensorboard_logger, trainer)
     """
 
-    _consequence = "no activation_difference is published"
+    _state_dict_all_req_keys = ("reference",)
 
     def __init__(
         self,
@@ -140,10 +142,36 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         self._attention = attention
         self.warns_without_attention = True
         self._saw_attention: bool | None = None  # in any measured iteration; None without one
-        if reference is not None:
-            self._set_reference(reference)
+        self._reference = None if reference is None else Reference(model, reference)
+        self._pause = Pause()
+        self._differences: OutputComparison | None = None
+        self._passes: ReferencePasses | None = None
+        if self._reference is not None and self._metrics["activation_difference"]:
+            compared = {name: tag for name, (_, tag) in self._tagged(self._reference.modules).items()}
+            self._differences = OutputComparison(compared, self._metrics["activation_difference"])
+            self._passes = ReferencePasses(self._reference, compared, self._differences, self.report, self._pause)
         self._skipped: set[tuple[str, str]] = set()
         self.reset_run_state()
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """The reference, a module; None without one."""
+        return None if self._reference is None else self._reference.module
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which forward passes are not measured."""
+        return self._pause
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Weights of the reference; None without a reference, or with a module that was given."""
+        return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._reference is not None:
+            self._reference.load_state_dict(state_dict["reference"])
+        elif state_dict["reference"] is not None:
+            raise ValueError("Argument state_dict holds a reference, but this handler has none")
 
     # Events
 
@@ -152,20 +180,21 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
         ]
-        return [*(of_gradients if self._metrics["gradient"] else []), *super().handlers()]
+        completed: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+        return [*(of_gradients if self._metrics["gradient"] else []), *completed]
 
     def reset_run_state(self) -> None:
         self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
         self._modules: dict[str, nn.Module] = {}
         self._layers: dict[nn.Module, Layer] = {}
-        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}
+        self._parameters: dict[nn.Parameter, Layer] = {}
         self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
         self._fewest: dict[nn.Parameter, int] = {}
         self._of_parameters: list[NamedValues] = []
-        self._differences: OutputComparison | None = None
-        self._passes = None
         self._over_ranks = RankReduction(self.ranks)
+        if self._differences is not None:
+            self._differences.clear()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if not self._is_running:
@@ -175,12 +204,14 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
         if self._metrics["gradient"]:
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"], self._fewest)
         self._forward = ForwardMetrics(
-            self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pauses
+            self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pause
         )
-        return [eager(), *self._forward.contexts(self._modules), *super().train_step_contexts()]
+        compared = [] if self._passes is None else [self._passes.watched()]
+        return [eager(), *self._forward.contexts(self._modules), *compared]
 
     def on_run_end(self) -> None:
-        super().on_run_end()
+        if self._passes is not None:
+            self._passes.end_run("no activation_difference is published")
         if self._saw_attention is False and self.warns_without_attention:
             self.report(
                 "no_attention",
@@ -229,22 +260,23 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
     # Values
 
     def _forward_values(self, forward: ForwardMetrics) -> list[NamedValues]:
-        measurements = forward.measurements
-        if self._differences is not None:
-            measurements.append(self._differences.measured)
+        measurements, differences = forward.measurements, self._differences
+        if differences is not None:
+            measurements.append(differences.measured)
         with hidden_from_user_modes():
             rows = rows_of(measurements)
-        if self._differences is not None and self._passes is not None:
-            self._differences.put_incomplete(rows[0], self._passes.incomplete)
+        if differences is not None and self._passes is not None:
+            differences.put_incomplete(rows[0], self._passes.incomplete)
         if self.ranks.size > 1:
-            if not self._all_ranks_present():
+            if not self.ranks.all_present:
+                self.report(*JOINED)
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))
         results = values_of(measurements, rows)
-        if self._differences is not None:
-            results = [self._differences.complete(values, rows[0]) for values in results]
-        self._forget()
-        return results
+        if differences is None:
+            return results
+        differences.clear()
+        return [differences.complete(values, rows[0]) for values in results]
 
     def _measure_parameters(self) -> list[NamedValues]:
         current = Measurement("parameter", self._metrics["parameter"])
@@ -265,11 +297,12 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
                     difference.add(tag, name, whole, minus=other.to(whole.device, non_blocking=True))
         return values_of([current, difference])
 
-    def _tagged(self, items: Mapping[str, Any]) -> dict[Any, Layer]:
-        """The selected items with their names, and their names for loggers."""
-        names = [name or "_root_" for name in items]
-        tagged = zip(items.values(), names, tags(names), strict=True)
-        return {item: (name, tag) for item, name, tag in tagged if name in self._selection}
+    def _tagged(self, names: Iterable[str]) -> dict[str, Layer]:
+        """The selected names, with those to show and those for loggers."""
+        names = list(names)
+        shown = [name or "_root_" for name in names]
+        tagged = zip(names, shown, tags(shown), strict=True)
+        return {name: (show, tag) for name, show, tag in tagged if show in self._selection}
 
     def _update_names(self) -> None:
         """Take the names of modules and parameters, if parameters may have changed since the last iteration."""
@@ -277,15 +310,11 @@ class ActivationHandler(ReferenceMonitor, schema=ACTIVATION):
             return
         self._known, self._fewest = self._source.trackers[id(self.model)].parameters, {}
         self._modules = modules = modules_by_name(self.model)
-        self._layers = self._tagged(modules)
-        parameters = self._tagged({name: parameter for name, parameter, _ in named_parameters(self.model)})
-        self._parameters = {parameter: names for parameter, names in parameters.items() if not parameter.is_meta}
+        self._layers = {modules[name]: layer for name, layer in self._tagged(modules).items()}
+        parameters = {name: parameter for name, parameter, _ in named_parameters(self.model)}
+        tagged = self._tagged(parameters).items()
+        self._parameters = {parameters[name]: names for name, names in tagged if not parameters[name].is_meta}
         families = ("parameter", "gradient", "parameter_difference")
         if any(any(self._metrics[family].builtin) for family in families):
             without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]
             self._report_skipped(_COMPLEX, without)
-        if self._reference is not None and self._metrics["activation_difference"]:
-            compared = {name: self._layers[module][1] for name, module in modules.items() if module in self._layers}
-            compared = {name: tag for name, tag in compared.items() if name in self._reference.modules}
-            self._differences = OutputComparison(compared, self._metrics["activation_difference"])
-            self._compare(compared, self._differences)

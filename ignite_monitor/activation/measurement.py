@@ -188,7 +188,7 @@ class OutputComparison(Comparison):
     def keep(self, call: Call) -> Sequence[Tensor | None]:
         return [tensor for _, tensor in floating_tensors(call.output)]
 
-    def leave(self, call: Call) -> bool:
+    def leave(self, call: Call) -> None:
         tensors = tagged_tensors(call.output, self._tags[call.name])
         initial = [tensor for tensor in call.kept if tensor is not None]
         if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
@@ -197,10 +197,6 @@ class OutputComparison(Comparison):
             raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
         for (key, tensor), other in zip(tensors, initial, strict=True):
             self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())
-        return True
-
-    def passed(self, results: dict[str, list[Any]]) -> None:
-        self.measured.flush()
 
     def put_incomplete(self, sums: Rows, incomplete: Collection[str]) -> None:
         """Add to rows whether a call of a module could not be compared on this rank."""

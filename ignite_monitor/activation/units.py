@@ -27,7 +27,8 @@ class UnitDimensions:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], int]] = {}  # id -> tensor, strides, dimension
+        # id -> tensor, strides, dimension
+        self._known: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], int]] = {}
 
     def of(self, module: nn.Module, args: tuple[Any, ...], tensor: Tensor, is_first: bool) -> int | None:
         """Return the dimension for a tensor of a call's output, the first one or another."""

@@ -58,13 +58,13 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         group: Group = None,
         prefix: str = "rcc",
     ) -> None:
-        super().__init__(model, prefix, group=group)
-        selection = Selection(include, exclude)
-        made = self._set_reference(reference)
-        layers = [name for name, module in made.modules.items() if is_layer(name, module) and name in selection]
+        super().__init__(model, prefix, reference, group=group)
+        selection, modules = Selection(include, exclude), self._reference.modules
+        layers = [name for name, module in modules.items() if is_layer(name, module) and name in selection]
         if not layers:
             raise ValueError("Arguments include and exclude should leave a layer with parameters, but leave none")
-        self._changes = LayerChanges(made, dict(zip(layers, tags(name or "_root_" for name in layers), strict=True)))
+        layer_tags = dict(zip(layers, tags(name or "_root_" for name in layers), strict=True))
+        self._changes = LayerChanges(self._reference, layer_tags)
         self._compare(layers, self._changes)
 
     def _compared(self, incomplete: set[str]) -> None:

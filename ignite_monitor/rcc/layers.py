@@ -72,14 +72,11 @@ class LayerChanges(Comparison):
             result = call.kept[1]  # the inputs of the whole model are those of the reference
         return x, 0 if x is None else version(x), result
 
-    def leave(self, call: Call) -> NormSums:
+    def leave(self, call: Call) -> None:
         x, before, result = call.entered
         if x is not None and version(x) != before:
             raise NotComparableError("it changes its input in place")
-        return self._compared(call, x, result) if call.name in self._run_as_is else result
-
-    def passed(self, results: dict[str, list[Any]]) -> None:
-        self._calls += [(name, result) for name, calls in results.items() for result in calls]
+        self._calls.append((call.name, self._compared(call, x, result) if call.name in self._run_as_is else result))
 
     def clear(self) -> None:
         self._calls = []

@@ -12,20 +12,42 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.model._torch import in_backward, module_call, running_transform, version
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import hookable, modules_by_name
 from ignite_monitor.model.tensors import tensors_in
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.reference.reference import NotComparableError, Reference, user_forward_hooks
+
+# Kind and text of a report.
+JOINED = "joined_ranks", "ranks may have run out of data under join(), so nothing is published of forward passes"
 
 _OTHER_CALLS = "it is called other than in the reference"
 
 
 class FailedFunctionError(RuntimeError):
     """Error of a user's function, which is not caught."""
+
+
+class Pause:
+    """A context manager that is true inside of its blocks, which may be nested."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
 
 
 @dataclass(slots=True)
@@ -42,7 +64,7 @@ class Call:
 
 
 class Comparison:
-    """Comparison of each call of the model with the same call of the reference.
+    """Comparison of each call of the model with the same call of the reference, added up until :meth:`clear`.
 
     :meth:`keep` and :meth:`enter` run in the model's grad mode, :meth:`leave` without gradients. An error excludes the
     module, with a warning; a :class:`FailedFunctionError` is raised.
@@ -60,16 +82,11 @@ class Comparison:
     def enter(self, call: Call) -> Any:
         """Handle the start of a call of the model; the result becomes ``call.entered``."""
 
-    def leave(self, call: Call) -> Any:
-        """Return the result of a call of the model, for :meth:`passed`; None for no result."""
-        return call.entered
-
-    def passed(self, results: dict[str, list[Any]]) -> None:
-        """Take the results of a complete forward pass: for each name, one per call."""
-        raise NotImplementedError
+    def leave(self, call: Call) -> None:
+        """Handle the end of a call of the model."""
 
     def clear(self) -> None:
-        """Forget all results."""
+        """Forget all calls."""
 
 
 @dataclass
@@ -78,20 +95,21 @@ class _Pass:
 
     kept: dict[str, deque[list[Tensor | None]]] = field(default_factory=dict)  # of calls that are not made yet
     open: dict[str, Call] = field(default_factory=dict)  # calls that have not returned
-    results: dict[str, list[Any]] = field(default_factory=dict)
     weights: set[int] = field(default_factory=set)  # ids of the parameters, if weights are compared
 
 
 class ReferencePasses:
     """Runs a reference before each forward pass of the model, on the same inputs.
 
-    Compared are passes of the whole model in training mode; not what activation checkpointing repeats, passes that
-    raise an error, or calls of submodules alone. Copies of the reference's tensors are freed as the model reaches them.
+    Compared are passes of the whole model in training mode; not what activation checkpointing repeats, or calls of
+    submodules alone. Copies of the reference's tensors are freed as the model reaches them.
+
+    Args:
+        report: a method like :meth:`Monitor.report`, whose object is not kept.
+        pause: passes are ignored while it is true.
 
     Attributes:
         incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
-        seen: whether a pass was compared.
-        outermost: for the newest pass, the module that was called first, a wrapper of the model.
     """
 
     def __init__(
@@ -99,40 +117,57 @@ class ReferencePasses:
         reference: Reference,
         names: Iterable[str],
         comparison: Comparison,
-        warn: Callable[[str], object],
-        warned: set[str],  # modules of which was warned
-        pauses: Sequence[None] = (),  # passes are ignored while it has elements
+        report: Callable[..., object],
+        pause: Pause,
     ) -> None:
         self.comparison = comparison
         self.incomplete: set[str] = set()
-        self.seen = False
-        self.outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)
         self._reference = reference
         self._names = list(names)
-        self._modules = modules_by_name(reference.root)
+        self._modules: dict[str, nn.Module] = {}
         self._model_names: dict[nn.Module, str] = {}
-        self._warn = warn
-        self._warned = warned
-        self._pauses = pauses
+        self._report = weak_method(report)
+        self._reported: set[str] = set()  # subjects of all runs
+        self._pause = pause
         self._pass: _Pass | None = None
         self._hooks = contextlib.ExitStack()
+        self._outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)  # what was called first in a pass
+        self._step_count = 0  # steps of this run
+        self._has_compared = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Compare the model's forward passes inside of this context."""
+        """Compare the model's forward passes inside of this context, around one train step."""
+        self.comparison.clear()
         self.incomplete.clear()
+        self._step_count += 1
+        self._modules = modules_by_name(self._reference.root)
         hooked = hookable(self._modules)
-        self._model_names = {self._modules[name]: name for name in self._names if name in hooked}
-        skipped = [name for name in self._names if name not in hooked]
+        self._model_names = {hooked[name]: name for name in self._names if name in hooked}
+        skipped = [name for name in self._names if name in self._modules and name not in hooked]
         if skipped:
             text = f"{skipped[0]} and others are in a frozen nn.TransformerEncoderLayer, whose fast path has no hooks"
-            self._warn_once("fast path", text)
-        modules = {self._reference.root: "", **self._model_names}
+            self._report_once("fast path", text)
+        called = {self._reference.root: "", **self._model_names}
         try:
-            with before_forward(modules, self._before), after_forward(modules, self._after):
+            with before_forward(called, self._before), after_forward(called, self._after):
                 yield
+                self._exclude_failed_pass()
         finally:
             self._forget()
+
+    def end_run(self, consequence: str) -> None:
+        """Report if no train step of the run had a pass to compare."""
+        if self._step_count and not self._has_compared and not self.incomplete:
+            text = "monitored iterations had a forward pass of the whole model in training mode"
+            self._report("no_forward_pass", f"none of {self._step_count} {text}, so {consequence}")
+        self._step_count, self._has_compared = 0, False
+
+    def resolve_wrapper(self, ranks: Ranks) -> None:
+        """Find the ranks of a wrapper that the train step calls, of a model that was given without it."""
+        wrapper = self._outermost()
+        if isinstance(wrapper, DistributedDataParallel) and ranks.size == 1:
+            ranks.resolve(wrapper)
 
     @contextlib.contextmanager
     def _excluding(self, name: str) -> Iterator[None]:
@@ -144,16 +179,20 @@ class ReferencePasses:
         except Exception as error:  # noqa: BLE001 - training goes on
             self.incomplete.add(name)
             reason = str(error) if isinstance(error, NotComparableError) else f"{type(error).__name__}: {error}"
-            self._warn_once(f"module {name}", f"{name or 'the root module'} is not compared: {reason}")
+            self._report_once(f"module {name}", f"{name or 'the root module'} is not compared: {reason}")
 
     def _exclude_all(self, reason: str) -> None:
         self.incomplete.update(self._names)
-        self._warn_once("all", f"{reason}, so nothing is compared")
+        self._report_once("all", f"{reason}, so nothing is compared")
 
-    def _warn_once(self, subject: str, text: str) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
-            self._warn(text)
+    def _exclude_failed_pass(self) -> None:
+        if self._pass is not None:
+            self._exclude_all("a forward pass of the model raised an error")
+
+    def _report_once(self, subject: str, text: str) -> None:
+        if subject not in self._reported:
+            self._reported.add(subject)
+            self._report("not_compared", text, once=False)
 
     def _forget(self) -> None:
         self._pass = None
@@ -162,7 +201,7 @@ class ReferencePasses:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_second_pass() or in_backward():
             return
-        if module is self._reference.root and module.training and not self._pauses and running_transform() is None:
+        if module is self._reference.root and module.training and not self._pause and running_transform() is None:
             self._start(module, args, kwargs)
         name, current = self._model_names.get(module), self._pass
         if current is None or name is None:
@@ -181,14 +220,11 @@ class ReferencePasses:
         current = self._pass
         if current is None or in_second_pass() or in_backward():
             return
-        name = self._model_names.get(module)
-        call = None if name is None else current.open.pop(name, None)
+        call = current.open.pop(self._model_names.get(module, ""), None)
         if call is not None:
             call.output = output
             with self._excluding(call.name), torch.no_grad():
-                result = self.comparison.leave(call)
-                if result is not None:
-                    current.results.setdefault(call.name, []).append(result)
+                self.comparison.leave(call)
         if module is self._reference.root and module not in _calls_in_progress()[1:]:
             self._end(current)
 
@@ -196,8 +232,9 @@ class ReferencePasses:
         calls = _calls_in_progress()
         if module in calls[1:]:
             return
-        self._forget()  # a pass that raised an error
-        self.outermost = weakref.ref(calls[-1])
+        self._exclude_failed_pass()
+        self._forget()
+        self._outermost = weakref.ref(calls[-1])
         names = {self._reference.modules[name]: name for name in self._model_names.values()}
         current = _Pass()
 
@@ -232,11 +269,10 @@ class ReferencePasses:
 
     def _end(self, current: _Pass) -> None:
         self._forget()
+        self._has_compared = True
         for name in {name for name, calls in current.kept.items() if calls}.union(current.open):
             with self._excluding(name):
                 raise NotComparableError(_OTHER_CALLS)
-        self.seen = True
-        self.comparison.passed({name: calls for name, calls in current.results.items() if name not in self.incomplete})
 
 
 def _calls_in_progress() -> list[nn.Module]:

@@ -83,18 +83,17 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         parametrization = model_or_parametrization if isinstance(model_or_parametrization, Parametrization) else None
         model: Any = model_or_parametrization if parametrization is None else parametrization.model
         check_type("model_or_parametrization", model, nn.Module, "torch.nn.Module or Parametrization")
-        super().__init__(model, prefix, group=group)
+        super().__init__(model, prefix, reference, group=group)
         sample_size = check_count("sample_size", sample_size, least=1)
         selection = Selection(include, exclude)
-        made = self._set_reference(reference)
-        measurable = measurable_layers(made.root, parametrization)
+        measurable = measurable_layers(self._reference.root, parametrization)
         layers = [name for name in measurable if name in selection]
         if not layers:
             raise ValueError(
                 "Argument model_or_parametrization should have Linear layers or convolutions that include and exclude "
                 f"select, but has {measurable or 'none'}"
             )
-        self._calls = AlignmentCalls(made, layers, sample_size)
+        self._calls = AlignmentCalls(self._reference, layers, sample_size)
         self._compare(self._calls.layers, self._calls)
         layer_tags = tags(name or "_root_" for name in layers)
         self._keys = [f"{term}/{tag}" for tag in layer_tags for term in TERMS]
@@ -137,7 +136,7 @@ class AlignmentCalls(Comparison):
     def keep(self, call: Call) -> list[Tensor | None]:
         return [self._sample(call)]
 
-    def enter(self, call: Call) -> Tensor:
+    def enter(self, call: Call) -> None:
         module: Any = call.module
         reference: Any = self._reference.modules[call.name]
         bound, weight, x0, x = linear_map(module), module.weight, call.kept.pop(), self._sample(call)
@@ -153,10 +152,7 @@ class AlignmentCalls(Comparison):
             dz = x.to(wide) - z0
             product, n = bound(call.args, call.kwargs), fan_in(module)
             rows = torch.stack([row_alignment(product, n, *pair) for pair in ((z0, dw), (dz, w0), (dz, dw))])
-            return torch.stack([rows.nansum(1), (~rows.isnan()).sum(1, dtype=rows.dtype)])
-
-    def passed(self, results: dict[str, list[Any]]) -> None:
-        self._sums += [(name, sums) for name, calls in results.items() for sums in calls]
+            self._sums.append((call.name, torch.stack([rows.nansum(1), (~rows.isnan()).sum(1, dtype=rows.dtype)])))
 
     def result(self, incomplete: Collection[str], ranks: Ranks) -> Tensor:
         """Return the alignments over all ranks, one row per layer; NaN if undefined or incomplete on any rank."""

@@ -88,7 +88,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_optimizer(optimizer)
-        super().__init__(parametrization.model, "maxp", group=group)
+        super().__init__(parametrization.model, "maxp", reference, group=group)
         self.parametrization = parametrization
         self.optimizer = optimizer
         self._warmup_steps = check_count("warmup_steps", warmup_steps)
@@ -102,8 +102,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self._steps = 0
         self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
         self._set_rates()
-        made = self._set_reference(reference)
-        self._calls = AlignmentCalls(made, measurable_layers(made.root, parametrization), sample_size)
+        layers = measurable_layers(self._reference.root, parametrization)
+        self._calls = AlignmentCalls(self._reference, layers, sample_size)
         self._compare(self._calls.layers, self._calls)
 
     @property

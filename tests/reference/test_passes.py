@@ -13,11 +13,11 @@ from torch import nn
 
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import modules_by_name
-from ignite_monitor.reference.passes import ReferencePasses
+from ignite_monitor.reference.passes import Pause, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 from tests._helpers import assert_same
 from tests._models import Checkpointed, Lambda, make_mlp
-from tests.reference._recorder import Recorder, watch
+from tests.reference._recorder import Recorder, Reporter, watch
 
 
 class Net(nn.Module):
@@ -60,12 +60,10 @@ def test_pairs_calls_and_changes_nothing():
     for actual, references in zip(model.parameters(), counterpart.parameters(), strict=True):
         assert_same(actual.grad, references.grad)
     assert_same([*model.buffers()], [*counterpart.buffers()])
-    assert len(recorder.passes) == len(inputs)
-    assert {len(results.get("skip", ())) for results in recorder.passes} == {0, 1}
-    for i, results in enumerate(recorder.passes):
-        assert len(results["first"]) == 2
-        assert [entered for _, _, entered in results["first"]] == [1, 0]
-        assert {item for result in recorder.differences(i).values() for item in result} == {0.0}
+    assert {name: len(pairs) for name, pairs in recorder.pairs.items() if name in ("", "first")} == {"": 6, "first": 12}
+    assert 0 < len(recorder.pairs["skip"]) < 6
+    assert [entered for _, _, entered in recorder.pairs["first"]] == [1, 0] * 6
+    assert {item for result in recorder.differences().values() for item in result} == {0.0}
 
 
 def test_what_is_changed_in_place_later_on_is_kept_as_it_was():
@@ -79,36 +77,34 @@ def test_what_is_changed_in_place_later_on_is_kept_as_it_was():
     for _ in range(2):
         with passes.watched():
             model(x)
-        ((_, kept, _),) = recorder.passes[-1]["0"]
+        ((_, kept, _),) = recorder.pairs["0"]
         assert_same(kept, expected)
 
 
 def test_passes_that_do_not_count():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pauses = []
-    passes, recorder, warnings = watch(model, pauses=pauses)
+    pause = Pause()
+    passes, recorder, warnings = watch(model, pause=pause)
     x = torch.randn(2, 4)
     model(x)
     with passes.watched():
         model.eval()
         model(x)
         model.train()
-        pauses.append(None)
-        model(x)
-        pauses.clear()
+        with pause, pause:
+            model(x)
         model[0](x)
         with pytest.raises(RuntimeError):
             model(torch.ones(2, 3))
         torch.func.vmap(model)(x)
-    assert recorder.passes == []
     assert recorder.entered == []
     assert len(warnings) == 1  # the reference could not be run either
     with passes.watched():
         model(x)
-    assert len(recorder.passes) == 1
+    assert len(recorder.pairs[""]) == 1
 
 
-def test_a_pass_that_raises_is_forgotten():
+def test_of_a_pass_that_raises_nothing_is_compared():
     def fail(self, x):
         if not in_second_pass() and x.isnan().any():
             raise ZeroDivisionError
@@ -120,9 +116,11 @@ def test_a_pass_that_raises_is_forgotten():
         with pytest.raises(ZeroDivisionError):
             model(torch.full((2, 4), torch.nan))
         model(torch.ones(2, 4))
-    assert len(recorder.passes) == 1
-    assert {name: len(pairs) for name, pairs in recorder.passes[0].items()} == {"": 1, "0": 1, "1": 1, "2": 1}
-    assert warnings == []
+    assert recorder.complete == {}
+    with passes.watched():
+        model(torch.ones(2, 4))
+    assert {name: len(pairs) for name, pairs in recorder.complete.items()} == {"": 1, "0": 1, "1": 1, "2": 1}
+    assert warnings == ["a forward pass of the model raised an error, so nothing is compared"]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -132,7 +130,7 @@ def test_recomputation_is_not_compared(use_reentrant):
     with passes.watched():
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert len(recorder.entered) == 4
-    assert len(recorder.passes) == 1
+    assert len(recorder.pairs[""]) == 1
     assert warnings == []
 
 
@@ -146,8 +144,7 @@ def test_root_called_within_itself():
     with passes.watched():
         model(torch.ones(2, 2))
         model(torch.ones(2, 2))
-    assert [list(results) for results in recorder.passes] == [["linear"]] * 2
-    assert recorder.differences() == {"linear": [0.0, 0.0]}
+    assert recorder.differences() == {"linear": [0.0] * 4}
     assert len(warnings) == 1
 
 
@@ -162,7 +159,7 @@ def test_calls_that_do_not_pair_are_skipped():
     with passes.watched():
         for _ in range(3):
             model(torch.ones(2, 2))
-    assert [set(results) for results in recorder.passes] == [{"", "gate"}] * 3
+    assert {name: len(pairs) for name, pairs in recorder.complete.items()} == {"": 3, "gate": 3}
     assert sorted(warnings) == [
         f"{name} is not compared: it is called other than in the reference" for name in ("expert", "other")
     ]
@@ -175,7 +172,7 @@ def test_a_reference_that_fails_is_reported_once():
     with passes.watched():
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
-    assert recorder.passes == []
+    assert recorder.pairs == {}
     assert len(warnings) == 1
     assert "the reference can't be run on the model's inputs" in warnings[0]
     assert_same(torch.get_rng_state(), state)
@@ -191,8 +188,8 @@ def test_a_model_that_makes_a_backward_pass_in_its_forward():
     with passes.watched():
         for _ in range(2):
             model(torch.ones(2, 3)).sum().backward()
-    assert [set(results) for results in recorder.passes] == [{"", "energy", "energy.0", "energy.1", "energy.2"}] * 2
-    assert recorder.differences()[""] == [0.0]
+    names = ("", "energy", "energy.0", "energy.1", "energy.2")
+    assert recorder.differences() == {name: [0.0, 0.0] for name in names}
     assert warnings == []
 
 
@@ -209,7 +206,7 @@ def test_errors_of_the_comparison_skip_the_call(where):
     with passes.watched():
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
-    assert [set(results) for results in recorder.passes] == [{"", "0"}] * 2
+    assert {name: len(pairs) for name, pairs in recorder.complete.items()} == {"": 2, "0": 2}
     assert warnings == ["1 is not compared: ZeroDivisionError: division by zero"]
 
 
@@ -239,7 +236,7 @@ def test_what_is_kept_is_freed_as_the_model_reaches_it():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     recorder = Counting()
     names = [name for name in modules_by_name(model) if name]
-    passes = ReferencePasses(Reference(model, "init"), names, recorder, print, set())
+    passes = ReferencePasses(Reference(model, "init"), names, recorder, Reporter().report, Pause())
     gc.disable()
     try:
         with passes.watched():
