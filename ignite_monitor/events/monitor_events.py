@@ -89,7 +89,7 @@ class Spike(NamedTuple):
         culprits: parameter -> share of the excess, where single tensors have thresholds too; else empty.
         source: source of a non-finite value, as far as a ``GradMonitor`` has located it; else None.
         rank: the rank with the largest part of a gradient norm; None if all ranks have the same gradient.
-        stage: the index of this rank in the ``group`` of the monitor; None without one.
+        stage: number of its stage, the index in the dimensions of ``group`` that no wrapper covers; None without one.
     """
 
     monitor: Any

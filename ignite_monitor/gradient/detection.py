@@ -63,7 +63,7 @@ class SpikeNumbers(NamedTuple):
     threshold: float  # inf for none
     culprits: dict[str, float]  # parameters with the largest excess over their thresholds -> share of it
     rank: int | None = None  # with the largest part of the norm; None if all ranks have the same
-    stage: int | None = None  # index of this rank in the group; None without a group
+    stage: int | None = None  # of this rank, if the group has several
 
     @classmethod
     def from_host(cls, numbers: Sequence[float], detection: GradientDetection, ranks: Ranks) -> SpikeNumbers:

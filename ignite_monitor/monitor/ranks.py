@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_monitor.model._torch import has_communication_hook, is_in_join
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, reshard
-from ignite_monitor.model.norms import combine, norms, reduce_norm, total_norm, whole_norm
+from ignite_monitor.model.norms import combine, norms, reduce_norm, whole_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 Group = Any  # a ProcessGroup or DeviceMesh, whose classes torch has only with torch.distributed; or None
@@ -62,7 +62,7 @@ class Ranks:
         self._wrappers: list[DistributedDataParallel] = []
         self._reduced, self.ignored = set[int](), set[int]()  # ids of parameters of the wrappers
         self.size = self.replicas = 1
-        self._stage = 0, 1  # index of this rank in the group, and number of its ranks
+        self._stage = 0, 1  # index in the dimensions of the group that no wrapper covers, and number of indices
 
     def resolve(self, *wrappers: nn.Module) -> None:
         """Find the process groups.
@@ -88,12 +88,11 @@ class Ranks:
         meshes = {item.device_mesh for item in parameters if is_dtensor(item)} if any_dtensor(parameters) else set()
         found = [wrapper.process_group for wrapper in self._wrappers]
         found += [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-        self.replicas = math.prod(map(dist.get_world_size, _union(found)))
-        self.groups = _union(found if self._group is None else [*found, self._group])
-        self.size = math.prod(map(dist.get_world_size, self.groups))
-        if self._group is not None:
-            _, groups = _ranks_and_groups(self._group)
-            self._stage = _index(groups)
+        wrapped, ranks_of = _union(found), dist.get_process_group_ranks
+        self.groups = wrapped if self._group is None else _union([*found, self._group])
+        self.replicas, self.size = (math.prod(map(dist.get_world_size, groups)) for groups in (wrapped, self.groups))
+        across = [group for group in self.groups if ranks_of(group) not in map(ranks_of, wrapped)]
+        self._stage = _index(across[::-1])
 
     @property
     def exceed_wrappers(self) -> bool:
@@ -169,41 +168,41 @@ class Ranks:
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         gradients: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-        sharded = any_dtensor(gradients)
-        if self._have_same(parameters, sharded):
+        if self._have_same(parameters):
             value = whole_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
             return RankNorm(value, value if flags is None else flags)
-        if parts is None and sharded:
-            parts = norms(gradients, norm_type)
-        by_copies: dict[int, list[Any]] = {}
-        is_mean = reduction == "mean" or (reduction is None and self._group is None)
-        for item, parameter in zip(gradients if parts is None else parts, parameters, strict=True):
-            is_reduced = id(parameter) in self._reduced or is_dtensor(parameter)
-            copies = 1 if id(parameter) in self.ignored else self.size if is_mean else self.replicas**is_reduced
-            by_copies.setdefault(copies, []).append(item)
         device = device_of(self._models[0])
         own = torch.zeros((), dtype=wide_dtype(device), device=device)
-        for copies, items in by_copies.items():
-            norm = total_norm(items, norm_type) if parts is None else combine(items, norm_type)
-            own = combine([own, norm.to(own) / copies ** (1.0 / norm_type)], norm_type)
+        if parameters:
+            parts = (norms(gradients, norm_type) if parts is None else parts).to(own)
+            is_mean = reduction == "mean" or (reduction is None and self._group is None)
+            copies = torch.tensor([self._copies(item, is_mean) for item in parameters], device="cpu")
+            own = combine(parts / move(copies, device).to(own) ** (1.0 / norm_type), norm_type)
         own_flags = own.new_zeros(0) if flags is None else flags.to(own)
         reduced = reduce_norm(torch.cat([own.view(1), own_flags]), norm_type, self._reduce)
         stage, stages = self._stage
         _, origin = self.largest(own, dist.get_rank() * stages + stage)
         return RankNorm(reduced[0], reduced[1:] > 0, origin)
 
-    def _have_same(self, parameters: Iterable[nn.Parameter], sharded: bool) -> bool:
+    def _have_same(self, parameters: Iterable[nn.Parameter]) -> bool:
         if self.size == 1 or not self.all_present:
             return True
         if self.exceed_wrappers or any(map(has_communication_hook, self._wrappers)):
             return False
-        ids = {id(item) for item in parameters if not is_dtensor(item)} if sharded else set(map(id, parameters))
-        return ids <= self._reduced
+        return all(map(is_dtensor, [item for item in parameters if id(item) not in self._reduced]))
+
+    def _copies(self, parameter: nn.Parameter, is_mean: bool) -> int:
+        """Return the number of ranks whose norms of a parameter stand for one gradient."""
+        if id(parameter) in self.ignored:
+            return 1
+        if is_mean:
+            return self.size
+        return self.replicas if id(parameter) in self._reduced or is_dtensor(parameter) else 1
 
     def place(self, origin: float) -> tuple[int, int | None]:
-        """Return the number of a rank and its index in the group, from the origin of a norm on the host."""
-        rank, index = divmod(int(origin), self._stage[1])
-        return rank, None if self._group is None else index
+        """Return the number of a rank and that of its stage, if there are several, from an origin on the host."""
+        rank, stage = divmod(int(origin), self._stage[1])
+        return rank, stage if self._stage[1] > 1 else None
 
     def largest(self, value: Tensor, place: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the largest of the ranks' 0-dim values, and the place, by default the number, of its rank."""
@@ -268,8 +267,9 @@ class RankReduction:
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """Return the sums and maxima of all ranks' rows on a device."""
-        own = {("sum", kind, rows.values.shape[1]): rows for kind, rows in sums.items()}
-        own |= {("max", kind, rows.values.shape[1]): rows for kind, rows in maxima.items()}
+        own = {("sum", kind, values.shape[1]): NamedValues(names, values) for kind, (names, values) in sums.items()}
+        for kind, (names, values) in maxima.items():  # the maximum of NaN depends on the order of ranks
+            own["max", kind, values.shape[1]] = NamedValues(names, values.nan_to_num(math.inf, math.inf, -math.inf))
         if self._has_news.take(wait=True):
             while (source := self._ranks.first(self._lacks(own), device)) is not None:
                 names_here = [(table, list(rows.names)) for table, rows in own.items()]
@@ -277,15 +277,10 @@ class RankReduction:
                     self._names.setdefault(table, {}).update(dict.fromkeys(names))
         flag = torch.full((1,), float(self._lacks(own)), dtype=wide_dtype(device), device=device)
         reduced: list[Rows] = []
-        for reduction, missing in (("sum", 0.0), ("max", -torch.inf)):
+        for reduction, over_ranks, missing in (("sum", self._ranks.sum, 0.0), ("max", self._ranks.max, -math.inf)):
             known = {table: list(names) for table, names in self._names.items() if table[0] == reduction}
             rows = [_in_order(own.get(table), table, names, missing, device) for table, names in known.items()]
-            flat = torch.cat([*rows, flag])
-            if reduction == "sum":
-                flat = self._ranks.sum(flat)
-            else:
-                flat = self._ranks.max(flat.nan_to_num(torch.inf, torch.inf, -torch.inf))
-            *parts, flag = flat.split([*map(len, rows), 1])
+            *parts, flag = over_ranks(torch.cat([*rows, flag])).split([*map(len, rows), 1])
             tables = zip(known.items(), parts, strict=True)
             reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in tables})
         self._has_news.set(flag[0] > 0)

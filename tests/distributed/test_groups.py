@@ -38,7 +38,7 @@ class Trainer:
 
     Args:
         model: the model of this rank.
-        backward: makes the gradients from a batch of eight rows.
+        backward: makes the gradients from a batch of sixteen rows.
         monitors: makes monitors of model and optimizer.
         is_odd: whether the gradient of this rank, and of it alone, is a thousand times as large in one iteration.
     """
@@ -75,7 +75,7 @@ class Trainer:
 
     def run(self, count: int = COUNT) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
-        data = [torch.randn(2, 8, WIDTH, generator=generator).unbind() for _ in range(count)]
+        data = [torch.randn(2, 16, WIDTH, generator=generator).unbind() for _ in range(count)]
         self.engine.run(data, max_epochs=1)
         return {
             "seen": self.recorder.metrics,
@@ -257,12 +257,14 @@ PIPELINES = {
     )
     for (schedule, micro), (wrap, given) in [
         *((("GPipe", 4), shape) for shape in SHAPES),
-        *((("1F1B", micro), ("", "mesh")) for micro in (4, 8)),
         (("GPipe", 1), ("", "mesh")),
-        (("1F1B", 4), ("fsdp", "mesh")),
+        (("GPipe", 8), ("fsdp", "stages")),
+        (("1F1B", 4), ("", "mesh")),
+        (("1F1B", 8), ("ddp", "mesh")),
+        (("1F1B", 2), ("fsdp", "mesh")),
         (("interleaved", 4), ("", "mesh")),
-        (("interleaved", 4), ("ddp", "stages")),
-        (("interleaved", 4), ("fsdp", "mesh")),
+        (("interleaved", 2), ("ddp", "stages")),
+        (("interleaved", 8), ("fsdp", "mesh")),
     ]
 }
 SCENARIOS: dict[str, Any] = {
@@ -302,7 +304,7 @@ def test_all_stages_of_a_pipeline_have_one_norm_and_one_decision(results, name):
         assert len(result["origins"]) == 1
         rank, stage = result["origins"][0]
         assert ranks[rank]["stage"] == odd
-        assert stage is not None
+        assert stage == (rank if name.endswith("world") else odd)  # a ProcessGroup has no dimensions
 
 
 def test_thresholds_of_parameters_clip_all_stages_by_one_factor(results):
