@@ -27,7 +27,7 @@ from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
-from ignite_monitor.monitor.ranks import Ranks
+from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy, user_forward_hooks
 
 _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
@@ -53,6 +53,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         loss: function of a model, without wrappers, and the batch that returns the loss of a train step, a tensor with
             one element. It runs under ``sdpa_kernel(SDPBackend.MATH)``.
         lanczos_steps: number of products for each eigenvalue.
+        group: the ranks that hold the same weights, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: start of the keys.
 
     Raises:
@@ -80,9 +81,10 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         *,
         loss: Callable[[nn.Module, Any], Tensor],
         lanczos_steps: int = 20,
+        group: Group = None,
         prefix: str = "curvature",
     ) -> None:
-        super().__init__(model, prefix)
+        super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         check_holds(optimizer, model)
         if any_dtensor(model.parameters()):

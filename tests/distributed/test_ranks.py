@@ -262,14 +262,19 @@ def noise_scale(rank: int | None, micro: int) -> dict[str, Any]:
     return {"moments": run.monitors[0].state_dict()["moments"]}
 
 
-def curvature(rank: int | None, failing: str = "", unused: bool = False) -> dict[str, Any]:
-    """Rank 1 may fail in its loss, in a product, or not reach the model."""
-    failing = failing if rank == 1 else ""
+def curvature(rank: int | None, failing: str = "", unused: bool = False, in_group: bool = False) -> dict[str, Any]:
+    """Rank 1 may fail in its loss, in a product, or not reach the model. In a group the train step reduces by hand."""
+    failing, group = failing if rank == 1 else "", dist.group.WORLD if in_group else None
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if failing == "unreached":
             return torch.zeros((), requires_grad=True)
         return mse_loss(model, (None if failing == "loss" else batch[0], batch[1]))
+
+    def reduce(model: nn.Module) -> None:
+        for parameter in model.parameters() if in_group else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= WORLD
 
     times, products = Hessian.times, itertools.count()
 
@@ -281,10 +286,11 @@ def curvature(rank: int | None, failing: str = "", unused: bool = False) -> dict
     with mock.patch.object(Hessian, "times", fails_in_time if failing == "product" else times):
         run = train(
             functools.partial(Net, unused=unused),
-            functools.partial(ddp, find_unused_parameters=unused),
+            unwrapped if in_group else functools.partial(ddp, find_unused_parameters=unused),
             rank,
             batches()[:2],
-            lambda model, optimizer: [CurvatureHandler(model, optimizer, loss=loss)],
+            lambda model, optimizer: [CurvatureHandler(model, optimizer, loss=loss, group=group)],
+            step=lambda model, optimizer: make_step(model, optimizer, before_step=lambda _: reduce(model)),
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3),
             event=Events.ITERATION_STARTED(every=2),
         )
@@ -361,6 +367,7 @@ SCENARIOS: dict[str, Any] = {
     "noise scale of four": functools.partial(noise_scale, micro=2),
     "curvature": curvature,
     "curvature, unused parameters": functools.partial(curvature, unused=True),
+    "curvature, in a group": functools.partial(curvature, in_group=True),
     "curvature, loss fails": functools.partial(curvature, failing="loss"),
     "curvature, product fails": functools.partial(curvature, failing="product"),
     "curvature, unreached loss": functools.partial(curvature, failing="unreached"),
@@ -543,7 +550,7 @@ def test_noise_scale_of_ranks_is_that_of_micro_batches(results, name, micro):
         assert result["moments"].tolist() == approx((expected["moments"] * factor).tolist())
 
 
-@pytest.mark.parametrize("name", ["curvature", "curvature, unused parameters"])
+@pytest.mark.parametrize("name", ["curvature", "curvature, unused parameters", "curvature, in a group"])
 def test_curvature_is_that_of_the_ranks_batches_together(results, name):
     alone = curvature(None, unused="unused" in name)["seen"]
     assert [len(seen) for seen in alone] == [0, 7]
