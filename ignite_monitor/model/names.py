@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
@@ -57,6 +58,13 @@ def tags(names: Iterable[str]) -> list[str]:
         numbered = (f"{plain}_{number}" for number in count(2))
         unique[plain if plain not in unique else next(tag for tag in numbered if tag not in unique)] = None
     return list(unique)
+
+
+def top(kind: str, names: Sequence[str], values: Sequence[float], count: int, least: bool = False) -> dict[str, float]:
+    """The ``count`` largest values, or the least, by ``{kind}/{name}``; NaN and negative ones are none."""
+    known = [(value, name) for name, value in zip(names, values, strict=True) if value >= 0]
+    chosen = (heapq.nsmallest if least else heapq.nlargest)(count, known, key=itemgetter(0))
+    return {f"{kind}/{name}": value for value, name in chosen}
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -126,7 +126,7 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in alone])
     tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     if not _NARROW.issuperset(map(_kind, tensors)):
-        return _wide_norms(tensors, norm_type)
+        return wide_norms(tensors, norm_type)
     tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
     short = [tensor if tensor.numel() <= _LONGEST_SUM else tensor.new_zeros(1) for tensor in tensors]
     values = torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double()
@@ -135,7 +135,7 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
             values[i] = _long_norm(tensor.view(-1), norm_type)
     if not torch.is_nonzero((values == values.clamp(*_SAFE)).all()):
         unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
-        values[unsafe] = _wide_norms([tensors[i] for i in unsafe], norm_type)
+        values[unsafe] = wide_norms([tensors[i] for i in unsafe], norm_type)
     return values
 
 
@@ -147,11 +147,13 @@ def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(rows, norm_type, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
-def _wide_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def wide_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norms of strided tensors on one device, at least one, in its widest dtype and without reading a value."""
     dtype = wide_dtype(tensors[0].device)
     largest = max(torch.finfo(kind).max for kind in {tensor.dtype for tensor in tensors})
     if norm_type != 2.0 or largest < torch.finfo(dtype).max ** 0.5:  # no square under- or overflows
         return torch.stack(foreach_norm(tensors, norm_type, dtype=dtype))
+    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     units = _unit(torch.stack(foreach_norm(tensors, math.inf, dtype=dtype)))
     scaled = [tensor.to(dtype) / unit for tensor, unit in zip(tensors, units.unbind(), strict=True)]
     return units * torch.stack(foreach_norm(scaled, norm_type))

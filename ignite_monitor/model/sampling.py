@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, local, local_elements
 from ignite_monitor.model.names import named_parameters
-from ignite_monitor.model.norms import reduce_norm
+from ignite_monitor.model.norms import reduce_norm, wide_norms
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -85,11 +84,12 @@ class ParameterSamples:
         """Return True unless all elements of a parameter are taken."""
         return index in self._elements
 
-    def take_whole(self, index: int) -> None:
-        """Take all elements of a parameter from now on; of a DTensor those of this rank."""
-        self._elements.pop(index, None)
-        self.counts[index] = self.parameters[index].numel()
-        self.factors[index] = 1.0
+    def take_whole(self, names: Collection[str]) -> None:
+        """Take all elements of some parameters from now on; of a DTensor those of this rank."""
+        for index, name in enumerate(self.names if names else ()):
+            if name in names and self._elements.pop(index, None) is not None:
+                self.counts[index] = self.parameters[index].numel()
+                self.factors[index] = 1.0
 
     def own_part(self, index: int, tensor: Any) -> Tensor:
         """This rank's part of a tensor of a parameter's shape."""
@@ -115,8 +115,8 @@ class ParameterSamples:
         return torch.cat([self.take(*pair) for pair in zip(indices, tensors, strict=True)])
 
     def norms(self, samples: Sequence[Tensor]) -> Tensor:
-        """The l2 norm of each of some 1-D tensors, at least one, summed in the widest dtype."""
-        return torch.stack(foreach_norm(list(samples), 2.0, dtype=self.dtype))
+        """The l2 norm of each of some 1-D tensors, at least one, in the widest dtype."""
+        return wide_norms(samples).to(self.dtype)
 
     def over_ranks(self, norms: Tensor, indices: Sequence[int]) -> Tensor:
         """Combine norms (…, indices) of the ranks' parts of parameters, the same on every rank."""

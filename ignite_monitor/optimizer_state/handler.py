@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from typing import Any
 
@@ -14,7 +13,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import OPTIMIZER_STATE
-from ignite_monitor.model.names import tags
+from ignite_monitor.model.names import tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -96,10 +95,9 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     def on_run_end(self) -> None:
         if self._has_stepped and not self._has_published:
-            text = (
-                f"nothing is reported of {type(self.optimizer).__name__}, since its state holds no exp_avg, exp_avg_sq "
-            )
-            self.report("nothing_measured", f"{text}or momentum_buffer of a parameter's shape")
+            kind = type(self.optimizer).__name__
+            text = "since no tensor has a dense real gradient and exp_avg, exp_avg_sq or momentum_buffer of its shape"
+            self.report("nothing_measured", f"nothing is reported of {kind}, {text}")
         self._has_stepped = self._has_published = False
 
     def reset_run_state(self) -> None:
@@ -107,7 +105,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None and step.is_of(self.optimizer):
-            self._step.keep_gradients(step.optimizer, step.loss_scale)
+            self._step.keep_gradients(step)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None and step.is_of(self.optimizer) and self._step.fits():
@@ -121,8 +119,8 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             return
         self._has_published = True
         if self._step.has_unknown_decay:
-            name = type(self.optimizer).__name__
-            text = f"whether {name} adds weight decay to gradients is not known: of its groups with weight decay only "
+            kind = type(self.optimizer).__name__
+            text = f"whether {kind} adds weight decay to gradients is not known: of its groups with weight decay only "
             self.report("unknown_weight_decay", f"{text}update_norm is reported", severity="note")
         rms, fraction, cosine = (row.unbind() for row in order_statistics(self._measured.statistics))
         self.publish(
@@ -140,7 +138,8 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         return [] if self._measured is None or not self.metrics else [self._measured.statistics[0]]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        if not extra or self._measured is None:
-            return {}
-        known = [(rms, tag) for tag, rms in zip(tags(self._measured.names), extra[0], strict=True) if rms >= 0]
-        return {f"topk_rms/{tag}": rms for rms, tag in heapq.nlargest(self.top_k, known, key=lambda pair: pair[0])}
+        return (
+            {}
+            if self._measured is None or not extra
+            else top("topk_rms", tags(self._measured.names), extra[0], self.top_k)
+        )

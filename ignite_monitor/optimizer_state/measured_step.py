@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_monitor.events.gradient_tracker import OptimizerStep
+from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import is_dtensor, local
 from ignite_monitor.model.modes import has_local_data
@@ -19,6 +22,7 @@ _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
 # Options of an optimizer that corrects no bias if they are False, and of one with weight decay apart from the gradient.
 _CORRECTING = ("bias_correction", "correct_bias")
+_DECOUPLED_STEPS = ("AdamW.step", "Muon.step", "Adafactor.step")
 _DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
 _REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # With these an optimizer keeps the second moment in a basis of its own (SOAP, GaLore).
@@ -40,40 +44,39 @@ class MomentMeasurement(SampledStep):
         """Prepare for a train step."""
         super().start()
         self._members: list[int] = []
-        self._is_resolved = True  # every tensor with a gradient is measured
+        self._is_complete = True  # every tensor with a gradient is measured
         self.has_unknown_decay = False  # a gradient may have been changed by weight decay
 
     @torch.no_grad()
-    def keep_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Keep samples of the gradients that an optimizer is about to use, divided by a 0-dim scale."""
-        self.step_started(optimizer)
-        gradients = {index: self.samples.parameters[index].grad for index in self.own}
+    def keep_gradients(self, step: OptimizerStep) -> None:
+        """Keep samples of the gradients that a step uses: unscaled, negated where they are maximized, with decay."""
+        self.step_started(step.optimizer)
+        parameters = self.samples.parameters
         self._members = [
             index
-            for index, gradient in gradients.items()
-            if gradient is not None and gradient.layout == torch.strided and not gradient.is_complex()
+            for index in self.own
+            if (gradient := parameters[index].grad) is not None
+            and gradient.layout == torch.strided
+            and not gradient.is_complex()
         ]
-        self._is_resolved = len(self._members) == sum(gradient is not None for gradient in gradients.values())
-        if self._members:
-            self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
-            if scale is not None:
-                self._gradient /= scale.to(self._gradient, non_blocking=True)
-            self._use_as_the_step_does(optimizer)
-
-    def _use_as_the_step_does(self, optimizer: Optimizer) -> None:
-        """Negate gradients that are maximized and add coupled weight decay; NaN where that is not known."""
-        groups = _groups(optimizer)
+        stepping = [item for item in step.parameters if item.grad is not None and item.numel()]
+        self._is_complete = len(self._members) == len(stepping)
+        if not self._members:
+            return
+        self._gradient = self.samples.flat(self._members, [parameters[index].grad for index in self._members])
+        if step.loss_scale is not None:
+            self._gradient /= step.loss_scale.to(self._gradient, non_blocking=True)
+        groups = _groups(step.optimizer)
         for index, part in zip(self._members, self.split(self._gradient, self._members), strict=True):
-            parameter = self.samples.parameters[index]
-            group = groups.get(id(parameter), {})
+            group = groups.get(id(parameters[index]), {})
             if group.get("maximize"):
                 part.neg_()
-            decay = _coupled_decay(optimizer, group)
+            decay = _coupled_decay(step.optimizer, group)
             if decay is None:
                 part.fill_(math.nan)
                 self.has_unknown_decay = True
             elif isinstance(decay, Tensor) or decay:
-                part += self.samples.take(index, parameter) * decay
+                part += self.samples.take(index, parameters[index]) * decay
 
     @torch.no_grad()
     def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
@@ -87,21 +90,24 @@ class MomentMeasurement(SampledStep):
         if all(moment is None for moment in momenta + squares):
             return None
         momentum, square = self._elements(momenta), self._elements(squares)
-        lengths = [len(part) for part in self.before(members)]
         eps, correction = self._eps_and_correction(optimizer, squares)
-        owner = move(torch.repeat_interleave(torch.tensor(lengths, device="cpu")), samples.device)
+        lengths = torch.tensor([len(part) for part in self.before(members)], device="cpu")
+        owner = move(torch.repeat_interleave(lengths), samples.device)
         min_root = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
-        flats = [*_elements(self._gradient, momentum, square, min_root), self.changes(members)]
-        norms = samples.norms([part for flat in flats for part in self.split(flat, members)])
+        flats = _elements(self._gradient, momentum, square, min_root)
+        norms = foreach_norm([part for flat in flats for part in self.split(flat, members)], 2.0, dtype=samples.dtype)
+        norms += samples.norms(self.split(self.changes(members), members)).unbind()
         at = move(torch.tensor(members, device="cpu"), samples.device)
-        *rows, change_norms = samples.over_ranks(norms.view(len(flats), -1), members).unbind()
+        *rows, change_norms = samples.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members).unbind()
         statistics = _statistics(torch.stack(rows), eps, correction, samples.counts[at])
         moved = self.stepped.mask(len(samples.parameters), samples.device)[at]
-        total = torch.where(moved, change_norms * samples.factors[at], 0.0).square().sum().sqrt()
-        names = [samples.names[index] for index in members]
         # Without a step the norm is 0 / 0.
-        update_norm = total / moved.any() if self._is_resolved else torch.full_like(total, math.nan)
-        return MomentStatistics(names, torch.where(moved, statistics, math.nan), update_norm)
+        update_norm = torch.where(moved, change_norms * samples.factors[at], 0.0).square().sum().sqrt() / moved.any()
+        return MomentStatistics(
+            [samples.names[index] for index in members],
+            torch.where(moved, statistics, math.nan),
+            update_norm if self._is_complete else torch.full_like(update_norm, math.nan),
+        )
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
         """The sampled elements of moments, one parameter after the other; zeros without a moment."""
@@ -120,8 +126,8 @@ class MomentMeasurement(SampledStep):
             steps.append(state.get("step", group.get("step", group.get("k"))))
             decays.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None)
             eps.append(group.get("eps"))
-        decay = self._vector(decays) ** self._vector(steps)
         known = self._vector([math.nan if square is None else 0.0 for square in squares])
+        decay = self._vector(decays) ** self._vector(steps)
         return self._vector(eps), (1 - decay).rsqrt().nan_to_num(1.0, 1.0) + known
 
     def _vector(self, values: Sequence[Any]) -> Tensor:
@@ -145,11 +151,11 @@ def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 
 def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
     """The factor of the weights that a step adds to the gradient; None if it is not known."""
-    decay = group.get("weight_decay") or 0.0
-    classes = {kind.__name__ for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith("torch.optim.")}
-    if not classes.isdisjoint({"AdamW", "Muon", "Adafactor"}) or any(group.get(name) for name in _DECOUPLED):
+    step = inspect.unwrap(type(optimizer).step)
+    is_torch, decay = step.__module__.startswith("torch.optim"), group.get("weight_decay") or 0.0
+    if any(map(group.get, _DECOUPLED)) or (is_torch and step.__qualname__ in _DECOUPLED_STEPS):
         return 0.0
-    return decay if decay == 0 or len(classes) > 1 else None
+    return decay if is_torch or decay == 0 else None
 
 
 def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Tensor | None:
@@ -160,12 +166,9 @@ def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Te
     for name in names:
         value = state.get(name)
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
-            own = local(value)
-            if (
-                is_dtensor(value) == is_dtensor(parameter)
-                and has_local_data(own)
-                and own.device == local(parameter).device
-            ):
+            part = local(value)
+            is_like = is_dtensor(value) == is_dtensor(parameter) and part.device == local(parameter).device
+            if is_like and has_local_data(part):
                 return value
     return None
 
@@ -183,12 +186,10 @@ def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tens
 def _statistics(norms: Tensor, eps: Tensor, correction: Tensor, counts: Tensor) -> Tensor:
     gradient, momentum, ratio, dominated, positive_part, negative_part = norms.unbind()
     rms = ratio / counts.sqrt() / correction
-    # NaN where the second moment, or its eps, is missing or not finite.
-    fraction = dominated.square() / counts + 0 * rms + 0 * eps
+    unknown = 0 * rms  # NaN where the second moment is missing or not finite
+    fraction = dominated.square() / counts + unknown + 0 * eps
     lengths = gradient * momentum
-    # The products of smaller numbers have lost digits.
     info = torch.finfo(norms.dtype)
-    cosine = (positive_part.square() - negative_part.square()) / lengths.masked_fill(
-        lengths <= info.tiny / info.eps, math.nan
-    )
-    return torch.stack([rms + 0 * rms, fraction.clamp(0, 1), cosine.clamp(-1, 1)])
+    lengths = lengths.masked_fill(lengths <= info.tiny / info.eps, math.nan)  # products that have lost digits
+    cosine = (positive_part.square() - negative_part.square()) / lengths
+    return torch.stack([rms + unknown, fraction.clamp(0, 1), cosine.clamp(-1, 1)])

@@ -14,19 +14,21 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function, check_real, check_type
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import STEP_STATS
-from ignite_monitor.model.devices import device_of, move
+from ignite_monitor.model.devices import device_of, move, move_like
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, learning_rates, parameters_of
 from ignite_monitor.model.norms import total_norm, whole_norm
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.model.tensors import count_items, tensors_in
+from ignite_monitor.model.tensors import count_items, floating_tensors
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.step_stats.measures import DataClock, StepClock, process_memory
+
+_MOST_TENSORS = 4  # of a batch, whose RMS is published
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):
@@ -90,7 +92,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self._data = DataClock()
         self._clock: StepClock | None = None
         self._items: float | Tensor | None = None
-        self._rates: list[float | Tensor | None] = []
+        self._rates: dict[str, float | Tensor] | None = None  # of the first step
         self._early: dict[str, float | Tensor] = {}  # values that are known before the train step ends
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
@@ -99,6 +101,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
 
     def handlers(self) -> Handlers:
         return [
+            (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
@@ -106,26 +109,23 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     def start_iteration(self, engine: Engine) -> None:
         self.reset_run_state()
 
-    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        engine = self._attached_to()
-        if engine is None or self._device.type not in ("cpu", "cuda"):
-            return []
+    def before_train_step(self, engine: Engine) -> None:
         self._items = self._count_items(engine.state.batch)  # now, since the train step may change the batch
-        for place, item in tensors_in(engine.state.batch):
-            if len(self._early) < 4 and has_local_data(item) and item.is_floating_point() and item.numel():
-                part = item.detach().reshape(-1)[: 2**20]
-                norm = torch.linalg.vector_norm(part, dtype=torch.float32)
-                self._early[f"batch_rms/{place or 0}"] = norm / len(part) ** 0.5
-        self._clock = StepClock(self._device)
-        return [self._clock]
+        floating = [
+            pair for pair in floating_tensors(engine.state.batch) if has_local_data(pair[1]) and pair[1].numel()
+        ]
+        for place, item in floating[:_MOST_TENSORS]:
+            part = item.detach().reshape(-1)[: 2**20]
+            self._early[f"batch_rms/{place or 0}"] = total_norm([part]) / len(part) ** 0.5
+
+    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
+        device = device_of(self.model)
+        self._clock = StepClock(device) if device.type in ("cpu", "cuda") else None
+        return [] if self._clock is None else [self._clock]
 
     def reset_run_state(self) -> None:
         self._clock = self._items = None
-        self._rates, self._early = [], {}
-
-    @property
-    def _device(self) -> torch.device:
-        return device_of(self.model)
+        self._rates, self._early = None, {}
 
     def _count_items(self, batch: Any) -> float | Tensor | None:
         if self.items is not None:
@@ -137,44 +137,50 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             self.report("unknown_items", text, severity="note")
         return count
 
+    def _is_first_step(self, step: OptimizerStep) -> bool:
+        return self._rates is None and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer))
+
+    def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
+        gradients = [item.grad for item in parameters_of(self.optimizer) if item.grad is not None]
+        # A skipped step uses no gradient.
+        if self._is_first_step(step) and step.made is not False and gradients and not any_dtensor(gradients):
+            norm = total_norm(gradients)
+            norm = norm if step.loss_scale is None else norm / move_like(step.loss_scale, norm)
+            made = step.made
+            self._early["gradient_norm"] = torch.where(made, norm, math.nan) if isinstance(made, Tensor) else norm
+
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         # Before the step handlers may still change the rates, and after it schedulers do.
-        if not self._rates and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer)):
+        if self._is_first_step(step):
             self._rates = self._current_rates()
-            gradients = [item.grad for item in parameters_of(self.optimizer) if item.grad is not None]
-            made = step.made  # a skipped step uses no gradient
-            if gradients and made is not False and not (any_dtensor(gradients) or step.optimizer.defaults.get("fused")):
-                norm = total_norm(gradients)
-                self._early["gradient_norm"] = torch.where(made, norm, math.nan) if isinstance(made, Tensor) else norm
 
-    def _current_rates(self) -> list[float | Tensor | None]:
-        rates = learning_rates(self.optimizer)
-        return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    def _current_rates(self) -> dict[str, float | Tensor]:
+        rates = {f"lr/group_{i}": rate for i, rate in enumerate(learning_rates(self.optimizer)) if rate is not None}
+        return {key: rate.clone() if isinstance(rate, Tensor) else rate for key, rate in rates.items()}
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         reshard(self.model)
-        rates = self._rates or self._current_rates()
-        values = self._early | {f"lr/group_{i}": rate for i, rate in enumerate(rates) if rate is not None}
+        device = device_of(self.model)
+        values = self._early | (self._current_rates() if self._rates is None else self._rates) | self._data_wait(device)
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = whole_norm(parameters)
-        if self._device.type == "cuda":
-            values["peak_memory_mb"] = torch.cuda.max_memory_allocated(self._device) / 2**20
-            values["reserved_memory_mb"] = torch.cuda.memory_reserved(self._device) / 2**20
+        if device.type == "cuda":
+            values["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+            values["reserved_memory_mb"] = torch.cuda.memory_reserved(device) / 2**20
         else:
             values |= process_memory()
-        values |= self._data_wait()
-        if self._device.type == "cpu":
+        if device.type == "cpu":
             values |= self._times(self._items)
         self.publish(**values)
 
-    def _data_wait(self) -> dict[str, float | Tensor]:
+    def _data_wait(self, device: torch.device) -> dict[str, float | Tensor]:
         if self._data.seconds is None:
             return {}
         milliseconds = 1e3 * self._data.seconds
         values: dict[str, float | Tensor] = {"data_wait_ms": milliseconds}
         if self.slowest_rank and self.ranks.size > 1 and self.ranks.all_present:
-            longest, rank = self.ranks.largest(move(torch.tensor(milliseconds, device="cpu"), self._device))
+            longest, rank = self.ranks.largest(move(torch.tensor(milliseconds, device="cpu"), device))
             values |= {"data_wait_max_ms": longest, "data_wait_rank": rank}
         return values
 

@@ -17,30 +17,28 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ends: list[Any] = []
+        self._start = self._end = None
 
-    def __enter__(self) -> StepClock:
-        self._record()
-        return self
+    def __enter__(self) -> None:
+        self._start = self._now()
 
     def __exit__(self, *exception: object) -> None:
-        self._record()
+        self._end = self._now()
 
     def seconds(self) -> float | None:
         """Return the duration; None if it is not known yet."""
-        if len(self._ends) < 2:
+        if self._start is None or self._end is None:
             return None
-        start, end = self._ends
         if self._device.type == "cuda":
-            return start.elapsed_time(end) / 1e3 if end.query() else None
-        return float(end - start)
+            return self._start.elapsed_time(self._end) / 1e3 if self._end.query() else None
+        return float(self._end - self._start)
 
-    def _record(self) -> None:
-        now: Any = time.perf_counter()
-        if self._device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(torch.cuda.current_stream(self._device))
-        self._ends.append(now)
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class DataClock:

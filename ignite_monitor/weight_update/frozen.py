@@ -30,10 +30,7 @@ class FrozenParameters:
         self._names = list(names)
 
     def observe(self, unmoved: Tensor, stepped: Tensor) -> Tensor:
-        """Count one step, by what was not moved and what was to move; return which of the latter are frozen.
-
-        Other parameters keep their counts.
-        """
+        """Count one step, by what was not moved and what was to move; return which of the latter are frozen."""
         self.counts = torch.where(stepped, torch.where(unmoved, self.counts + 1, 0), self.counts)
         return stepped & (self.counts >= self._patience)
 

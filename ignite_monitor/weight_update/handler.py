@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,9 +17,8 @@ from ignite_monitor.checks import check_count, check_real, check_type
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import WEIGHT_UPDATE
-from ignite_monitor.model.names import named_parameters, tags
+from ignite_monitor.model.names import named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
-from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -31,10 +29,7 @@ _ROUNDING = (
     ". Weights in bfloat16 or float16 lose small updates to rounding: keep float32 weights and use torch.autocast, or "
     "an optimizer that keeps float32 copies of them."
 )
-
-
 _ROWS = 5  # of a handler's table
-_FEW = 32  # moved elements of a sample, from which a ratio has an error of about 15 %
 
 
 class ParameterDiagnostics(NamedTuple):
@@ -139,11 +134,10 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
-        # Of the last monitored iteration, by parameter: gradient norms, update ratios, counts of unmoved steps, and
-        # whether few sampled elements have moved; and norms.
+        # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts of unmoved steps,
+        # whether few sampled elements have moved, and norms of weights.
         self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * _ROWS
         self._frozen = FrozenParameters(self._names, patience)
-        self._narrow = {name for name, parameter, _ in named_parameters(model) if parameter.dtype in NARROW}
         self._whole: set[str] = set()  # names of parameters of which all elements are measured
         self._step: UpdateMeasurement | None = None  # while a run lasts
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
@@ -160,9 +154,9 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
                 ratio,
                 norm < self.vanishing_grad_threshold,
                 norm > self.exploding_grad_threshold,
-                not math.isnan(ratio) and self._frozen.is_frozen(still),
+                self._is_frozen(ratio, count),
             )
-            for name, norm, ratio, still, *_ in zip(self._names, *self._rows(), strict=True)
+            for name, norm, ratio, count, *_ in zip(self._names, *self._rows(), strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -194,14 +188,12 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def start_iteration(self, engine: Engine) -> None:
         if self._step is None or not self._step.fits():
-            self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer)
+            self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer, self.eps)
             samples = self._step.samples
             self._frozen.rename(samples.names, like=samples.factors)
             if samples.names != self._names:
                 self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * _ROWS
-        for index, name in enumerate(self._names if self._whole else ()):
-            if name in self._whole and self._step.samples.is_sampled(index):
-                self._step.samples.take_whole(index)
+        self._step.samples.take_whole(self._whole)
         self._step.start()
 
     def reset_run_state(self) -> None:
@@ -229,63 +221,51 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         measured = self._step.completed()
         if measured is None:
             return
-        norms = measured.gradients
+        norms, ratios, stepped = measured.gradients, measured.ratios, measured.stepped
         if self.scaler is not None:  # which handles overflows
             norms = norms.masked_fill(norms.isinf(), math.nan)
-        ratios, is_few = torch.full_like(norms, math.nan), torch.zeros_like(norms)
-        values: dict[str, Tensor] = {}
-        if measured.moved is not None:
-            ratios = measured.changes / (measured.weights + self.eps)
-            is_equal = measured.changed_counts == 0
-            # A sample of which nothing has moved says nothing of the other elements.
-            ratios = ratios.masked_fill(~measured.moved | ratios.isinf() | is_equal & measured.is_sampled, math.nan)
-            unmoved = is_equal & ~measured.is_sampled
-            if self.frozen_update_ratio_threshold:
-                unmoved |= ratios <= self.frozen_update_ratio_threshold
-            frozen = self._frozen.observe(unmoved, measured.moved)
-            limits = (self._step.samples.counts / _FEW).clamp(max=_FEW)
-            is_few = (measured.moved & measured.is_sampled & (measured.changed_counts < limits)).to(norms.dtype)
-            values["frozen_count"] = torch.where(measured.moved.any(), frozen.sum(dtype=ratios.dtype), math.nan)
-            if measured.lost is not None:
-                values["lost_update_fraction"] = measured.lost
         statistics = order_statistics(torch.stack([norms, ratios])).unbind()
+        values: dict[str, Tensor] = {}
         if measured.has_gradients:
             values |= _named("grad", statistics[0])
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
-        if measured.moved is not None:
+        if self._step.stepped:
+            unmoved = measured.unmoved
+            if self.frozen_update_ratio_threshold:
+                unmoved = unmoved | (ratios <= self.frozen_update_ratio_threshold)
+            frozen = self._frozen.observe(unmoved, stepped).sum(dtype=ratios.dtype)
             values |= _named("update_ratio", statistics[1])
-        self._table = torch.stack([norms, ratios, self._frozen.counts, is_few, measured.weights])
+            values["frozen_count"] = torch.where(stepped.any(), frozen, math.nan)
+            if measured.lost is not None:
+                values["lost_update_fraction"] = measured.lost
+        self._table = torch.stack([norms, ratios, self._frozen.counts, measured.few.to(norms.dtype), measured.weights])
         self.publish(**values)
         if transfer.is_cpu(self._table):
             self._learn(self._table.tolist())
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [self._table] if self.metrics and isinstance(self._table, Tensor) else []
+        return [*self._table.unbind()] if self.metrics and isinstance(self._table, Tensor) else []
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if not extra:
             return {}
-        count = len(self._names)
-        self._table = [extra[0][i * count : (i + 1) * count] for i in range(_ROWS)]
-        norms, ratios, still, _, weights = self._table
-        self._learn(self._table)
-        names = tags(self._names)
-        largest = heapq.nlargest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
-        smallest = heapq.nsmallest(self.top_k, (i for i in range(count) if norms[i] >= 0), key=norms.__getitem__)
-        heaviest = heapq.nlargest(self.top_k, (i for i in range(count) if weights[i] >= 0), key=weights.__getitem__)
-        frozen = [i for i in range(count) if not math.isnan(ratios[i]) and self._frozen.is_frozen(still[i])]
-        longest = heapq.nlargest(self.top_k, frozen, key=still.__getitem__)
-        values = {f"topk_grad/{names[i]}": norms[i] for i in largest}
-        values |= {f"smallest_grad/{names[i]}": norms[i] for i in smallest}
-        values |= {f"largest_weight/{names[i]}": weights[i] for i in heaviest}
-        values |= {f"topk_frozen/{names[i]}": still[i] for i in longest}
+        self._table = extra
+        self._learn(extra)
+        names, (norms, ratios, counts, _, weights) = tags(self._names), extra
+        frozen = [
+            count if self._is_frozen(*pair) else math.nan for count, *pair in zip(counts, ratios, counts, strict=True)
+        ]
+        values = top("topk_grad", names, norms, self.top_k)
+        values |= top("smallest_grad", names, norms, self.top_k, least=True)
+        values |= top("largest_weight", names, weights, self.top_k) | top("topk_frozen", names, frozen, self.top_k)
         for group, members in enumerate(self._groups()):
-            moved = [i for i in members if ratios[i] >= 0]
-            if moved:
-                fastest = max(moved, key=ratios.__getitem__)
-                values[f"largest_update_ratio/group_{group}/{names[fastest]}"] = ratios[fastest]
+            kind = f"largest_update_ratio/group_{group}"
+            values |= top(kind, [names[i] for i in members], [ratios[i] for i in members], 1)
         return values
+
+    def _is_frozen(self, ratio: float, count: float) -> bool:
+        return not math.isnan(ratio) and self._frozen.is_frozen(count)
 
     def _groups(self) -> list[list[int]]:
         """Indices of the parameters in each group of the given optimizer."""
@@ -297,20 +277,18 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def _rows(self) -> list[list[float]]:
         self.on_host()
-        # The table is still on the device if nothing is published, as after the run.
-        rows: list[list[float]] = self._table.tolist() if isinstance(self._table, Tensor) else self._table
-        self._table = rows
-        self._learn(rows)
-        return rows
+        if isinstance(self._table, Tensor):  # nothing is published, as after the run
+            self._table = self._table.tolist()
+            self._learn(self._table)
+        return self._table
 
     def _learn(self, rows: list[list[float]]) -> None:
         """Report parameters that are frozen, and choose those to measure whole, when the host knows the table."""
         new = {}
-        for name, norm, ratio, count, is_few, _ in zip(self._names, *rows, strict=True):
+        for name, norm, _, count, is_few, _ in zip(self._names, *rows, strict=True):
             if self._frozen.is_frozen(count) and name not in self._reported:
                 new[name] = norm
-            # Updates of low-precision weights that rounding loses are no reason to copy the weights.
-            if is_few and (math.isnan(ratio) or name not in self._narrow):
+            if is_few:
                 self._whole.add(name)
         self._reported.update(new)
         if new:

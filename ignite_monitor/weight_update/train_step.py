@@ -7,28 +7,31 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import norms as norms_of
 from ignite_monitor.model.sampled_step import SampledStep
+from ignite_monitor.model.sampling import NARROW
 
 _SMALL = 1 << 14  # elements up to which float64 sums are no slower
-_ROWS = 7  # of UpdateMeasurement.completed()
+_ROWS = 7  # of norms to combine over ranks
+_FEW = 32  # moved elements of a sample, from which a ratio has an error of about 15 %
 
 
-class UpdateNorms(NamedTuple):
-    """Norms over a train step by parameter, NaN where they are not known."""
+class MeasuredUpdates(NamedTuple):
+    """Results of a train step by parameter: NaN, or False, where they are not known."""
 
-    gradients: Tensor  # inf for gradients that are not finite
+    gradients: Tensor  # norms; inf for gradients that are not finite
     has_gradients: bool
-    weights: Tensor  # before the step
-    changes: Tensor
-    changed_counts: Tensor  # number of changed elements among those that were taken
-    is_sampled: Tensor  # True where some rank took a sample
-    moved: Tensor | None = None  # the parameters that were to move; None if there was no step
-    lost: Tensor | None = None  # fraction of the elements with a gradient whose update was lost to rounding
+    weights: Tensor  # norms before the step
+    ratios: Tensor
+    unmoved: Tensor  # True if all elements were compared, and none has moved
+    few: Tensor  # True if too few elements of a sample have moved
+    stepped: Tensor  # True if a step was to move it
+    lost: Tensor | None  # fraction of the elements with a gradient whose update was lost to rounding
 
 
 class UpdateMeasurement(SampledStep):
@@ -38,6 +41,14 @@ class UpdateMeasurement(SampledStep):
     last backward. A gradient that no backward has left in this iteration is measured when a step starts. Norms of
     gradients and weights are those of all elements; changes are sampled.
     """
+
+    def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None, eps: float) -> None:
+        super().__init__(model, sample_size, optimizer)
+        self._eps = eps
+        # Updates of low-precision weights that rounding loses are no reason to copy the weights.
+        is_narrow = torch.tensor([item.dtype in NARROW for item in self.samples.parameters], device="cpu")
+        least = (self.samples.counts / _FEW).clamp(max=_FEW)
+        self._least_moved = least.masked_fill(move(is_narrow, self.samples.device), 1.0)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -72,43 +83,46 @@ class UpdateMeasurement(SampledStep):
         return any(self.is_rounded(index) for index, name in enumerate(self.samples.names) if name in set(names))
 
     @torch.no_grad()
-    def completed(self) -> UpdateNorms | None:
+    def completed(self) -> MeasuredUpdates | None:
         """Measure the train step that has returned; None if there was neither a gradient nor a step."""
         samples, own = self.samples, self.own
         gradients = self._after_backward | self._of_last_step
         known = {index: norm for index, norm in gradients.items() if norm is not None}
         if not known and not self.stepped:
             return None
-        at = move(torch.tensor(own, device="cpu"), samples.device)
         unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
         rows = [torch.stack([known.get(index, unknown) for index in own])]
         rounded = {index for index in self._had_gradient if self.is_rounded(index)}
         if self.stepped:
             flat = self.changes(own)
-            moved = (flat != 0).to(flat.dtype)
-            sampled = torch.tensor([float(samples.is_sampled(index)) for index in own], device="cpu").to(samples.dtype)
-            weights = samples.norms(self.before(own)).unbind()
-            whole = [self._whole_norms.get(index, norm) for index, norm in zip(own, weights, strict=True)]
-            rows += [torch.stack(whole), samples.norms(self.split(flat, own)) * samples.factors[at]]
-            # Counts, as norms of zeros and ones, so that ranks are combined as they are for norms.
-            rows += [samples.norms(self.split(moved, own)), move(sampled, samples.device)]
+            before = samples.norms(self.before(own)).unbind()
+            rows += [torch.stack([self._whole_norms.get(index, norm) for index, norm in zip(own, before, strict=True)])]
+            rows += [samples.norms(self.split(flat, own)), self._counts(flat != 0)]
+            sampled = torch.tensor([samples.is_sampled(index) for index in own], dtype=samples.dtype, device="cpu")
+            rows += [move(sampled, samples.device)]
             if rounded:
-                none = torch.zeros_like(moved, dtype=torch.bool)
-                parts = zip(own, self.split(none, own), strict=True)
+                parts = zip(own, self.split(torch.zeros_like(flat, dtype=torch.bool), own), strict=True)
                 had = torch.cat([self._had_gradient[index] if index in rounded else part for index, part in parts])
-                lost = (had & (flat == 0)).to(flat.dtype)
-                rows += [samples.norms(self.split(part, own)) for part in (lost, had.to(flat.dtype))]
+                rows += [self._counts(had & (flat == 0)), self._counts(had)]
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
         measured = samples.over_ranks(torch.stack(rows), own)
+        at = move(torch.tensor(own, device="cpu"), samples.device)
         table = torch.full((5, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
-        norms, weight_norms, changed, counts, is_sampled = table.index_copy_(1, at, measured[:5]).unbind()
-        result = UpdateNorms(norms, bool(known), weight_norms, changed, counts.square(), is_sampled > 0)
-        if not self.stepped:
-            return result
-        moves = self.stepped.mask(len(samples.parameters), samples.device)
-        lost_count, had_count = (measured[5:].square() * moves[at]).sum(1).unbind()
-        return result._replace(moved=moves, lost=lost_count / had_count if rounded else None)
+        norms, weights, changes, roots, sampled = table.index_copy_(1, at, measured[:5]).unbind()
+        stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
+        # A sample of which nothing has moved says nothing of the other elements.
+        ratios = changes * samples.factors / (weights + self._eps)
+        ratios = ratios.masked_fill(~stepped | ratios.isinf() | is_sampled & (moved == 0), math.nan)
+        few = stepped & is_sampled & (moved < self._least_moved)
+        unmoved = ~is_sampled & (moved == 0)
+        lost, had_gradient = (measured[5:].square() * stepped[at]).sum(1).unbind()
+        fraction = lost / had_gradient if rounded else None
+        return MeasuredUpdates(norms, bool(known), weights, ratios, unmoved, few, stepped, fraction)
+
+    def _counts(self, flags: Tensor) -> Tensor:
+        """Roots of the numbers of True by parameter: norms, so that ranks are combined as they are for norms."""
+        return self.samples.norms(self.split(flags.to(torch.float32), self.own))
 
     @torch.no_grad()
     def _measure(self, indices: Iterable[int], scale: Tensor | None) -> None:

@@ -95,14 +95,42 @@ def test_values_are_those_of_float64(name):
         assert 0 < true[1]["optimizer/epsilon_dominated_median"] < 1
 
 
-def test_weight_decay_of_an_optimizer_of_an_unknown_class(caplog):
+class Decoupled(torch.optim.Adam):
+    """Applies its weight decay apart from the gradient, although Adam adds it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        decay, group["weight_decay"] = group["weight_decay"], 0.0
+        torch._foreach_mul_(group["params"], 1 - group["lr"] * decay)
+        super().step(closure)
+        group["weight_decay"] = decay
+
+
+@pytest.mark.parametrize("make", [Own, Decoupled])
+def test_weight_decay_of_a_step_of_unknown_kind(make, caplog):
     model = make_model()
-    optimizer = Own(model.parameters(), weight_decay=0.1)
+    optimizer = make(model.parameters(), weight_decay=0.1)
     handler = OptimizerStateHandler(model, optimizer)
     published = run_monitored(make_step(model, optimizer), make_batches(3), handler)
     assert [set(values) for values in published] == [{"optimizer/update_norm"}] * 3
     assert [(report.kind, report.severity) for report in handler.reports] == [("unknown_weight_decay", "note")]
     assert not caplog.messages
+
+
+def test_parameters_that_the_train_step_adds_are_part_of_no_update_norm_before_the_next():
+    model = make_model()
+    first, *rest = model.children()
+    optimizer = torch.optim.Adam(first.parameters())
+    step = make_step(model, optimizer)
+
+    def train_step(engine, batch):
+        if engine.state.iteration == 2:
+            optimizer.add_param_group({"params": [item for module in rest for item in module.parameters()]})
+        step(engine, batch)
+
+    published = run_monitored(train_step, make_batches(3), OptimizerStateHandler(model, optimizer))
+    assert ["optimizer/update_norm" in values for values in published] == [True, False, True]
 
 
 def test_without_bias_correction():

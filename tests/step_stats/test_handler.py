@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, StepStatsHandler
 from ignite_monitor.model.tensors import count_items
+from tests._helpers import grad_norm, make_step, run_monitored
 from tests._truth import norm
 
 
@@ -345,23 +347,44 @@ def test_a_planted_wait_for_data_is_what_is_published():
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
 
 
-def test_the_gradient_of_the_step_and_the_scale_of_the_batch():
+class Overwriting(torch.optim.SGD):
+    """Changes the gradients that it is given, as Muons and optimizers with weight decay of their own do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(3.0)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, Overwriting, functools.partial(torch.optim.SGD, fused=True)])
+@pytest.mark.parametrize("scale", [40.0, 1e30])
+def test_the_gradient_of_the_step_and_the_scale_of_the_batch(make, scale):
     """Clipping comes between the backward and the step; only floating-point tensors of the batch have a scale."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = make(model.parameters(), lr=0.0)
 
     def train_step(engine, batch):
         optimizer.zero_grad()
-        (100 * model(batch["x"]).square().sum()).backward()
+        (100 * model(batch["x"] / scale).square().sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
 
     trainer = Engine(train_step)
     StepStatsHandler(model, optimizer).attach(trainer)
     x = torch.randn(7, 3, dtype=torch.float64).float()
-    trainer.run([{"x": 40 * x, "y": torch.ones(7, dtype=torch.long)}])
+    trainer.run([{"x": scale * x, "y": torch.ones(7, dtype=torch.long)}])
     metrics = trainer.state.metrics
     assert metrics["step/gradient_norm"] == pytest.approx(0.25, rel=1e-4)
-    assert metrics["step/batch_rms/x"] == pytest.approx(40 * float(x.double().square().mean().sqrt()), rel=1e-6)
+    assert metrics["step/batch_rms/x"] == pytest.approx(scale * float(x.double().square().mean().sqrt()), rel=1e-6)
     assert "step/batch_rms/y" not in metrics
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_the_gradient_that_a_fused_step_unscales(scale):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = make_step(model, optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+    handler = StepStatsHandler(model, optimizer)
+    run_monitored(step, [(torch.randn(7, 3), torch.randn(7, 2))], handler)
+    assert handler.metrics["step/gradient_norm"] == pytest.approx(grad_norm(model), rel=1e-6)

@@ -136,6 +136,22 @@ def test_sampled_ratio_is_unbiased_and_within_the_stated_error_and_the_norm_exac
         assert handler.diagnostics[name].grad_norm == pytest.approx(norm(gradients[name]), rel=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e-170, 1e160, 1e200])
+@pytest.mark.parametrize("sample_size", [None, 64])
+def test_float64_whose_squares_leave_the_range(scale, sample_size):
+    model = nn.ParameterDict({name: nn.Parameter(scale * normal((30, 40), i).double()) for i, name in enumerate("ab")})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = {name: scale * normal((30, 40), 5 + i).double() for i, name in enumerate("ab")}
+    step = make_step(model, optimizer, loss_of=lambda m, _: sum((m[name] * g).sum() for name, g in gradients.items()))
+    handler = WeightUpdateHandler(model, sample_size=sample_size, eps=1e-300)
+    run_monitored(step, [0], handler)
+    for name, item in handler.diagnostics.items():
+        whole = norm(gradients[name] / scale)
+        assert item.grad_norm / scale == pytest.approx(whole, rel=1e-9)
+        ratio = 0.1 * whole / norm(model[name] / scale + 0.1 * gradients[name] / scale)
+        assert item.update_ratio == pytest.approx(ratio, rel=0.3 if sample_size else 1e-9)
+
+
 # name -> shape, and the elements that a step moves, from a batch of 12 numbers below 3,000
 SPARSE = {
     "item bias": ((3000,), lambda batch: (batch,)),
