@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,23 +33,27 @@ def reported(run: Run) -> Iterator[Finding]:
 
 def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
-    norm, growth = monitor.name("parameter_norm"), _growth(monitor, run)
-    for sizes, words, limit, count in (
-        (_step_sizes(monitor, run), "of their norm", limits.LARGE_UPDATE, MIN_ONSET),
-        (growth, "more than their norm", limits.LARGE_UPDATE, MIN_ONSET),
-        (growth, "more than their norm", 3 * limits.LARGE_UPDATE, 1),  # many steps are between two measurements
+    name, norm = monitor.name("parameter_norm"), monitor.get("parameter_norm").finite
+    optimizer = run.beside(monitor, "optimizer")
+    moved, growth = optimizer.get("update_norm").finite, _growth(monitor, run)
+    measured = "in {0} a step moved the parameters by {1} of their norm"
+    grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
+    for sizes, words, names, limit, count in (
+        (Series(moved.steps, moved.values / norm.at(moved.steps)), measured, (optimizer.name("update_norm"),), 1, 3),
+        (growth, grown, (), 1, 3),
+        (growth, grown, (), 3, 1),  # many steps are between two measurements
     ):
-        large = sizes.values > limit
+        large = sizes.finite.values > limit * limits.LARGE_UPDATE
         begins = [i for i in np.flatnonzero(large).tolist() if large[i : i + count].sum() == count]
         if not begins:
             continue
-        part = sizes.part(slice(begins[0], begins[0] + count))
-        what = f"Steps were too large: in {iterations(part.steps)} a step moved the parameters by "
-        what += f"{listed([number(size, 2) for size in part.values])} {words} ({norm}); 1e-3 is usual."
+        part = sizes.finite.part(slice(begins[0], begins[0] + count))
+        what = words.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
+        what = f"Steps were too large: {what} ({name}); 1e-3 is usual."
         rate = _largest_rate(monitor, part.steps)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
         onset, values = 0 if part.steps[0] <= run.first_made else -1, {"size": float(part.values.max())}
-        yield Finding("large_updates", "problem", what, (norm,), part.steps, values, onset=onset)
+        yield Finding("large_updates", "problem", what, (name, *names), part.steps, values, onset=onset)
         return
 
 
@@ -59,20 +63,19 @@ def _largest_rate(monitor: MonitorSeries, steps: Array) -> Array:
     return np.max(rates, axis=0) if rates else np.full(len(steps), np.nan)
 
 
-def _step_sizes(monitor: MonitorSeries, run: Run) -> Series:
-    """The size of each measured step relative to that of the parameters: of the update, or of plain SGD's."""
-    norm, moved = monitor.get("parameter_norm").finite, run.beside(monitor, "optimizer").get("update_norm").finite
-    if not moved:
-        gradients = monitor.get("gradient_norm").finite
-        moved = Series(gradients.steps, gradients.values * _largest_rate(monitor, gradients.steps))
-    return Series(moved.steps, moved.values / norm.at(moved.steps)).finite
-
-
 def _growth(monitor: MonitorSeries, run: Run) -> Series:
-    """Relative growth of the parameters' norm per optimizer step, between measurements; steps are at least as large."""
+    """Change of the parameters' norm per optimizer step between measurements, relative; none by other means."""
     norm, stepped = monitor.get("parameter_norm").finite, run.beside(monitor, "grad").get("stepped")
-    counts = np.diff(np.searchsorted(stepped.steps[stepped.values > 0], norm.steps, "right"))
-    return Series(norm.steps[1:], np.diff(norm.values) / norm.values[:-1] / counts).finite
+    if not norm:
+        return norm
+    made, known = (
+        np.diff(np.searchsorted(steps, norm.steps, "right"))
+        for steps in (stepped.steps[stepped.values > 0], stepped.steps)
+    )
+    distances = np.diff(norm.steps)
+    sizes = np.abs(np.diff(norm.values)) / norm.values[:-1] / np.where(known == distances, made, distances)
+    sizes[[jump.place for jump in _changes(monitor, run)]] = 0
+    return Series(norm.steps[1:], sizes).finite
 
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -93,8 +96,10 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             distance = max(limits.RATE_EFFECT, int(np.diff(rates.steps)[0]))
             if any(begin <= onset <= until + distance for onset in damage):
                 name, first, most = monitor.name(f"lr/{group}"), float(rates.values[low]), float(rates.values[end])
-                what = f"The learning rate of {_title(group)} rose {times(most / first)} ({name}), from "
-                what += f"{number(first, 3)} to {number(most, 3)}, in {iterations(np.arange(begin, until + 1))}, and "
+                what = (
+                    f"The learning rate of {_title(group)} rose from {number(first, 3)} to {number(most, 3)} ({name}), "
+                )
+                what += f"by a factor of {number(most / first, 3)}, in {iterations(np.arange(begin, until + 1))}, and "
                 what += "damage followed."
                 yield Finding("rate_rose", "problem", what, (name,), (begin,), {"before": first, "largest": most})
                 return
@@ -140,14 +145,15 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 
 def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Gradients that the step used at a small fraction of their size."""
-    used, before = monitor.get("gradient_norm").finite, run.beside(monitor, "grad").get("norm").finite
-    norms = Series(used.steps, before.at(used.steps))
+    used, before = monitor.get("gradient_norm").finite, run.beside(monitor, "grad")
+    norms = Series(used.steps, before.get("norm").finite.at(used.steps))
     shares = Series(used.steps, used.values / norms.values).finite
-    if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE:
-        name = monitor.name("gradient_norm")
-        what = f"Gradients are clipped away: the step used {number(used.median, 2)} ({name}) of a norm of "
-        what += f"{number(norms.median, 2)}."
-        yield Finding("clipped_away", "warning", what, (name,), shares.steps[:1], {"share": shares.median}, onset=0)
+    is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
+    if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
+        names = monitor.name("gradient_norm"), before.name("norm")
+        what = f"The step used a gradient with a norm of {number(used.median, 2)} ({names[0]}), of which the backward "
+        what += f"pass had made {number(norms.median, 2)} ({names[1]})."
+        yield Finding("clipped_away", "warning", what, names, shares.steps[:1], {"share": shares.median}, onset=0)
 
 
 def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -157,62 +163,69 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
             name, (onset, words) = monitor.name(f"batch_rms/{place}"), series.onset(far)
-            kind, which = ("loss_scale", "Targets") if index else ("input_scale", "Inputs")
-            what = f"{which} are {'large' if series.median > 1 else '0'} {words}: the root mean square of "
-            what += f"batch[{printable(place)}] is {number(series.median, 3)} ({name}); networks expect about 1."
-            onset = 0 if far.all() else onset
+            what = (
+                f"batch[{printable(place)}] is {'large' if series.median > 1 else '0'} {words}: its root mean square "
+            )
+            what += f"is {number(series.median, 3)} ({name}); networks expect about 1."
+            kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
             yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=onset)
     outputs = run.beside(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and run.loss and len(places) <= 1:
         begin, size = float(run.loss.values[0]), float(outputs.values[0])
         if begin > limits.LARGE_LOSS * (1 + size) ** 2:
             what = f"The loss begins at {number(begin)} ({run.loss_name}), while the model's outputs are at most "
-            what += f"{number(size, 2)} at the beginning: targets or rewards are large, or the loss is a sum."
+            what += f"{number(size, 2)} at the beginning, as with large targets or rewards, or a loss that is a sum."
             yield Finding("loss_scale", "warning", what, (run.loss_name,), run.loss.steps[:1], {"loss": begin}, onset=0)
 
 
+class Change(NamedTuple):
+    """A change of the parameters' norm that is too large for the steps between two measurements."""
+
+    place: int  # of the measurement before
+    most: float  # what the steps can move
+
+
 def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
-    """Parameters whose norm changed between two measurements by more than the steps between them can."""
-    norm, name = monitor.get("parameter_norm"), monitor.name("parameter_norm")
-    weights = run.beside(monitor, "weights").items("largest_weight/{}")
-    jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * norm.values[:-1])
-    for place in jumps[: limits.JUMPS].tolist():
+    """Parameters whose norm changed by other means than steps; or else fell fast from the first measurement on."""
+    norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
+    for place, most in _changes(monitor, run):
         at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2].tolist()
-        most = _movable(monitor, run, at)
-        if most == 0 or not abs(after - before) > limits.OTHER_MEANS * most:
-            continue
+        weights = run.beside(monitor, "weights").items("largest_weight/{}")
         grown = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
         largest = f", most of all {printable(max(grown, key=lambda item: grown[item]))}," * bool(grown)
         what = f"The parameters{largest} changed by other means than steps between iterations {at[0]} and {at[1]}: "
-        what += f"their norm from {number(before, 3)} to {number(after, 3)} ({name}), which steps move by at most "
+        what += f"their norm from {number(before, 3)} to {number(after, 3)} ({name}), which steps move by about "
         what += f"{number(most, 2)} there."
         values = {"before": before, "after": after, "steps": most}
         yield Finding("weight_changed", "problem", what, (name,), (int(at[0]) + 1,), values)
         return
-
-
-def _movable(monitor: MonitorSeries, run: Run, at: Array) -> float:
-    """The distance that the optimizer steps between two iterations can move the parameters, at most."""
-    optimizer, gradients = run.beside(monitor, "optimizer"), run.beside(monitor, "grad").get("norm")
-    first_rate, rate = map(float, np.nan_to_num(_largest_rate(monitor, at)))
-    if optimizer.get("rms_median"):  # Adam's steps depend on the rate alone
-        moved = optimizer.get("update_norm").finite
-        known = moved.values[moved.steps <= at[0]][-MIN_ONSET:]
-        rise = max(1.0, rate / first_rate) if first_rate > 0 else np.inf if rate > 0 else 1.0
-        return float(known.max(initial=0.0) * (at[1] - at[0]) * rise) if len(known) else 0.0
-    between = gradients.values[slice(*np.searchsorted(gradients.steps, at, "right"))]
-    # Momentum adds up to ten gradients.
-    return 10.0 * max(first_rate, rate) * float(np.nan_to_num(between, posinf=np.inf).sum())
-
-
-def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
-    """Parameters whose norm falls fast from the first measurement on, and stays low."""
-    norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
-    if not norm:
-        return
-    early = norm.part(norm.steps <= norm.steps[0] + limits.SHRINK_ITERATIONS)
-    begin, low, end = float(norm.values[0]), float(early.values.min()), norm.tail.median
-    if limits.SHRINK_FACTOR * max(low, end) < begin:
-        what = f"The norm of all parameters fell from {number(begin, 3)} to {number(low, 3)} in iterations "
+    early = norm.part(norm.steps <= norm.steps[:1].sum() + limits.SHRINK_ITERATIONS)
+    lowest = float(early.values.min(initial=np.inf))
+    if norm and limits.SHRINK_FACTOR * max(lowest, norm.tail.median) < norm.values[0]:
+        what = f"The norm of all parameters fell from {number(norm.values[0], 3)} to {number(lowest, 3)} in iterations "
         what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({name})."
-        yield Finding("weights_shrank", "warning", what, (name,), norm.steps[:1], {"first": begin, "lowest": low})
+        values = {"first": float(norm.values[0]), "lowest": lowest}
+        yield Finding("weights_shrank", "warning", what, (name,), norm.steps[:1], values)
+
+
+def _changes(monitor: MonitorSeries, run: Run) -> list[Change]:
+    """The first changes by other means; those that no update norm was measured before are not known."""
+    optimizer, gradients = run.beside(monitor, "optimizer"), run.beside(monitor, "grad").get("norm").finite
+    norm, moved, found = monitor.get("parameter_norm").finite, optimizer.get("update_norm").finite, list[Change]()
+    jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:]))
+    for place in jumps[: limits.JUMPS].tolist():
+        at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2]
+        usual = moved.values[moved.steps <= at[0]][-MIN_ONSET:].max(initial=0.0)
+        first_rate, rate = map(float, np.nan_to_num(_largest_rate(monitor, at)))
+        rise = max(1.0, rate / first_rate) if first_rate > 0 else np.inf if rate > 0 else 1.0
+        steps = float(at[1] - at[0])
+        if not optimizer.get("rms_median"):  # unlike Adam's, steps may grow with the gradient
+            past, now = (
+                gradients.values[slice(*np.searchsorted(gradients.steps, between, "right"))]
+                for between in ((at[0] - 100, at[0]), at)
+            )
+            steps = float(np.maximum(1.0, now / np.median(past)).sum()) if len(past) else np.inf
+        most = float(usual * rise * steps)
+        if most > 0 and abs(after - before) > limits.OTHER_MEANS * most:
+            found.append(Change(place, most))
+    return found

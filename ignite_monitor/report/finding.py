@@ -15,81 +15,75 @@ SEVERITIES = ("problem", "warning", "note")
 
 
 class Kind(NamedTuple):
-    """A kind of finding.
-
-    A cause explains later findings by damage, by stillness (parameters that hardly move), or by both.
-
-    Attributes:
-        advice: what to do.
-        explains: ``"damage"``, ``"stillness"`` or both, separated by a space; empty if it explains nothing.
-        follows: the same of the causes that may explain it.
-        is_cause: whether it rests on evidence of a cause; otherwise it is a symptom.
-    """
+    """A kind of finding: a cause explains later ones by damage, by stillness (parameters hardly move), or both."""
 
     advice: str = ""
-    explains: str = ""
-    follows: str = ""
-    is_cause: bool = True
+    explains: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()  # by what a cause may explain it
+    is_cause: bool = True  # whether it rests on evidence of a cause; otherwise it is a symptom
 
 
-BOTH = "damage stillness"
-SETUP = (
-    *("not_in_optimizer", "stale_optimizer", "no_gradients", "gradients_not_zeroed", "zero_learning_rate"),
-    *("evaluation_mode", "batch_repeats", "wrapper_bypassed", "scaler_not_given", "unused_parameters"),
-    "no_step",
-)
-"""Faults of the set-up, whose reports have advice of their own."""
+DAMAGE, STILL = ("damage",), ("stillness",)
+BOTH = DAMAGE + STILL
 _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.'
 _CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
 
 
-def _symptom(advice: str = "", follows: str = "damage") -> Kind:
-    return Kind(advice, "", follows, False)
+def _symptom(advice: str = "", follows: tuple[str, ...] = DAMAGE) -> Kind:
+    return Kind(advice, (), follows, False)
 
 
+SETUP = {  # faults of the set-up; their reports have advice of their own
+    "not_in_optimizer": Kind(explains=STILL),
+    "stale_optimizer": Kind(explains=STILL),
+    "no_gradients": Kind("Check that the loss depends on the model's outputs.", STILL, DAMAGE),
+    "gradients_not_zeroed": Kind(explains=DAMAGE),
+    "zero_learning_rate": Kind(explains=STILL),
+    "evaluation_mode": Kind(explains=DAMAGE),
+    "batch_repeats": Kind(),
+    "wrapper_bypassed": Kind(),
+    "scaler_not_given": Kind(explains=DAMAGE),
+    "unused_parameters": Kind(explains=STILL),
+    "no_step": Kind("Call step() of the optimizer that GradMonitor was given.", STILL, BOTH),
+}
 KINDS: dict[str, Kind] = {
     # causes
-    **dict.fromkeys(SETUP, Kind(explains=BOTH)),
-    "no_gradients": Kind("Check that the loss depends on the model's outputs.", BOTH, "damage"),
-    "unused_parameters": Kind(explains="stillness"),
-    "no_step": Kind("Give GradMonitor the optimizer whose step() the train step calls.", "stillness", BOTH),
+    **SETUP,
     "requires_grad_false": Kind(),
-    "nonfinite_input": Kind("Inspect this batch, and the code that makes it.", "damage"),
+    "nonfinite_input": Kind("Inspect this batch, and the code that makes it.", DAMAGE),
     "nonfinite_loss": Kind("Look for log, sqrt or a division near 0 in the loss.", BOTH),
-    "nonfinite_forward": Kind("Inspect that module and its input.", "damage", "damage"),
-    "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", "damage", "damage"),
-    "input_scale": Kind("Normalize the inputs.", BOTH, "damage"),
+    "nonfinite_forward": Kind("Inspect that module and its input.", DAMAGE, DAMAGE),
+    "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", DAMAGE, DAMAGE),
+    "input_scale": Kind("Normalize the inputs.", BOTH, DAMAGE),
     "loss_scale": Kind(
-        'Scale the targets (or rewards) to about 1, or average the loss (reduction="mean").', "damage", "damage"
+        'Scale the targets (or rewards) to about 1, or average the loss (reduction="mean").', DAMAGE, DAMAGE
     ),
     "weight_changed": Kind(
-        "Look for code that writes to weights: initialization, loading, clipping, hardware.", BOTH, "damage"
+        "Look for code that writes to weights: initialization, loading, clipping, hardware.", BOTH, DAMAGE
     ),
-    "clipped_away": Kind("Clip to about the usual norm.", "stillness"),
-    "rate_vanished": Kind(
-        "Let the schedule end with the training; step it per epoch if it counts epochs.", "stillness"
-    ),
+    "clipped_away": Kind("Clip to about the usual norm.", STILL),
+    "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs.", STILL),
     "group_rate": Kind(
-        "Give this group a learning rate nearer to the others', or check that its updates are intended.", "damage"
+        "Give this group a learning rate nearer to the others', or check that its updates are intended.", DAMAGE
     ),
     "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", BOTH),
     "large_updates": Kind(
-        "Lower the learning rate; or the loss is summed, or gradients are added up, over many items.", BOTH, "damage"
+        "Lower the learning rate; or the loss is summed, or gradients are added up, over many items.", BOTH, DAMAGE
     ),
     "weights_shrank": Kind(
-        "Lower the weight decay, or scale the initial weights down if they were too large.", BOTH, "damage"
+        "Lower the weight decay, or scale the initial weights down if they were too large.", BOTH, DAMAGE
     ),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
-    "wrong_sign": Kind("Check the sign of the loss, and the optimizer's maximize.", "damage", "damage"),
+    "wrong_sign": Kind("Check the sign of the loss, the optimizer's maximize, and the learning rate.", DAMAGE, DAMAGE),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
-    "periodic_spikes": Kind("Check for a batch or event with this period.", "damage", "damage"),
-    "bad_batches": Kind(_INSPECT, "damage", "damage"),
+    "periodic_spikes": Kind("Check for a batch or event with this period.", DAMAGE, DAMAGE),
+    "bad_batches": Kind(_INSPECT, DAMAGE, DAMAGE),
     "lost_updates": Kind(
-        "Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", "stillness", "stillness"
+        "Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", STILL, STILL
     ),
-    "small_updates": Kind("Raise the learning rate.", "stillness", "stillness"),
+    "small_updates": Kind("Raise the learning rate.", STILL, STILL),
     "not_learning": Kind(
-        "Check that inputs and targets belong together, and that the model can fit ten examples.", "", "stillness"
+        "Check that inputs and targets belong together, and that the model can fit ten examples.", (), STILL
     ),
     "overflows": Kind("Give the GradScaler a larger growth_interval, or use bfloat16."),
     "ranks_differ": Kind("Restore a checkpoint from before, and check that rank's hardware and random seeds."),
@@ -121,7 +115,7 @@ KINDS: dict[str, Kind] = {
     "loss_rose_again": _symptom(_CHECKPOINT),
 }
 """Kinds of findings, of those that begin together the first cause first. Reports may have other kinds."""
-_OTHER = _symptom("", BOTH)  # reports of other kinds
+_OTHER = _symptom("", ())  # reports of other kinds
 
 
 @dataclass(frozen=True)
@@ -149,9 +143,9 @@ class Finding:
         return KINDS.get(self.kind, _OTHER)
 
     @property
-    def is_cause(self) -> bool:
-        """True if there is evidence of a cause: of a symptom, that it was there before the first step."""
-        return self.about.is_cause or self.initially
+    def is_symptom(self) -> bool:
+        """True if a cause is not known: a symptom that was not there before the first step."""
+        return self.kind in KINDS and not (self.about.is_cause or self.initially)
 
     @property
     def evidence(self) -> dict[str, Any]:
@@ -169,9 +163,10 @@ class Finding:
         return f"{self.what} {self.action}".rstrip()
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Sort key: onset, then the order of KINDS."""
-        return self.onset, list(KINDS).index(self.kind) if self.kind in KINDS else len(KINDS)
+    def place(self) -> tuple[bool, int, int]:
+        """Sort key: reports of other kinds last, then by the onset, then in the order of KINDS."""
+        is_known = self.kind in KINDS
+        return not is_known, self.onset, list(KINDS).index(self.kind) if is_known else 0
 
     def explains(self, other: Finding, slack: int) -> bool:
         """Return True if it is a cause that explains another finding.
@@ -181,22 +176,23 @@ class Finding:
         """
         if other is self or other.initially or self.onset > other.onset + slack:
             return False
-        mutual = bool({*other.about.explains.split()} & {*self.about.follows.split()})
-        known = {*self.about.explains.split()} & {*other.about.follows.split()}
+        mutual = {*other.about.explains} & {*self.about.follows}
+        known = {*self.about.explains} & {*other.about.follows}
         return bool(known) and (not mutual or self.place < other.place)
 
 
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
     """Sort findings: by iteration, each cause before the findings that it explains, notes last."""
     ordered = sorted(findings, key=lambda it: it.place)
+    notes = [it for it in ordered if it.severity == "note"]
     rest = [it for it in ordered if it.severity != "note"]
     roots = [it for it in rest if not any(cause.explains(it, slack) for cause in rest)] or rest[:1]
     explained = []
     for finding in rest:
-        if all(finding is not root for root in roots):
+        if not any(finding is root for root in roots):
             cause = next(it for it in [*roots, *rest] if it.explains(finding, slack))
             explained.append(replace(finding, advice=f"Probably a consequence of {cause.kind} above."))
-    return [*roots, *explained, *(it for it in ordered if it.severity == "note")]
+    return [*roots, *explained, *notes]
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, iterations, listed, number, plural, times
+from ignite_monitor.report.finding import KINDS, Finding, iterations, listed, number, plural, times
 from ignite_monitor.report.run import Array, MonitorSeries, Run, Series
 
 
@@ -98,15 +98,14 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     skipped = norms is not None and np.isin(since, norms.spikes).all()
     if len(since) and not skipped and (len(since) >= limits.STEPLESS or not made.any()):
         what = f"The optimizer made no step in {plural(len(since), 'monitored iteration')} ({name}), to the end."
-        values, severity, advice = {"count": len(since)}, "warning", ""
-        if made.any():
-            severity = "problem"
+        values = {"count": len(since)}
+        if len(since) < limits.STEPLESS:  # perhaps all of one accumulation
+            yield Finding("not_monitored", "note", what, (name,), since[:1], values, KINDS["no_step"].advice)
+        elif made.any():
             advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients accumulate."
-        if len(since) >= limits.STEPLESS:
-            yield Finding("no_step", severity, what, (name,), since[:1], values, advice)
-        else:  # perhaps all of one accumulation
-            advice = "Give GradMonitor the optimizer that makes the steps."
-            yield Finding("not_monitored", "note", what, (name,), since[:1], values, advice)
+            yield Finding("no_step", "problem", what, (name,), since[:1], values, advice)
+        else:
+            yield Finding("no_step", "warning", what, (name,), since[:1], values)
     elif norms is not None and not norms.threshold.finite:
         name = monitor.name("norm")
         what = f"None of {plural(len(norms.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
@@ -163,10 +162,10 @@ def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
     if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not norms.missing:
-        what, severity, advice = f"{what} So few, so near the threshold, are noise.", "note", "No action needed."
+        what, severity, advice = f"{what} Healthy runs have as many of this size.", "note", "No action needed."
     elif not norms.missing and _passes(norms, at):
         kind = "periodic_spikes" if period(norm, at) else "bad_batches"
-        what = f"{what} The next norm was within the threshold again, so it was these batches."
+        what = f"{what} The next norm was within the threshold again."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding(kind, severity, what, (name, monitor.name("spike")), at, values, advice, onset)
 

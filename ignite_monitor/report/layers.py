@@ -77,7 +77,7 @@ def outliers(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     std = monitor.items(limits.OUTLIERS.key)
     usual = float(np.median([series.last_quarter.median for series in std.values()] or [0.0]))
     limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
-    text = f"Outputs whose standard deviation is far above the median module's {number(usual, 3)}, at the end"
+    text = f"Outputs with a large standard deviation (that of the median module is {number(usual, 3)})"
     yield from _beyond(monitor, run, limits.OUTLIERS._replace(limit=limit, text=text), std)
 
 

@@ -85,7 +85,13 @@ PERSISTENT = (
         *("stale_moments", "optimizer", "rms_p95", 5.0, "Gradients are {:.3g} times what second moments expect"),
         largest="topk_rms/{}",
     ),
-    Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, "{:.0%} of second moments are < eps"),
+    Persistent(
+        "epsilon_dominated",
+        "optimizer",
+        "epsilon_dominated_median",
+        0.5,
+        "{:.0%} of the median tensor's second moments have roots below eps",
+    ),
     # An iteration could be 1.4 times as fast.
     Persistent(
         "data_wait", "step", "data_wait_share", 0.3, "Waiting for data takes {:.0%} of the time", severity="note"
@@ -93,15 +99,15 @@ PERSISTENT = (
     # Healthy ReLU layers stay below 0.3.
     Persistent(
         *("dead_units", "activation", "activation/{}/dead_fraction", 0.5),
-        "Fractions of units that are 0 over the whole batch, at the end",
+        "Fractions of units that are 0 over the whole batch",
         problem=0.9,
     ),
     Persistent(
         *("nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0),
-        "Modules whose outputs are inf or NaN, to the end",
+        "Modules whose outputs are inf or NaN",
     ),
     # QK-clip (arXiv:2507.20534) rescales queries and keys there: rounding, and one key, decide.
-    Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100, to the end"),
+    Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100"),
 )
 VANISHING = Persistent(  # biases that a normalization or softmax cancels have less
     *("vanishing_gradients", "weights", "smallest_grad/{}", 1e-7),

@@ -77,7 +77,7 @@ def learning(run: Run) -> Iterator[Finding]:
         bounded = most and (most.values <= 1.0).all() and most.last_quarter.median > limits.SATURATED
         if bounded and std.median < limits.BINARY and end > max(1.0, limits.UNFITTED * begin):
             outputs = monitor.name("activation/_root_/max_abs")
-            what = f"The model's outputs are never above 1 and reach it ({outputs}), as those of softmax or sigmoid, "
+            what = f"The model's outputs never exceed 1 ({outputs}), as those of softmax or sigmoid, "
             what += f"while the loss ended at {number(end)} after {number(begin)}."
             yield Finding("bounded_outputs", "warning", what, (name,), (), values)
             return
@@ -86,7 +86,8 @@ def learning(run: Run) -> Iterator[Finding]:
         what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
         yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
     elif abs(begin - end) < limits.FLAT * max(abs(begin), abs(end)) and loss.steps[0] <= max(1, run.first_made):
-        what = f"The loss has not fallen in {plural(int(loss.steps[-1] - loss.steps[0]), 'iteration')} ({name}): "
+        what = f"The loss has changed by less than {limits.FLAT:.0%} in "
+        what += f"{plural(int(loss.steps[-1] - loss.steps[0]), 'iteration')} ({name}): "
         what += f"{number(begin)} at the beginning, {number(end)} at the end."
         yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
 

@@ -164,10 +164,10 @@ class Run:
         return [monitor for monitor in self.monitors if monitor.kind == kind]
 
     def beside(self, monitor: MonitorSeries, kind: str) -> MonitorSeries:
-        """Return the monitor of a kind whose tag and prefix begin as another's do; an empty one if there is none."""
+        """Return the one monitor of a kind whose tag and prefix begin as another's do; an empty one if none is."""
         tag = monitor.root.rpartition("/")[0]
         same = [it for it in self.of(kind) if tag in (it.root, it.root.rpartition("/")[0])]
-        return same[0] if same else MonitorSeries(kind, "")
+        return same[0] if len(same) == 1 else MonitorSeries(kind, "")
 
     @property
     def distance(self) -> int:

@@ -29,7 +29,7 @@ RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] 
     "activation": (layers.outliers, layers.collapsed),
     "step": (
         *(causes.large_updates, causes.rate_vanished, causes.group_rates, causes.clipped_away),
-        *(causes.input_scale, causes.weight_changed, causes.shrinking),
+        *(causes.input_scale, causes.weight_changed),
     ),
 }
 """Kind of monitor -> the rules for its metrics."""
@@ -62,8 +62,6 @@ def diagnose(run: Run) -> Diagnosis:
                 apply(monitor_rule, monitor, run)
         apply(causes.rate_rises, run, [*findings])
         apply(_not_monitored, run)
-    computed = {it.kind for it in findings if it.values}  # these say more than reports of their kinds
-    findings = [it for it in findings if it.values or it.kind not in computed]
     return Diagnosis(in_order(findings, run.distance), failed)
 
 
@@ -125,7 +123,7 @@ class Summary:
         if parts:
             first = self.findings[0]
             sign = f" Cause unknown; the first sign was {first.kind} in iteration {first.onset}."
-            return f"Needs attention: {' and '.join(parts)}.{'' if first.is_cause else sign}"
+            return f"Needs attention: {' and '.join(parts)}.{sign * first.is_symptom}"
         if not self.measured:
             return "The file has no metrics of a monitor, so little can be detected."
         if self.failed:
