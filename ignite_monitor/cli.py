@@ -17,6 +17,7 @@ from ignite_monitor.hdf5.layout import printable
 
 if TYPE_CHECKING:
     from ignite_monitor.report.run import Run
+    from ignite_monitor.report.summary import Comparison, Summary
 
 PROGRAM = "ignite-monitor"
 FAILED = 3  # exit code if a rule failed
@@ -145,14 +146,23 @@ def _demo(chosen: argparse.Namespace) -> None:
 def _summary(chosen: argparse.Namespace) -> int:
     from ignite_monitor.report.summary import summarise
 
-    summary = summarise(chosen.run, _read(chosen.run))
-    if chosen.json:
-        print(json.dumps(summary.as_json(), indent=2, allow_nan=False))
-    else:
-        from ignite_monitor.report.text import show, summary_text
+    return _print(summarise(chosen.run, _read(chosen.run)), chosen)
 
-        show(summary_text(summary, chosen.all))
-    return FAILED if summary.failed else 0
+
+def _compare(chosen: argparse.Namespace) -> int:
+    from ignite_monitor.report.summary import compare
+
+    return _print(compare((chosen.a, chosen.b), (_read(chosen.a), _read(chosen.b))), chosen)
+
+
+def _print(described: Summary | Comparison, chosen: argparse.Namespace) -> int:
+    if chosen.json:
+        print(json.dumps(described.as_json(), indent=2, allow_nan=False))
+    else:
+        from ignite_monitor.report.text import describe, show
+
+        show(describe(described, chosen.all))
+    return FAILED if described.failed else 0
 
 
 def _plot(chosen: argparse.Namespace) -> None:
@@ -173,14 +183,18 @@ def _plot(chosen: argparse.Namespace) -> None:
     print(printable(f"{output}: {plural(len(shown.panels), 'panel')}"))
 
 
-def _report(chosen: argparse.Namespace) -> None:
+def _report(chosen: argparse.Namespace) -> int:
+    from ignite_monitor.report.summary import summarise
+
     output = _output(chosen, ".html")
     run = _read(chosen.run)
+    summary = summarise(Path(chosen.run).name, run)
     with _one_line(str(output)):
         from ignite_monitor.report.page import page
 
-        output.write_text(page(Path(chosen.run).name, run, f"{PROGRAM} {_release()}"), encoding="utf-8")
+        output.write_text(page(summary, run, f"{PROGRAM} {_release()}"), encoding="utf-8")
     print(printable(f"{output}: written"))
+    return FAILED if summary.failed else 0
 
 
 def _output(chosen: argparse.Namespace, suffix: str) -> Path:
@@ -189,18 +203,6 @@ def _output(chosen: argparse.Namespace, suffix: str) -> Path:
     if output.exists() and Path(chosen.run).exists() and output.samefile(chosen.run):
         raise BadInput(f"{output} is the run itself, and would be overwritten")
     return output
-
-
-def _compare(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.report.summary import compare
-
-    comparison = compare((chosen.a, chosen.b), (_read(chosen.a), _read(chosen.b)))
-    if chosen.json:
-        print(json.dumps(comparison.as_json(), indent=2, allow_nan=False))
-    else:
-        from ignite_monitor.report.text import comparison_text, show
-
-        show(comparison_text(comparison, chosen.all))
 
 
 def _spike(chosen: argparse.Namespace) -> None:

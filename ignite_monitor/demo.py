@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shlex
+import sys
 import sysconfig
 from collections.abc import Iterator
 from itertools import count
@@ -17,7 +18,6 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 
 from ignite_monitor.attaching import attach_monitors
-from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.tensorboard import tensorboard_layout
 
@@ -94,12 +94,14 @@ def run_demo(directory: Path, iterations: int) -> None:
         from ignite.handlers.tensorboard_logger import TensorboardLogger
 
         loggers.append(TensorboardLogger(log_dir=str(directory / "tensorboard" / file.stem)))
-    package = logging.getLogger("ignite_monitor")
+    package, shown = logging.getLogger("ignite_monitor"), logging.StreamHandler(sys.stdout)
     level = package.level
-    package.setLevel(logging.ERROR)  # the demo prints what the warnings say
+    package.addHandler(shown)
+    package.setLevel(logging.INFO)
     try:
         _train(iterations, zeros, permuted, loggers)
     finally:
+        package.removeHandler(shown)
         package.setLevel(level)
         for logger in loggers:
             logger.close()
@@ -123,27 +125,13 @@ def _train(iterations: int, zeros: int, permuted: range, loggers: list[BaseLogge
         optimizer.step()  # skipped by GradMonitor at a spike
         engine.state.metrics["loss"] = loss.item()
 
-    trainer, spikes = Engine(train_step), {0}
-    saved = {"model": model, "optimizer": optimizer}
+    trainer, saved = Engine(train_step), {"model": model, "optimizer": optimizer}
     options: Any = {"loggers": loggers, "extra": ("rcc", "spectral"), "on_spike": "skip", "rollback": saved}
     attached = attach_monitors(trainer, model, optimizer, every=10, **options)
     for logger in loggers:
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
         if hasattr(logger, "add_custom_scalars"):
             logger.add_custom_scalars(tensorboard_layout(attached))
-
-    @trainer.on(MonitorEvents.SPIKE_DETECTED)
-    def report_spike(engine: Engine) -> None:
-        if engine.state.iteration - 1 not in spikes:  # the first of several consecutive spikes is enough
-            norm, threshold = (float(engine.state.metrics[f"grad/{key}"]) for key in ("norm", "threshold"))
-            text = f"SPIKE, gradient norm {norm:.3g} exceeds {threshold:.3g}: the step is skipped"
-            print(f"iteration {engine.state.iteration:4d}: {text}")
-        spikes.add(engine.state.iteration)
-
-    @trainer.on(MonitorEvents.ROLLED_BACK)
-    def report_rollback(engine: Engine) -> None:
-        restored = int(engine.state.metrics["rollback/restored_iteration"])
-        print(f"iteration {engine.state.iteration:4d}: rolled back to iteration {restored}")
 
     @trainer.on(Events.ITERATION_COMPLETED(every=iterations // 5))
     def report(engine: Engine) -> None:

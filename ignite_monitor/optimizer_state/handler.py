@@ -114,7 +114,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
             return
-        self._has_stepped |= self._step.stepped.any
+        self._has_stepped |= bool(self._step.stepped)
         if self._measured is None:
             return
         self._has_published = True

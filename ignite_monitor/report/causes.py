@@ -9,7 +9,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number, times
+from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number
 from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series
 
 
@@ -136,8 +136,8 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             if len(factors.finite.steps) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
                 name = monitor.name(f"lr/{group}")
                 what = f"{_title(group).capitalize()} has a learning rate of {number(rate, 3)} ({name}), "
-                what += f"{times(rate / usual)} that of the other groups, and moves {printable(item)} "
-                what += f"{times(factors.median)} as far for its size as the median parameter."
+                what += f"{number(rate / usual, 2)} times that of the other groups, and moves {printable(item)} "
+                what += f"{number(factors.median, 2)} times as far for its size as the median parameter."
                 values = {"rate": rate, "usual": usual, "factor": factors.median}
                 yield Finding("group_rate", "warning", what, (name,), groups[group].steps[:1], values)
                 break

@@ -29,8 +29,8 @@ _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps
 _CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
 
 
-def _symptom(advice: str = "", follows: tuple[str, ...] = DAMAGE) -> Kind:
-    return Kind(advice, (), follows, False)
+def _symptom(advice: str = "", follows: tuple[str, ...] = DAMAGE, explains: tuple[str, ...] = ()) -> Kind:
+    return Kind(advice, explains, follows, False)
 
 
 SETUP = {  # faults of the set-up; their reports have advice of their own
@@ -44,14 +44,14 @@ SETUP = {  # faults of the set-up; their reports have advice of their own
     "wrapper_bypassed": Kind(),
     "scaler_not_given": Kind(explains=DAMAGE),
     "unused_parameters": Kind(explains=STILL),
-    "no_step": Kind("Call step() of the optimizer that GradMonitor was given.", STILL, BOTH),
+    "no_step": Kind("", STILL, BOTH),
 }
 KINDS: dict[str, Kind] = {
     # causes
     **SETUP,
     "requires_grad_false": Kind(),
     "nonfinite_input": Kind("Inspect this batch, and the code that makes it.", DAMAGE),
-    "nonfinite_loss": Kind("Look for log, sqrt or a division near 0 in the loss.", BOTH),
+    "nonfinite_loss": Kind("Look for log, sqrt or a division near 0 in the loss, and for such targets.", BOTH),
     "nonfinite_forward": Kind("Inspect that module and its input.", DAMAGE, DAMAGE),
     "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", DAMAGE, DAMAGE),
     "input_scale": Kind("Normalize the inputs.", BOTH, DAMAGE),
@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
     "weight_changed": Kind(
         "Look for code that writes to weights: initialization, loading, clipping, hardware.", BOTH, DAMAGE
     ),
-    "clipped_away": Kind("Clip to about the usual norm.", STILL),
+    "clipped_away": Kind("Clip to about the usual norm.", STILL, DAMAGE),
     "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs.", STILL),
     "group_rate": Kind(
         "Give this group a learning rate nearer to the others', or check that its updates are intended.", DAMAGE
@@ -101,21 +101,24 @@ KINDS: dict[str, Kind] = {
     "rolled_back": _symptom("Inspect the batches that were skipped, and the learning rate there."),
     "dead_units": _symptom(
         "Use an activation without a flat part (GELU, LeakyReLU), or a lower learning rate; were they dead from the "
-        "start, re-initialize that layer. A dropout sets units to 0 too."
+        "start, re-initialize that layer. A dropout sets units to 0 too.",
+        *(DAMAGE, STILL),
     ),
     "activation_outlier": _symptom("Scale that module's weights down, or normalize its input."),
     "attention_collapse": _symptom("Normalize queries and keys, or scale their initial weights down."),
     "exploding_gradients": _symptom("Clip the gradient, or scale loss and targets down."),
     "vanishing_gradients": _symptom(
-        "Use another activation (ReLU, GELU), residual connections, or normalization layers.", BOTH
+        "Use another activation (ReLU, GELU), residual connections, or normalization layers.", BOTH, STILL
     ),
     "frozen_parameters": _symptom("Check that the loss depends on them, and that their learning rate is not 0.", BOTH),
-    "epsilon_dominated": _symptom("Lower eps, or scale the loss up.", BOTH),
+    "epsilon_dominated": _symptom("Lower eps, or scale the loss up.", BOTH, STILL),
     "loss_rose": _symptom(_CHECKPOINT),
     "loss_rose_again": _symptom(_CHECKPOINT),
 }
 """Kinds of findings, of those that begin together the first cause first. Reports may have other kinds."""
 _OTHER = _symptom("", ())  # reports of other kinds
+_BEFORE = "no_gradients", "evaluation_mode", "scaler_not_given", "input_scale", "loss_scale", "clipped_away"
+"""Causes that act before the first optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,6 @@ class Finding:
         return self.kind in KINDS and not (self.about.is_cause or self.initially)
 
     @property
-    def evidence(self) -> dict[str, Any]:
-        """Metrics, iterations and numbers it rests on."""
-        return {"metrics": self.metrics, "iterations": self.iterations, "values": self.values}
-
-    @property
     def action(self) -> str:
         """Advice."""
         return self.advice or self.about.advice
@@ -162,11 +160,17 @@ class Finding:
         """Description and advice."""
         return f"{self.what} {self.action}".rstrip()
 
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields in JSON; the evidence is the metrics, iterations and numbers it rests on."""
+        evidence = {"metrics": self.metrics, "iterations": self.iterations, "values": self.values}
+        return {"kind": self.kind, "severity": self.severity, "text": self.text, "evidence": evidence}
+
     @property
-    def place(self) -> tuple[bool, int, int]:
-        """Sort key: reports of other kinds last, then by the onset, then in the order of KINDS."""
+    def place(self) -> tuple[bool, int, int, int]:
+        """Sort key: reports of other kinds last, then by the onset and what precedes steps, then as in KINDS."""
+        order = 0 if self.kind in SETUP or self.kind in _BEFORE else 1 if self.initially else 2
         is_known = self.kind in KINDS
-        return not is_known, self.onset, list(KINDS).index(self.kind) if is_known else 0
+        return not is_known, self.onset, order, list(KINDS).index(self.kind) if is_known else 0
 
     def explains(self, other: Finding, slack: int) -> bool:
         """Return True if it is a cause that explains another finding.
@@ -174,7 +178,9 @@ class Finding:
         Args:
             slack: iterations by which the other one may have been measured before.
         """
-        if other is self or other.initially or self.onset > other.onset + slack:
+        if other.kind == self.kind or self.is_symptom or self.onset > other.onset + slack:
+            return False
+        if other.initially and self.kind not in _BEFORE:
             return False
         mutual = {*other.about.explains} & {*self.about.follows}
         known = {*self.about.explains} & {*other.about.follows}
@@ -191,7 +197,8 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
     for finding in rest:
         if not any(finding is root for root in roots):
             cause = next(it for it in [*roots, *rest] if it.explains(finding, slack))
-            explained.append(replace(finding, advice=f"Probably a consequence of {cause.kind} above."))
+            relation = "related to" if finding.about.is_cause else "a consequence of"
+            explained.append(replace(finding, advice=f"Probably {relation} {cause.kind} above."))
     return [*roots, *explained, *notes]
 
 
@@ -200,11 +207,6 @@ def number(value: float, digits: int = 4) -> str:
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.{digits}g}"
-
-
-def times(factor: float) -> str:
-    """Format a factor: ``3.5 times``."""
-    return f"{factor:{'.0f' if 10 <= factor < 1e6 else '.2g'}} times"
 
 
 def plural(count: int, what: str) -> str:

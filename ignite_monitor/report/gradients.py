@@ -10,7 +10,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import KINDS, Finding, iterations, listed, number, plural, times
+from ignite_monitor.report.finding import Finding, iterations, listed, number, plural
 from ignite_monitor.report.run import Array, MonitorSeries, Run, Series
 
 
@@ -100,12 +100,13 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
         what = f"The optimizer made no step in {plural(len(since), 'monitored iteration')} ({name}), to the end."
         values = {"count": len(since)}
         if len(since) < limits.STEPLESS:  # perhaps all of one accumulation
-            yield Finding("not_monitored", "note", what, (name,), since[:1], values, KINDS["no_step"].advice)
+            yield Finding("not_monitored", "note", what, (name,), since[:1], values, "Call optimizer.step().")
         elif made.any():
             advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients accumulate."
             yield Finding("no_step", "problem", what, (name,), since[:1], values, advice)
         else:
-            yield Finding("no_step", "warning", what, (name,), since[:1], values)
+            advice = "Call step() of the optimizer that GradMonitor was given."
+            yield Finding("no_step", "warning", what, (name,), since[:1], values, advice)
     elif norms is not None and not norms.threshold.finite:
         name = monitor.name("norm")
         what = f"None of {plural(len(norms.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
@@ -154,7 +155,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     if factor:
         worst = int(factors.argmax())
         size, threshold = float(sizes[worst]), float(thresholds[worst])
-        above = "just above" if factor < 1.05 else times(factor)
+        above = "just above" if factor < 1.05 else f"{number(factor)} times"
         what += f" The largest, in iteration {int(at[worst])}, was {number(size)}, {above} its threshold of "
         what += f"{number(threshold)}{_excess(monitor, at[worst])}."
         values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
@@ -165,7 +166,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
         what, severity, advice = f"{what} Healthy runs have as many of this size.", "note", "No action needed."
     elif not norms.missing and _passes(norms, at):
         kind = "periodic_spikes" if period(norm, at) else "bad_batches"
-        what = f"{what} The next norm was within the threshold again."
+        what = f"{what} The norm then returned below the threshold."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding(kind, severity, what, (name, monitor.name("spike")), at, values, advice, onset)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import Finding, listed, number
+from ignite_monitor.report.finding import KINDS, Finding, listed, number
 from ignite_monitor.report.run import MIN_ONSET, MonitorSeries, Run, Series
 
 
@@ -46,7 +46,7 @@ def _beyond(
     order = sorted(far, key=lambda item: -sign * far[item].value)
     worst, at = far[order[0]], sorted({it.since for it in far.values()})
     # A measurement in the first step's iteration comes before that step.
-    initially = any(it.always for it in far.values()) and 0 < at[0] <= run.first_made
+    initially = not KINDS[limit.kind].is_cause and any(it.always for it in far.values()) and 0 < at[0] <= run.first_made
     names, text = monitor.names(limit.key, order), limit.text.format(worst.value)
     if "{}" in limit.key:
         what = listed(f"{printable(item)} ({number(far[item].value, 2)}, {far[item].words})" for item in order)

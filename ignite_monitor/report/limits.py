@@ -70,41 +70,27 @@ class Persistent(NamedTuple):
 
 
 _SIZE = "A step moves the median parameter by {:.2g} of its size; 1e-3 is usual"
+_EXPLODING = "Parameters with exploding gradients: {:.0f}"
+_MOMENTS = "{:.0%} of the median tensor's second moments have roots below eps"
+_EXPECTED = "Gradients are {:.3g} times what second moments expect"
+_WAITING = "Waiting for data takes {:.0%} of the time"
+_DEAD = "Fractions of units that are 0 over the whole batch"
 PERSISTENT = (
-    Persistent(
-        *("exploding_gradients", "weights", "exploding_count", 0, "Parameters with exploding gradients: {:.0f}"),
-        largest="topk_grad/{}",
-    ),
+    Persistent("exploding_gradients", "weights", "exploding_count", 0, _EXPLODING, largest="topk_grad/{}"),
     # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
     Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
     Persistent("no_gradients", "grad", "norm", 1e-30, "The gradient's norm is {:.2g}", below=True, severity="problem"),
     # A change of a tenth would take 1e5 steps.
     Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True),
     # A loss spike is likely from 2.3 on (arXiv:2304.13013), but value functions of healthy runs reach 3.
-    Persistent(
-        *("stale_moments", "optimizer", "rms_p95", 5.0, "Gradients are {:.3g} times what second moments expect"),
-        largest="topk_rms/{}",
-    ),
-    Persistent(
-        "epsilon_dominated",
-        "optimizer",
-        "epsilon_dominated_median",
-        0.5,
-        "{:.0%} of the median tensor's second moments have roots below eps",
-    ),
+    Persistent("stale_moments", "optimizer", "rms_p95", 5.0, _EXPECTED, largest="topk_rms/{}"),
+    Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, _MOMENTS),
     # An iteration could be 1.4 times as fast.
-    Persistent(
-        "data_wait", "step", "data_wait_share", 0.3, "Waiting for data takes {:.0%} of the time", severity="note"
-    ),
+    Persistent("data_wait", "step", "data_wait_share", 0.3, _WAITING, severity="note"),
     # Healthy ReLU layers stay below 0.3.
+    Persistent("dead_units", "activation", "activation/{}/dead_fraction", 0.5, _DEAD, problem=0.9),
     Persistent(
-        *("dead_units", "activation", "activation/{}/dead_fraction", 0.5),
-        "Fractions of units that are 0 over the whole batch",
-        problem=0.9,
-    ),
-    Persistent(
-        *("nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0),
-        "Modules whose outputs are inf or NaN",
+        "nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0, "Modules that output inf or NaN"
     ),
     # QK-clip (arXiv:2507.20534) rescales queries and keys there: rounding, and one key, decide.
     Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100"),

@@ -6,7 +6,7 @@ import base64
 import html
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report.finding import Finding, plural
 from ignite_monitor.report.plot import Picture, draw, picture
 from ignite_monitor.report.run import Run
-from ignite_monitor.report.summary import Summary, summarise
+from ignite_monitor.report.summary import Summary
 from ignite_monitor.report.text import COLUMNS, ROWS, statistics_cells
 
 PANELS = 2  # at most beside a finding
@@ -42,46 +42,55 @@ th:first-child, td:first-child { min-width: 9rem; padding-left: 0; text-align: l
 """
 
 
-def page(file: str, run: Run, program: str) -> str:
-    """Describe a run as a page of HTML without external resources.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
-    Args:
-        file: its name, for the title.
-        run: the run.
-        program: name and version of the program, for the footer.
-    """
-    summary = summarise(file, run)
-    parts = _head(summary), _findings(summary, run), _figure(run), _metrics(summary), _settings(run)
-    foot = f'<p class="dim">Written by {_escaped(program)}.</p>\n</body>\n</html>\n'
-    return "\n".join([line for part in parts for line in part] + [foot])
+
+def page(summary: Summary, run: Run, program: str) -> str:
+    """Describe a run as a page of HTML without external resources; the program, with its version, is in the footer."""
+    rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
+    overview, latest = picture(run), max((it.run for it in run.settings), default=0)
+    settings = [[it.monitor, it.text] for it in run.settings if it.run == latest]
+    parts = [
+        f"<h1>{_escaped(summary.file)}</h1>\n<p><strong>{_escaped(summary.assessment)}</strong></p>",
+        f'<p class="dim">Iterations {summary.first} to {summary.last}, {plural(len(rows), "metric")}.',
+        f"Measured: {_escaped('; '.join(summary.measured) or 'nothing by a monitor')}.</p>\n<h2>Findings</h2>",
+        *(_finding(finding, run, place < DRAWN) for place, finding in enumerate(summary.findings)),
+        *(f"<p>{_escaped(line)}</p>" for line in summary.failed),
+        "<p>Nothing unusual.</p>" * (not summary.findings),
+        f"<h2>Overview</h2>\n{_images(overview)}" if overview.panels else "",
+        f"<h2>Metrics</h2>\n{_table(COLUMNS, rows[:ROWS])}",
+    ]
+    if more := rows[ROWS:]:
+        head = f"<summary>{plural(len(more), 'more metric')}</summary>"
+        parts.append(f"<details>{head}\n{_table(COLUMNS, more)}\n</details>")
+    if settings:
+        parts.append(f"<h2>Settings</h2>\n{_table(('monitor', 'versions, seed, arguments'), settings, 'words')}")
+    body = "\n".join(filter(None, parts))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_escaped(summary.file)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+{body}
+<p class="dim">Written by {_escaped(program)}.</p>
+</body>
+</html>
+"""
 
 
 def _escaped(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _head(summary: Summary) -> Iterator[str]:
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>{_escaped(summary.file)}</title>\n<style>{STYLE}</style>\n</head>\n<body>"
-    yield f"<h1>{_escaped(summary.file)}</h1>\n<p><strong>{_escaped(summary.assessment)}</strong></p>"
-    count = plural(len(summary.metrics), "metric")
-    yield f'<p class="dim">Iterations {summary.first} to {summary.last}, {count}.'
-    yield f"Measured: {_escaped('; '.join(summary.measured) or 'nothing by a monitor')}.</p>"
-
-
-def _findings(summary: Summary, run: Run) -> Iterator[str]:
-    yield "<h2>Findings</h2>"
-    for place, finding in enumerate(summary.findings):
-        figure = _evidence(finding, run) if place < DRAWN else ""
-        yield f'<section class="finding {finding.severity}{" drawn" * bool(figure)}">'
-        yield f"<p><b>{_escaped(finding.severity)}</b> ({_escaped(finding.kind)}): {_escaped(finding.text)}</p>"
-        yield f"{figure}</section>"
-    yield from (f"<p>{_escaped(line)}</p>" for line in summary.failed)
-    if not summary.findings:
-        yield "<p>Nothing unusual.</p>"
+def _finding(finding: Finding, run: Run, is_drawn: bool) -> str:
+    figure = _evidence(finding, run) if is_drawn else ""
+    words = f"<b>{_escaped(finding.severity)}</b> ({_escaped(finding.kind)}): {_escaped(finding.text)}"
+    return f'<section class="finding {finding.severity}{" drawn" * bool(figure)}"><p>{words}</p>{figure}</section>'
 
 
 def _evidence(finding: Finding, run: Run) -> str:
@@ -91,13 +100,6 @@ def _evidence(finding: Finding, run: Run) -> str:
         return ""
     shown = picture(run, re.compile(rf"\A(?:{'|'.join(map(re.escape, names))})\Z"))
     return _images(replace(shown, panels=shown.panels[:PANELS]))
-
-
-def _figure(run: Run) -> Iterator[str]:
-    shown = picture(run)
-    if shown.panels:
-        yield "<h2>Overview</h2>"
-        yield _images(shown)
 
 
 def _images(shown: Picture) -> str:
@@ -119,26 +121,7 @@ def _image(shown: Picture, title: str) -> str:
     return f'<picture>{source}<img alt="{_escaped(title)}" src="{light}"></picture>'
 
 
-def _metrics(summary: Summary) -> Iterator[str]:
-    rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
-    yield "<h2>Metrics</h2>"
-    yield from _table(COLUMNS, rows[:ROWS])
-    if rows[ROWS:]:
-        yield f"<details><summary>{plural(len(rows) - ROWS, 'more metric')}</summary>"
-        yield from _table(COLUMNS, rows[ROWS:])
-        yield "</details>"
-
-
-def _settings(run: Run) -> Iterator[str]:
-    """Versions, seed and arguments of the latest run in the file."""
-    latest = max((it.run for it in run.settings), default=0)
-    rows = [[it.monitor, it.text] for it in run.settings if it.run == latest]
-    if rows:
-        yield "<h2>Settings</h2>"
-        yield from _table(("monitor", "versions, seed, arguments"), rows, "words")
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table") -> Iterator[str]:
-    yield f'<div class="{style}"><table>\n<tr>{"".join(f"<th>{name}</th>" for name in columns)}</tr>'
-    yield from (f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    yield "</table></div>"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table") -> str:
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    lines = [f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return "\n".join([f'<div class="{style}"><table>', f"<tr>{head}</tr>", *lines, "</table></div>"])

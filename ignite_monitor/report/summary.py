@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ignite_monitor.report import causes, layers, losses
-from ignite_monitor.report.finding import Finding, in_order, plural
+from ignite_monitor.report.finding import SEVERITIES, Finding, in_order, listed, plural
 from ignite_monitor.report.gradients import gradient_findings, value_spikes
 from ignite_monitor.report.run import MonitorSeries, Run, Series, natural
 
@@ -118,12 +118,12 @@ class Summary:
     @property
     def assessment(self) -> str:
         """The run in a few words."""
-        counts = {kind: sum(finding.severity == kind for finding in self.findings) for kind in ("problem", "warning")}
-        parts = [plural(count, kind) for kind, count in counts.items() if count]
-        if parts:
+        counts = {kind: sum(finding.severity == kind for finding in self.findings) for kind in SEVERITIES[:2]}
+        if any(counts.values()):
+            parts = listed(plural(count, kind) for kind, count in counts.items() if count)
             first = self.findings[0]
             sign = f" Cause unknown; the first sign was {first.kind} in iteration {first.onset}."
-            return f"Needs attention: {' and '.join(parts)}.{sign * first.is_symptom}"
+            return f"Needs attention: {parts}.{sign * first.is_symptom}"
         if not self.measured:
             return "The file has no metrics of a monitor, so little can be detected."
         if self.failed:
@@ -134,17 +134,10 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
-        return {
-            "version": VERSION,
-            "file": self.file,
-            "iterations": {"first": self.first, "last": self.last},
-            "healthy": self.healthy,
-            "assessment": self.assessment,
-            "measured": self.measured,
-            "findings": _findings_json(self),
-            "failed": self.failed,
-            "metrics": {name: _plain(numbers, numbers._fields) for name, numbers in self.metrics.items()},
-        }
+        head = {"version": VERSION, "file": self.file, "iterations": {"first": self.first, "last": self.last}}
+        said = {"healthy": self.healthy, "assessment": self.assessment, "measured": self.measured}
+        findings = [finding.as_dict() for finding in self.findings]
+        return dict(_json(head | said | {"findings": findings, "failed": self.failed, "metrics": self.metrics}))
 
 
 def summarise(file: str, run: Run) -> Summary:
@@ -171,7 +164,6 @@ def _statistics(series: Series) -> Statistics:
 class Difference(NamedTuple):
     """A metric in two runs."""
 
-    name: str
     a: float  # median of its last tenth in the first run
     b: float  # and in the second
     relative: float  # (b - a) / max(|a|, |b|); NaN if one is non-finite
@@ -192,82 +184,83 @@ class Comparison:
 
     runs: tuple[Summary, Summary]
     until: int  # the last iteration that both have
-    differences: list[Difference]  # the largest first, the user's own before the rest
+    differences: dict[str, Difference]  # by metric, the largest first, the user's own before the rest
     only: tuple[list[str], list[str]]  # names of metrics of the first run only, and of the second only
     hashes: HashComparison | None  # of ReplicaCheckHandler
+
+    @property
+    def failed(self) -> list[str]:
+        """Rules that failed in a run."""
+        return [line for run in self.runs for line in run.failed]
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
         runs = [
-            {"file": run.file, "last_iteration": run.last, "findings": _findings_json(run), "only_here": only}
+            {
+                "file": run.file,
+                "last_iteration": run.last,
+                "findings": findings,
+                "failed": run.failed,
+                "only_here": only,
+            }
             for run, only in zip(self.runs, self.only, strict=True)
+            for findings in [[finding.as_dict() for finding in run.findings]]
         ]
-        metrics = {it.name: _plain(it, Difference._fields[1:]) for it in self.differences}
-        hashes = None if self.hashes is None else self.hashes._asdict()
-        return {"version": VERSION, "compared_until": self.until, "runs": runs, "metrics": metrics, "hashes": hashes}
+        head = {"version": VERSION, "compared_until": self.until}
+        return dict(_json(head | {"runs": runs, "metrics": self.differences, "hashes": self.hashes}))
 
 
 def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
     """Compare two runs, each metric up to the last iteration that both have."""
     first, second = (run.series for run in runs)
     summaries = summarise(files[0], runs[0]), summarise(files[1], runs[1])
-
-    def place(it: Difference) -> tuple[Any, ...]:
-        size = math.inf if math.isnan(it.relative) else abs(it.relative)
-        return not it.matters, not any(it.name in run.own for run in runs), -size, natural(it.name)
-
+    starts = tuple(monitor.name("hash/") for run in runs for monitor in run.of("replicas"))
     both = [name for name in first if name in second]
-    hashes = {name: key for name in both for key in [_hashed(runs[0], name)] if key}
-    numbers = [name for name in both if name not in hashes]
-    differences = sorted((_difference(name, first[name], second[name]) for name in numbers), key=place)
+    hashes = [name for name in both if name.startswith(starts)]
+    differences = {name: _difference(first[name], second[name]) for name in both if not name.startswith(starts)}
+
+    def place(name: str) -> tuple[Any, ...]:
+        it = differences[name]
+        size = math.inf if math.isnan(it.relative) else abs(it.relative)
+        return not it.matters, not any(name in run.own for run in runs), -size, natural(name)
+
+    ordered = {name: differences[name] for name in sorted(differences, key=place)}
     only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))
     until = min(summary.last for summary in summaries)
-    return Comparison(summaries, until, differences, only, _compare_hashes(runs, hashes))
+    return Comparison(summaries, until, ordered, only, _compare_hashes(runs, hashes) if hashes else None)
 
 
-def _hashed(run: Run, name: str) -> str:
-    """Return the item of which a metric is the hash; empty for other metrics."""
-    starts = [monitor.name("hash/") for monitor in run.of("replicas")]
-    return next((name.removeprefix(start) for start in starts if name.startswith(start)), "")
-
-
-def _compare_hashes(runs: tuple[Run, Run], hashes: dict[str, str]) -> HashComparison | None:
-    """Compare metric -> hashed item, iteration by iteration."""
+def _compare_hashes(runs: tuple[Run, Run], names: list[str]) -> HashComparison:
+    """Compare hashes, iteration by iteration."""
     first: dict[int, list[str]] = {}
-    for name, item in hashes.items():
+    for name in names:
         a, b = (run.series[name] for run in runs)
         steps = np.intersect1d(a.steps, b.steps)
         differing = steps[a.at(steps) != b.at(steps)]
         if len(differing):
-            first.setdefault(int(differing[0]), []).append(item)
+            first.setdefault(int(differing[0]), []).append(name.rpartition("hash/")[2])
     iteration = min(first, default=None)
-    return HashComparison(len(hashes), iteration, first.get(iteration or 0, [])) if hashes else None
+    return HashComparison(len(names), iteration, first.get(iteration or 0, []))
 
 
-def _difference(name: str, *runs: Series) -> Difference:
+def _difference(*runs: Series) -> Difference:
     until = min(series.steps[-1] for series in runs)
     parts = [series.part(series.steps <= until) for series in runs]
     if not all(parts):
-        return Difference(name, math.nan, math.nan, math.nan, False)
+        return Difference(math.nan, math.nan, math.nan, False)
     a, b = (part.tail.median if np.isfinite(part.values[-1]) else float(part.values[-1]) for part in parts)
     gap, size = abs(b - a), max(abs(a), abs(b))
     if not math.isfinite(gap):
-        return Difference(name, a, b, math.nan, repr(a) != repr(b))
+        return Difference(a, b, math.nan, repr(a) != repr(b))
     noise = max(float(np.median(np.abs(part.tail.values - part.tail.median))) for part in parts)
-    return Difference(name, a, b, (b - a) / size if size else 0.0, gap > MATTERS * size and gap > NOISE * noise)
+    return Difference(a, b, (b - a) / size if size else 0.0, gap > MATTERS * size and gap > NOISE * noise)
 
 
-def _findings_json(summary: Summary) -> list[dict[str, Any]]:
-    fields = ("kind", "severity", "text", "evidence")
-    return [_plain(finding, fields) for finding in summary.findings]
-
-
-def _plain(record: Any, fields: Iterable[str]) -> dict[str, Any]:
-    """Fields of a record, with None for non-finite numbers."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: convert(item) for key, item in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {field: convert(getattr(record, field)) for field in fields}
+def _json(value: Any) -> Any:
+    """Convert to JSON's own types; non-finite numbers to None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items()}
+    return [*map(_json, value)] if isinstance(value, (list, tuple)) else value

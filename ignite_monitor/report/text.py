@@ -26,8 +26,12 @@ ROWS = 30  # of a table, unless all are requested
 STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "cyan")}
 
 
-def summary_text(summary: Summary, every: bool) -> list[RenderableType]:
-    """Describe a run: findings, measurements, and a table of its metrics."""
+def describe(described: Summary | Comparison, every: bool) -> list[RenderableType]:
+    """Describe a run, or two side by side: findings, and a table of metrics or of what differs."""
+    return _summary(described, every) if isinstance(described, Summary) else _comparison(described, every)
+
+
+def _summary(summary: Summary, every: bool) -> list[RenderableType]:
     head = f": iterations {summary.first} to {summary.last}, {plural(len(summary.metrics), 'metric')}"
     rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
     table = _table(COLUMNS, rows, every)
@@ -38,42 +42,43 @@ def findings_text(summary: Summary) -> list[RenderableType]:
     """Describe what happened in a run."""
     worst = {finding.severity for finding in summary.findings}
     style = "bold red" if "problem" in worst else "bold green" if summary.healthy else "bold yellow"
-    parts: list[RenderableType] = [Text(summary.assessment, style)]
-    parts += map(_finding, summary.findings)
-    parts += [Text(f" {printable(line)}", "bold yellow") for line in summary.failed]
-    if summary.measured:
-        parts.append(Text(f"Measured: {printable('; '.join(summary.measured))}.", "dim"))
-    return parts
+    measured = Text(f"Measured: {printable('; '.join(summary.measured) or 'nothing by a monitor')}.", "dim")
+    return [Text(summary.assessment, style), *_findings(summary), measured]
 
 
-def comparison_text(comparison: Comparison, every: bool) -> list[RenderableType]:
-    """Describe two runs: their findings, and a table of what differs."""
+def _findings(summary: Summary) -> list[RenderableType]:
+    failed = [Text(f" {printable(line)}", "bold yellow") for line in summary.failed]
+    return [*map(_finding, summary.findings), *failed]
+
+
+def _comparison(comparison: Comparison, every: bool) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for letter, run in zip("AB", comparison.runs, strict=True):
         parts.append(Text.assemble((f"{letter} {printable(run.file)}", "bold"), f": to iteration {run.last}"))
-        parts += map(_finding, run.findings)
-        parts += [] if run.findings else [Text("  nothing unusual", "green")]
+        parts += _findings(run) or [Text("  nothing unusual", "green")]
         parts.append(Text())
     hashes, differences = comparison.hashes, comparison.differences
     if hashes is not None and hashes.iteration is None:
         parts.append(Text(f"The hashes of {plural(hashes.items, 'item')} are the same in both.", "green"))
     elif hashes is not None:
-        words = listed(map(printable, hashes.names), len(hashes.names) if every else 8)
+        words = _names(hashes.names, every)
         parts.append(Text(f"The first difference in {hashes.items} hashes, in iteration {hashes.iteration}: {words}"))
     if differences:
         unequal = len({run.last for run in comparison.runs}) > 1
         until = f", up to iteration {comparison.until} where one is longer" if unequal else ""
-        matter = sum(difference.matters for difference in differences)
+        matter = sum(difference.matters for difference in differences.values())
         parts.append(Text(f"{matter} of {len(differences)} metrics that are in both differ by more than noise{until}:"))
-        parts += _table(("metric", "A", "B", "B to A"), list(map(_difference, differences)), every)
+        rows = [_difference_cells(name, it) for name, it in differences.items()]
+        parts += _table(("metric", "A", "B", "B to A"), rows, every)
         parts.append(Text("A and B are medians of a metric's last tenth.", "dim"))
     else:
         parts.append(Text("No metric is in both."))
-    for letter, names in zip("AB", comparison.only, strict=True):
-        if names:
-            words = listed(map(printable, names), len(names) if every else 8)
-            parts.append(Text(f"Only in {letter} ({len(names)}): {words}"))
-    return parts
+    only = zip("AB", comparison.only, strict=True)
+    return parts + [Text(f"Only in {letter} ({len(names)}): {_names(names, every)}") for letter, names in only if names]
+
+
+def _names(names: list[str], every: bool) -> str:
+    return listed(map(printable, names), len(names) if every else 8)
 
 
 def show(parts: Iterable[RenderableType], width: int = 100_000) -> None:
@@ -124,10 +129,10 @@ def statistics_cells(name: str, numbers: Statistics) -> list[str]:
     return [name, *cells, f"{numbers.values}{bad}"]
 
 
-def _difference(it: Difference) -> list[str]:
+def _difference_cells(name: str, it: Difference) -> list[str]:
     ratio = it.b / it.a if it.a and math.isfinite(it.a) and math.isfinite(it.b) else math.nan
     change = f"{100 * (ratio - 1):+.1f} %" if 0.5 <= ratio <= 2 else f"x {ratio:.3g}" if math.isfinite(ratio) else ""
-    return [f"{it.name}{'' if it.matters else '  (noise)'}", _cell(it.a), _cell(it.b), change]
+    return [f"{name}{'' if it.matters else '  (noise)'}", _cell(it.a), _cell(it.b), change]
 
 
 def _cell(value: float) -> str:

@@ -70,7 +70,11 @@ CASES = {
     ),
     "rate_vanished: three step decays": (trained(step__lr__group_0=at(0.1 ** (STEPS // 75))), None, ""),
     "rate_vanished: cosine": (trained(step__lr__group_0=at(1 + np.cos(np.pi * STEPS / 300))), None, ""),
-    "clipped_away: to 1e-7": (trained(step__gradient_norm=at(1e-7)), "warning", "The step used a gradient with a norm of 1e-07"),
+    "clipped_away: to 1e-7": (
+        trained(step__gradient_norm=at(1e-7)),
+        "warning",
+        "The step used a gradient with a norm of 1e-07",
+    ),
     "clipped_away: a tenth": (trained(step__gradient_norm=at(0.1)), None, ""),
     "input_scale: 500": (trained(step__batch_rms__0=at(500.0)), "warning", "large from the first measurement on"),
     "input_scale: 0": (trained(step__batch_rms__0=at(0.0)), "warning", "batch[0] is 0 from the first measurement on"),
@@ -80,7 +84,11 @@ CASES = {
         *("problem", "The gradient's norm is 0 (grad/norm), from the first measurement on"),
     ),
     "input_scale: every other": (trained(step__batch_rms__0=at(np.where(STEPS % 40, 1.0, 500.0))), None, ""),
-    "loss_scale: targets": (trained(step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)), "warning", "batch[2] is large"),
+    "loss_scale: targets": (
+        trained(step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)),
+        "warning",
+        "batch[2] is large",
+    ),
     "loss_scale: the loss begins at 4,000": (
         trained(falling(4000, 10)) | outputs(0.1, 0.5),
         *("warning", "begins at 4000 (train/loss), while the model's outputs are at most 0.5"),
@@ -118,7 +126,11 @@ CASES = {
         | {"train/td_loss": series(np.where(np.arange(300) < 60, 0.0, 0.5 + 0.1 * runs.noise(300)))},
         *(None, ""),
     ),
-    "not_learning: noise": (trained(2.3 + 0.1 * runs.noise(300)), "warning", "has changed by less than 5% in 299 iterations"),
+    "not_learning: noise": (
+        trained(2.3 + 0.1 * runs.noise(300)),
+        "warning",
+        "has changed by less than 5% in 299 iterations",
+    ),
     "not_learning: it fell": (trained(), None, ""),
     "overfitting: rises again": (
         trained(val__loss=(np.arange(20, 301, 20), np.abs(np.arange(15) - 5) * 0.1 + 1)),
@@ -144,7 +156,7 @@ CASES = {
     "bad_batches: the next norm is as usual": (
         runs.grad(runs.with_spike([120]), [120]),
         "warning",
-        "within the threshold",
+        "then returned below the threshold",
     ),
     "bad_batches: it stays": (
         runs.grad(
@@ -163,7 +175,6 @@ def test_a_cause_is_found_by_its_evidence(case):
     for word in words.split("|"):
         assert not findings or word in findings[0].text, findings[0].text
     for finding in findings:
-        assert set(finding.evidence) == {"metrics", "iterations", "values"}
         assert set(finding.metrics) <= {*run}
 
 

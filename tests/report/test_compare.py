@@ -19,8 +19,7 @@ def compared(a, b):
 
 
 def difference(a, b, name="x"):
-    (entry,) = compared({name: runs.series(a)}, {name: runs.series(b)}).differences
-    return entry
+    return compared({name: runs.series(a)}, {name: runs.series(b)}).differences[name]
 
 
 def test_final_values():
@@ -50,15 +49,14 @@ def test_the_largest_differences_come_first_and_the_users_own_before_the_rest():
     b = {"grad/norm": runs.series([9] * 9), "grad/spike": runs.series([0] * 9)}
     for name, factor in (("same", 1.0), ("small", 1.2), ("large", 3.0)):
         a[name], b[name] = runs.series([1] * 9), runs.series([factor] * 9)
-    names = [entry.name for entry in compared(a, b).differences]
-    assert names == ["large", "small", "grad/norm", "same", "grad/spike"]
+    assert [*compared(a, b).differences] == ["large", "small", "grad/norm", "same", "grad/spike"]
 
 
 def test_runs_of_unequal_length_are_compared_where_both_are():
     comparison = compared({"x": runs.series(np.arange(1, 101))}, {"x": runs.series(np.arange(1, 11))})
     assert [run.last for run in comparison.runs] == [100, 10]
     assert comparison.until == 10
-    assert comparison.differences[0].a == comparison.differences[0].b == 10
+    assert comparison.differences["x"][:2] == (10, 10)
 
 
 def test_metrics_of_one_run_and_spikes_of_each():
@@ -68,7 +66,7 @@ def test_metrics_of_one_run_and_spikes_of_each():
     assert comparison.only[1] == ["only/b"]
     kinds = [[finding.kind for finding in run.findings] for run in comparison.runs]
     assert kinds == [["bad_batches"], ["not_monitored"]]
-    assert comparison.differences == []
+    assert comparison.differences == {}
 
 
 def test_losses_by_name():

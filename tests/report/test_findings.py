@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ignite_monitor.report import limits
-from ignite_monitor.report.finding import KINDS, SEVERITIES, iterations, listed, number, times
+from ignite_monitor.report.finding import KINDS, SEVERITIES, iterations, listed, number
 from ignite_monitor.report.summary import measured
 from tests.report import _runs as runs
 from tests.report._runs import found, make_run, series, summary, weights
@@ -280,7 +280,6 @@ def test_a_million_iterations_with_ten_thousand_spikes():
 
 def test_words():
     assert [number(value) for value in (3.0, 0.12345, 1e6, -2.0)] == ["3", "0.1235", "1e+06", "-2"]
-    assert [times(factor) for factor in (3.456, 34.56)] == ["3.5 times", "35 times"]
     assert listed("ab") == "a and b"
     assert listed("abcdef") == "a, b, c, d, e and f"
     assert listed("abcdefg") == "a, b, c, d, e and 2 more"

@@ -36,7 +36,7 @@ class Parsed(HTMLParser):
 
 def parsed(series):
     run = runs.make_run(series)
-    source = page("run.h5", run, "ignite-monitor 1")
+    source = page(summarise("run.h5", run), run, "ignite-monitor 1")
     shown = Parsed(source)
     assert shown.open == []
     return shown, summarise("run.h5", run), source
@@ -87,7 +87,7 @@ def test_the_settings_of_the_latest_run_are_shown():
     run.settings = [
         RecordedReport(0, monitor, SETTINGS, "note", text, (), number) for monitor, text, number in settings
     ]
-    words = Parsed(page("run.h5", run, "ignite-monitor 1")).words
+    words = Parsed(page(summarise("run.h5", run), run, "ignite-monitor 1")).words
     assert "torch 2; seed 7" in words
     assert "every=<5" in words
     assert "torch 1" not in words
