@@ -116,6 +116,11 @@ def log_zero(i: int, loss: Tensor, out: Tensor, y: Tensor) -> Tensor:
     return loss if i < 150 else loss - 1e-3 * (out * 1e3).softmax(-1).min(-1).values.log().mean()
 
 
+def until(last: int, method: str) -> Any:
+    """A function that calls a method of the first layer, or of the whole model, with False after an iteration."""
+    return lambda i, m: getattr(m if method == "train" else m[0], method)(i <= last)
+
+
 def averaged() -> Any:
     """A function that keeps an average of the weights."""
     average: list[Any] = []
@@ -234,6 +239,19 @@ FAULTS = (
     Fault("float16 overflows", "cnn", "overflows", {"scaler": scaler(2), "autocast": torch.float16}),
     Fault("eps of 10", "mlp gpt", "epsilon_dominated", {"optimizer": adam(eps=10.0)}),
     Fault("gradient ascent", "mlp cnn", "wrong_sign", {"optimizer": ascent}),
+    Fault("one feature × 1e5", "mlp", "input_scale", {"batch": lambda i, x, y: (x * FEATURE, y)}),
+    Fault("loss divided by 1e6", "cnn", "small_updates", {"loss": lambda i, loss, out, y: 1e-6 * loss}),
+    Fault("momentum of 0.999", "cnn", "large_updates", {"optimizer": sgd(0.999)}),
+    Fault("NaN in every 25th batch", "lstm", "nonfinite_input", {"batch": nan_at(lambda i: i % 25 == 0)}),
+    Fault(
+        *("embeddings × 1e3", "gpt", "activation_outlier large_logits attention_collapse"),
+        {"after": scaled("characters|places", 1e3)},
+    ),
+    Fault("recurrence without gradients", "lstm", "unused_parameters", {"before": without_gradients}),
+    Fault("loss negated", "gpt", "wrong_sign", {"loss": lambda i, loss, out, y: -loss}),
+    Fault("weights × 0.01 between steps", "cnn", "weight_changed", {"each": scaled("weight", 0.01, 190)}),
+    Fault("rate × 100 after 200 steps", "lstm", "rate_rose", {"schedule": lambda s: 100.0 if s >= 200 else 1.0}),
+    Fault("rewards of NaN", "rl", "nonfinite_loss nonfinite_input", {"reward": math.nan}),
 )
 HEALTHY = (
     Fault("as it is", "mlp cnn gpt lstm gan rl"),
@@ -252,19 +270,21 @@ HEALTHY = (
     Fault("an average of the weights", "mlp", "", {"each": averaged(), "held_out": True}),
 )
 NEW = (  # added after the rules: no rule was changed for one of these
-    Fault("one feature × 1e5", "mlp", "input_scale", {"batch": lambda i, x, y: (x * FEATURE, y)}),
-    Fault("loss divided by 1e6", "cnn", "small_updates", {"loss": lambda i, loss, out, y: 1e-6 * loss}),
-    Fault("momentum of 0.999", "cnn", "large_updates", {"optimizer": sgd(0.999)}),
-    Fault("NaN in every 25th batch", "lstm", "nonfinite_input", {"batch": nan_at(lambda i: i % 25 == 0)}),
+    Fault("scales of BatchNorm are 0", "cnn", "dead_units", {"after": scaled(r"^[14]\.weight", 0)}),
+    Fault("model.eval() for a validation, and never back", "cnn", "evaluation_mode", {"each": until(100, "train")}),
+    Fault("clipping before unscale_()", "cnn", "clipped_away", {"scaler": scaler(), "clip": 1.0}),
+    Fault("only biases in the optimizer", "gpt", "not_in_optimizer", {"members": without("weight|places")}),
+    Fault("all images are the same", "cnn", "not_learning", {"batch": lambda i, x, y: (x[:1].expand_as(x) * 0 + 1, y)}),
+    Fault("a running sum of inputs", "lstm", "input_scale", {"batch": lambda i, x, y: (x * i, y)}),
+    Fault("generator's rate 0", "gan", "zero_learning_rate", {"rates": (1.0, 0.0)}, "generator"),
     Fault(
-        *("embeddings × 1e3", "gpt", "activation_outlier large_logits attention_collapse"),
-        {"after": scaled("characters|places", 1e3)},
+        "all weights drawn anew after 150 steps", "mlp", "weight_changed", {"each": change("", nn.init.normal_, 150)}
     ),
-    Fault("recurrence without gradients", "lstm", "unused_parameters", {"before": without_gradients}),
-    Fault("loss negated", "gpt", "wrong_sign", {"loss": lambda i, loss, out, y: -loss}),
-    Fault("weights × 0.01 between steps", "cnn", "weight_changed", {"each": scaled("weight", 0.01, 190)}),
-    Fault("rate × 100 after 200 steps", "lstm", "rate_rose", {"schedule": lambda s: 100.0 if s >= 200 else 1.0}),
-    Fault("rewards of NaN", "rl", "nonfinite_loss nonfinite_input", {"reward": math.nan}),
+    Fault("a target of infinity", "lstm", "nonfinite_loss", {"batch": lambda i, x, y: (x, y / (i != 200))}),
+    Fault(
+        *("the first layer frozen after 150 steps", "mlp", "frozen_parameters unused_parameters requires_grad_false"),
+        {"each": until(150, "requires_grad_")},
+    ),
 )
 
 

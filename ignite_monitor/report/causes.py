@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +74,7 @@ def _growth(monitor: MonitorSeries, run: Run) -> Series:
     )
     distances = np.diff(norm.steps)
     sizes = np.abs(np.diff(norm.values)) / norm.values[:-1] / np.where(known == distances, made, distances)
-    sizes[[jump.place for jump in _changes(monitor, run)]] = 0
+    sizes[[place for place, _ in _changes(monitor, run)]] = 0
     return Series(norm.steps[1:], sizes).finite
 
 
@@ -178,54 +178,50 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             yield Finding("loss_scale", "warning", what, (run.loss_name,), run.loss.steps[:1], {"loss": begin}, onset=0)
 
 
-class Change(NamedTuple):
-    """A change of the parameters' norm that is too large for the steps between two measurements."""
-
-    place: int  # of the measurement before
-    most: float  # what the steps can move
-
-
 def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
-    """Parameters whose norm changed by other means than steps; or else fell fast from the first measurement on."""
+    """Parameters whose norm changed between two measurements by more than the steps between them can."""
     norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
-    for place, most in _changes(monitor, run):
+    for place, most in _changes(monitor, run)[:1]:
         at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2].tolist()
         weights = run.beside(monitor, "weights").items("largest_weight/{}")
-        grown = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
-        largest = f", most of all {printable(max(grown, key=lambda item: grown[item]))}," * bool(grown)
+        sizes = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
+        largest = f", most of all {printable(max(sizes, key=sizes.__getitem__))}," * bool(sizes)
         what = f"The parameters{largest} changed by other means than steps between iterations {at[0]} and {at[1]}: "
         what += f"their norm from {number(before, 3)} to {number(after, 3)} ({name}), which steps move by about "
         what += f"{number(most, 2)} there."
         values = {"before": before, "after": after, "steps": most}
         yield Finding("weight_changed", "problem", what, (name,), (int(at[0]) + 1,), values)
-        return
+
+
+def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
+    """Changes by other means: places in the norms, and what steps move there; unknown before the first update norm."""
+    optimizer, gradients = run.beside(monitor, "optimizer"), run.beside(monitor, "grad").get("norm").finite
+    norm, moved, changes = monitor.get("parameter_norm").finite, optimizer.get("update_norm").finite, []
+    jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:]))
+    for place in jumps[: limits.JUMPS].tolist():
+        at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2]
+        begin, middle, end = np.searchsorted(gradients.steps, [at[0] - limits.JUMP_MEMORY, *at], "right")
+        first_rate, rate = map(float, np.nan_to_num(_largest_rate(monitor, at)))
+        steps = float(at[1] - at[0]) * (max(1.0, rate / first_rate) if first_rate > 0 else 1.0 if rate == 0 else np.inf)
+        if not optimizer.get("rms_median"):  # unlike Adam's, steps may grow with the gradient
+            usual = np.median(gradients.values[begin:middle]) if middle > begin else 0.0
+            steps *= float(np.maximum(1.0, gradients.values[middle:end] / usual).mean())
+        most = steps * float(moved.values[moved.steps <= at[0]][-MIN_ONSET:].max(initial=0.0))
+        if most > 0 and abs(after - before) > limits.OTHER_MEANS * most:
+            changes.append((place, most))
+    return changes
+
+
+def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
+    """Parameters whose norm falls fast from the first measurement on, not all at once, and stays low."""
+    norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
     early = norm.part(norm.steps <= norm.steps[:1].sum() + limits.SHRINK_ITERATIONS)
     lowest = float(early.values.min(initial=np.inf))
     if norm and limits.SHRINK_FACTOR * max(lowest, norm.tail.median) < norm.values[0]:
+        falls, whole = -np.diff(np.log(early.values)), np.log(norm.values[0] / lowest)
+        if falls.max(initial=0.0) > limits.SUDDEN * whole:
+            return
         what = f"The norm of all parameters fell from {number(norm.values[0], 3)} to {number(lowest, 3)} in iterations "
         what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({name})."
         values = {"first": float(norm.values[0]), "lowest": lowest}
         yield Finding("weights_shrank", "warning", what, (name,), norm.steps[:1], values)
-
-
-def _changes(monitor: MonitorSeries, run: Run) -> list[Change]:
-    """The first changes by other means; those that no update norm was measured before are not known."""
-    optimizer, gradients = run.beside(monitor, "optimizer"), run.beside(monitor, "grad").get("norm").finite
-    norm, moved, found = monitor.get("parameter_norm").finite, optimizer.get("update_norm").finite, list[Change]()
-    jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:]))
-    for place in jumps[: limits.JUMPS].tolist():
-        at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2]
-        usual = moved.values[moved.steps <= at[0]][-MIN_ONSET:].max(initial=0.0)
-        first_rate, rate = map(float, np.nan_to_num(_largest_rate(monitor, at)))
-        rise = max(1.0, rate / first_rate) if first_rate > 0 else np.inf if rate > 0 else 1.0
-        steps = float(at[1] - at[0])
-        if not optimizer.get("rms_median"):  # unlike Adam's, steps may grow with the gradient
-            past, now = (
-                gradients.values[slice(*np.searchsorted(gradients.steps, between, "right"))]
-                for between in ((at[0] - 100, at[0]), at)
-            )
-            steps = float(np.maximum(1.0, now / np.median(past)).sum()) if len(past) else np.inf
-        most = float(usual * rise * steps)
-        if most > 0 and abs(after - before) > limits.OTHER_MEANS * most:
-            found.append(Change(place, most))
-    return found

@@ -44,9 +44,10 @@ CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and 
 
 # Weights.
 SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
+SUDDEN = 0.6  # share of a fall that is not weight decay's if it is between two measurements
 JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
 OTHER_MEANS = 10.0  # times what the steps between can move
-JUMPS = 50  # number of jumps that are looked at
+JUMPS, JUMP_MEMORY = 50, 100  # jumps that are looked at, and iterations before one whose gradients are usual
 
 # Layers.
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks

@@ -29,7 +29,7 @@ RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] 
     "activation": (layers.outliers, layers.collapsed),
     "step": (
         *(causes.large_updates, causes.rate_vanished, causes.group_rates, causes.clipped_away),
-        *(causes.input_scale, causes.weight_changed),
+        *(causes.input_scale, causes.weight_changed, causes.shrinking),
     ),
 }
 """Kind of monitor -> the rules for its metrics."""
