@@ -11,17 +11,6 @@ from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.triggers import Signals
 
 
-class Event(Enum):
-    """Classification of an iteration."""
-
-    HEALTHY = "healthy"
-    ABOVE_THRESHOLD = "above threshold"  # a signal exceeds its threshold, and everything is finite
-    TRIGGERED = "triggered"  # a signal stayed above its threshold, or request() was called
-    NONFINITE = "nonfinite"  # the loss or a gradient is not finite, but the state is: the batch is the cause
-    PERSISTENT = "persistent"  # half of ``patience`` iterations in a row were NONFINITE
-    RUINED = "ruined"  # the state is not finite, or ``patience`` iterations in a row were NONFINITE
-
-
 class Action(Enum):
     """Reaction to an iteration."""
 
@@ -43,9 +32,9 @@ class RecoveryPolicy:
 
     The first iteration after a restore tests the snapshot: its loss is that of the restored weights on a new batch. If
     one test is passed, training is the fault, and nothing is accepted. If all tests in a row fail, older snapshots
-    included, the data have changed, and training continues with them. The snapshot is probed from time to time: if it
-    passes, the earlier data have returned, and training continues from it. It is probed a last time when the loss has
-    become usual; after a second rollback it is not, since data that change again and again do not return for good.
+    included, the data have changed, and training continues with them. While the loss is unusual, the snapshot is probed
+    from time to time: if it passes, the earlier data have returned, and training continues from it. In time the changed
+    data are final, sooner if the loss on them is usual.
     """
 
     def __init__(self, patience: int, max_rollbacks: int) -> None:
@@ -55,19 +44,20 @@ class RecoveryPolicy:
 
     def reset(self) -> None:
         """Return to the initial state, but count earlier rollbacks."""
-        self.phase = WATCHING
         self.first_sign = 0  # iteration in which the current instability began
         self.healthy = 0  # consecutive healthy iterations
-        self.calm = 0  # healthy iterations since the last recovery
         self.nonfinite = 0  # consecutive non-finite iterations
-        self.discarded = 0  # iterations discarded in the current recovery
-        self.is_test = False  # True in the first iteration after a restore
-        self.failed_tests = self.all_failed = self.tests = self.retries = self.trials = 0
-        self.recent: list[float] = []  # levels before the rollback, later those of the trial
-        self.test_levels: list[float] = []
-        self.since = self.probe_at = self.passed = 0
-        self.probation = limits.PROBATION
-        self.settles = False  # True if the probe that is in progress ends the recovery
+        self.recent: list[float] = []  # levels before the rollback, later those on changed data
+        self.phase = WATCHING
+        self._start_recovery(limits.PROBATION)
+
+    def _start_recovery(self, probation: int) -> None:
+        self.probation = probation
+        self.discarded = 0  # iterations discarded
+        self.is_test = True  # True in the first iteration after a restore
+        self.failed: list[float] = []  # levels of the failed tests in a row
+        self.tests = self.all_failed = self.retries = self.trials = self.passed_probes = self.usual = 0
+        self.since = self.probe_at = 0  # iterations in which training on changed data began, and of the next probe
         self.may_continue = False  # True if the state before the rollback may be better than the snapshot
 
     @property
@@ -80,124 +70,106 @@ class RecoveryPolicy:
         """Number of the snapshot to restore: 0 for the newest healthy one, 1 for the one before, 2 for the oldest."""
         if self.trials:
             return 0
-        if self.failed_tests:
-            return limits.TESTS[min(self.failed_tests, len(limits.TESTS) - 1)]
+        if self.failed:
+            return limits.TESTS[min(len(self.failed), len(limits.TESTS) - 1)]
         return self.retries // limits.RETRIES if self.retries < 3 * limits.RETRIES else 0
 
     @property
     def keeps_current(self) -> bool:
         """True if the state set aside does at least as well on the changed data as the snapshot."""
-        return self.may_continue and _mean(self.recent) <= limits.NOT_WORSE * _mean(self.test_levels)
+        return self.may_continue and not _exceeds(self.recent, self.failed, limits.NOISE)
 
-    def next(self, event: Event, iteration: int, signals: Signals) -> Action:
-        """Choose the action for an iteration, from its classification, number and signals."""
-        level, is_usual = signals.level, signals.is_usual
-        streak, is_healthy = self.healthy, event == Event.HEALTHY
-        self.healthy, self.calm = (streak + 1, self.calm + 1) if is_healthy else (0, self.calm)
-        self.nonfinite = self.nonfinite + 1 if event in (Event.NONFINITE, Event.RUINED) else 0
-        if self.nonfinite >= self._patience:
-            event = Event.RUINED
-        elif event == Event.NONFINITE and 2 * self.nonfinite >= self._patience:
-            event = Event.PERSISTENT
-        elif event == Event.RUINED and self.phase == RECOVERING:
-            event = Event.NONFINITE
+    def next(self, signals: Signals, iteration: int) -> Action:
+        """Choose the action for an iteration."""
+        streak, self.healthy = self.healthy, self.healthy + 1 if signals.is_healthy else 0
+        self.nonfinite = self.nonfinite + 1 if signals.is_nonfinite else 0
         self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < limits.WINDOW]
-        if self.phase == WATCHING:
-            return self._watch(event, iteration, signals)
         if self.phase == RECOVERING:
-            return self._recover(event, iteration, streak, level)
-        if self.phase == ADAPTING:
-            return self._adapt(event, iteration, level, is_usual)
-        return self._probe(is_usual and self.nonfinite == 0, iteration)
+            return self._recover(signals, iteration, streak)
+        if self.phase == PROBING:
+            return self._probe(signals, iteration)
+        is_ruined = bool(signals.ruin) or self.nonfinite >= self._patience
+        is_unstable = is_ruined or bool(signals.reasons) or 2 * self.nonfinite >= self._patience
+        watch_or_adapt = self._watch if self.phase == WATCHING else self._adapt
+        return watch_or_adapt(signals, iteration, is_unstable, is_ruined)
 
-    def _watch(self, event: Event, iteration: int, signals: Signals) -> Action:
+    def _watch(self, signals: Signals, iteration: int, is_unstable: bool, is_ruined: bool) -> Action:
         self.recent = [*self.recent[1 - len(limits.TESTS) :], signals.level]
-        if event not in (Event.TRIGGERED, Event.PERSISTENT, Event.RUINED):
+        if not is_unstable:
             return Action.NONE
-        is_exhausted = len(self.rollbacks) >= self._max_rollbacks
         self.first_sign = iteration + 1 - signals.age
-        if is_exhausted and event != Event.TRIGGERED:
-            return Action.END if event == Event.RUINED else Action.NONE
-        self.phase, self.is_test = RECOVERING, True
-        self.may_continue = event == Event.TRIGGERED and not signals.is_requested
-        self.discarded = self.failed_tests = self.all_failed = self.tests = self.retries = self.trials = self.calm = 0
-        self.test_levels, self.settles = [], False
-        self.probation = limits.LONG_PROBATION if is_exhausted else limits.PROBATION
+        is_exhausted = len(self.rollbacks) >= self._max_rollbacks
+        if is_exhausted and (self.nonfinite or not signals.reasons):
+            return Action.END if is_ruined else Action.NONE
+        self.phase = RECOVERING
+        self._start_recovery(limits.LONG_PROBATION if is_exhausted else limits.PROBATION)
         if is_exhausted:
             return Action.DISCARD
+        self.may_continue = not (self.nonfinite or signals.is_requested)
         self.rollbacks.append(iteration)
         return Action.ROLL_BACK
 
-    def _recover(self, event: Event, iteration: int, streak: int, level: float) -> Action:
-        was_test, self.is_test = self.is_test, True
+    def _recover(self, signals: Signals, iteration: int, streak: int) -> Action:
+        was_test, self.is_test = self.is_test, not signals.is_healthy
         self.tests += was_test
-        if event == Event.HEALTHY:
-            self.is_test = False
-            if was_test:
-                self.failed_tests, self.test_levels = 0, []
+        if signals.is_healthy:
+            self.failed = [] if was_test else self.failed
             if self.healthy >= self.probation:
                 self.phase, self.recent = WATCHING, []
             return Action.NONE
-        if event == Event.RUINED and iteration - self.first_sign >= limits.HOLD:
+        if self.nonfinite >= self._patience and iteration - self.first_sign >= limits.LASTING:
             return Action.END
-        if event == Event.ABOVE_THRESHOLD and not was_test and streak >= limits.PROBATION:
+        if streak >= limits.PROBATION and not (self.nonfinite or signals.reasons):
             self.is_test = False  # in a long probation one such iteration is no sign
             return Action.NONE
         self.discarded += 1
-        if event not in (Event.ABOVE_THRESHOLD, Event.TRIGGERED):
+        if self.nonfinite:
             return Action.DISCARD
         if not was_test:
             self.retries += 1
             return Action.DISCARD
-        self.failed_tests += 1
         self.all_failed += 1
-        self.test_levels.append(level)
+        self.failed.append(signals.level)
         is_noise = self.all_failed >= limits.NOISY and limits.NOISY * self.all_failed >= self.tests
-        if self.failed_tests < (limits.HOLD if self.trials else len(limits.TESTS)) and not is_noise:
+        if len(self.failed) < (limits.LASTING if self.trials else len(limits.TESTS)) and not is_noise:
             return Action.DISCARD
-        self.phase, self.since, self.passed, self.trials = ADAPTING, iteration, 0, self.trials + 1
-        self.probe_at = iteration + limits.TRIAL
+        self.phase, self.trials, self.since, self.probe_at = ADAPTING, self.trials + 1, iteration, iteration
         return Action.ADAPT
 
-    def _adapt(self, event: Event, iteration: int, level: float, is_usual: bool) -> Action:
-        self.recent = [*self.recent[1 - limits.TRIAL // 2 :], level]
-        self.passed = self.passed + 1 if is_usual else 0
-        is_over = iteration - self.since == limits.TRIAL
-        is_worse = is_over and _mean(self.recent) > limits.WORSE * _mean(self.test_levels)
-        if self.trials == 1 and (event not in (Event.HEALTHY, Event.ABOVE_THRESHOLD, Event.NONFINITE) or is_worse):
-            self.phase, self.is_test, self.failed_tests = RECOVERING, True, 0
+    def _adapt(self, signals: Signals, iteration: int, is_unstable: bool, is_ruined: bool) -> Action:
+        age, lasts = iteration - self.since, iteration - self.first_sign
+        if math.isfinite(signals.level):
+            self.recent = [*self.recent[1 - limits.PROBATION :], signals.level]
+        self.usual = self.usual + 1 if signals.is_usual else 0  # in a row
+        is_worse = age == limits.TRIAL and _exceeds(self.recent, self.failed, limits.JUMP)
+        if self.trials == 1 and (is_unstable or is_worse):
+            self.phase, self.is_test, self.failed = RECOVERING, True, []
             self.discarded += 1
             return Action.DISCARD
-        if event == Event.RUINED:
+        if is_ruined:
             return Action.END
-        age, is_first = iteration - self.first_sign, len(self.rollbacks) == 1
-        if age >= limits.SETTLED or (self.passed >= limits.PROBATION and not is_first):
-            self.phase, self.recent, self.calm = WATCHING, [], 0
-        elif self.passed >= limits.PROBATION and age >= limits.RETURNS:
-            # The changed data are learnt, or the earlier ones have returned.
-            self.phase, self.passed, self.settles = PROBING, 0, True
+        if age <= limits.TRIAL:
+            return Action.ACCEPT if age == limits.TRIAL else Action.NONE
+        if lasts >= limits.LASTING or (lasts >= limits.LEARNT and self.usual >= limits.PROBATION):
+            self.phase, self.recent = WATCHING, []
+        elif iteration >= self.probe_at and not self.usual:
+            self.phase, self.passed_probes = PROBING, 0
             self.discarded += 1
             return Action.PROBE
-        elif iteration >= self.probe_at and not self.passed and iteration - self.since > limits.TRIAL:
-            self.phase = PROBING
-            self.discarded += 1
-            return Action.PROBE
-        return Action.ACCEPT if is_over else Action.NONE
+        return Action.NONE
 
-    def _probe(self, is_passed: bool, iteration: int) -> Action:
+    def _probe(self, signals: Signals, iteration: int) -> Action:
         self.discarded += 1
-        self.passed = self.passed + 1 if is_passed else 0
-        if not is_passed and self.settles:
-            self.phase, self.recent, self.calm = WATCHING, [], 0
+        if not signals.is_healthy:
+            self.phase, self.probe_at = ADAPTING, iteration + max(limits.PROBATION, (iteration - self.since) // 3)
             return Action.RESUME
-        if not is_passed:
-            self.phase, self.probe_at = ADAPTING, iteration + max(limits.PROBE_EVERY, (iteration - self.since) // 3)
-            return Action.RESUME
-        if self.passed > 1:
-            self.settles = False
-            self.phase, self.is_test, self.failed_tests, self.healthy = RECOVERING, True, 0, 0
+        self.passed_probes += 1
+        if self.passed_probes > 1:
+            self.phase, self.is_test, self.failed, self.healthy = RECOVERING, True, [], 0
         return Action.DISCARD
 
 
-def _mean(levels: Sequence[float]) -> float:
-    return fmean(levels) if levels else math.nan
+def _exceeds(levels: Sequence[float], others: Sequence[float], share: float) -> bool:
+    """True unless the mean of the levels is at most that of the others, plus a share of its size."""
+    mean = fmean(others)
+    return not (bool(levels) and fmean(levels) <= mean + share * abs(mean))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -41,18 +40,18 @@ class Snapshots:
         self.restored_at = -math.inf  # iteration in which it was restored
         self.aside: Snapshot | None = None  # the state before a rollback or a probe
 
-    def take(self, iteration: int, state: Any, thresholds: Any) -> None:
+    def copy(self, iteration: int, state: Any, thresholds: Any) -> Snapshot:
         """Copy a state after an iteration."""
-        self.all.append({"iteration": iteration, "state": clone(state, self._on_host), "thresholds": thresholds})
+        return {"iteration": iteration, "state": clone(state, self._on_host), "thresholds": thresholds}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot, and drop another if there are too many."""
+        self.all.append(snapshot)
         older = self.all[: -limits.RECENT]
         if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < limits.SPACING * self._every:
             self.all.remove(older[-1])
         elif len(older) > self._keep:
             self.all.remove(older[0])
-
-    def set_aside(self, iteration: int, state: Any, thresholds: Any) -> None:
-        """Copy a state that may be continued from."""
-        self.aside = {"iteration": iteration, "state": clone(state, self._on_host), "thresholds": thresholds}
 
     def before(self, first_sign: int) -> Snapshot:
         """Return the newest snapshot after which an iteration before the first sign was healthy, else the oldest."""
@@ -66,9 +65,9 @@ class Snapshots:
         unconfirmed. All get the thresholds of the newest one from before the first sign: older ones may have none yet.
         """
         newest, delay = self.before(first_sign), iteration - first_sign
-        is_confirmed = first_sign - self.restored_at >= max(limits.CONFIRMED, 10 * delay)
-        self._drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
-        self._drop_newer(self.before(first_sign - margin)["iteration"])
+        is_confirmed = first_sign - self.restored_at >= max(limits.WARMUP, 10 * delay)
+        self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
+        self.drop_newer(self.before(first_sign - margin)["iteration"])
         for snapshot in self.all:
             snapshot["thresholds"] = newest["thresholds"]
 
@@ -78,12 +77,8 @@ class Snapshots:
         self.restored, self.restored_at = chosen["iteration"], iteration
         return chosen
 
-    def end(self) -> None:
-        """Drop the snapshots after the one restored last, and the state set aside."""
-        self._drop_newer(self.restored)
-        self.aside = None
-
-    def _drop_newer(self, iteration: int) -> None:
+    def drop_newer(self, iteration: int) -> None:
+        """Drop the snapshots from after an iteration; the oldest one is kept."""
         self.all = [snapshot for snapshot in self.all if snapshot["iteration"] <= iteration] or self.all[:1]
 
 
@@ -197,7 +192,7 @@ def _restore(thing: Any, state: Any) -> None:
 
 
 class Sharded:
-    """A ZeroRedundancyOptimizer: this rank's part, whose own ``state_dict`` needs a collective, and its groups."""
+    """A ZeroRedundancyOptimizer, whose ``state_dict`` needs a collective: this rank's part, and the groups' options."""
 
     def __init__(self, sharded: Any) -> None:
         self.optimizer: Optimizer = sharded.optim
@@ -222,26 +217,3 @@ def _unwrapped(thing: Any) -> Any:
     inner = getattr(thing, "optimizer", None)
     is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
     return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing
-
-
-@contextmanager
-def lowered_rates(optimizers: Sequence[Optimizer], factor: float) -> Iterator[None]:
-    """Multiply learning rates during steps of the optimizers; groups and schedules keep their own rates."""
-    rates: dict[Optimizer, list[Any]] = {}
-
-    def lower(optimizer: Optimizer, *_: Any) -> None:
-        groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
-        rates[optimizer] = [(group, clone(group["lr"])) for group in groups]
-        for group in groups:
-            group["lr"] *= factor  # a tensor in place: a captured graph reads it
-
-    def put_back(optimizer: Optimizer, *_: Any) -> None:
-        for group, rate in rates.pop(optimizer, ()):
-            group["lr"] = group["lr"].copy_(rate) if isinstance(rate, Tensor) else rate
-
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.callback(put_back, optimizer)  # if a step fails
-            stack.enter_context(optimizer.register_step_pre_hook(lower))
-            stack.enter_context(optimizer.register_step_post_hook(put_back))
-        yield

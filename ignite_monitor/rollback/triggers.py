@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class LossThreshold(ThresholdRule):
         if smallest < 0.0:
             jump, growth = 4.0 * sigma, (first - lowest) / 4.0
         else:
-            jump, growth = max(2.0 * sigma, 0.5 * mu), max(first / 4.0, 0.5 * lowest)
+            jump, growth = max(2.0 * sigma, limits.JUMP * mu), max(first / 4.0, limits.JUMP * lowest)
         return float(min(mu + jump, lowest + max(4.0 * sigma, growth)))
 
     def empty(self) -> State:
@@ -56,14 +57,20 @@ class LossThreshold(ThresholdRule):
 class Signals:
     """Signals of an iteration, the same on all ranks."""
 
-    is_unhealthy: bool = False
+    is_above: bool = False  # a threshold
     is_nonfinite: bool = False  # the loss or a gradient, and no GradScaler handles it
+    ruin: str = ""  # what is not finite in the state
     is_requested: bool = False
-    is_usual: bool = True  # no level exceeds its threshold from before the recovery
+    is_usual: bool = False  # the loss is within the threshold from before the data changed
     level: float = math.nan  # the loss, without one a norm
     age: int = 1  # iterations since the first sign of instability
     margin: int = 0  # iterations before that sign whose weights may be damaged already
     reasons: list[str] = field(default_factory=list)  # of instability
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if nothing is unusual."""
+        return not (self.is_above or self.is_nonfinite or self.reasons)
 
     def add(self, reason: str, age: int, margin: int = 0) -> None:
         """Add a reason of instability; the one with the latest first sign counts."""
@@ -93,8 +100,7 @@ class Triggers:
         # Name -> one bit for each of the last iterations, the newest lowest.
         self.unhealthy: dict[str, int] = {}
         self.far: dict[str, int] = {}  # far above the threshold
-        self.limits: dict[str, float] = {}  # thresholds of the last iteration
-        self.usual: dict[str, float] = {}  # thresholds from before a recovery
+        self.former_limit = math.nan  # threshold of the loss from before the data changed
         self.accepted = [-math.inf, 0.0]  # losses up to the first number are healthy until the iteration that follows
 
     @property
@@ -104,7 +110,7 @@ class Triggers:
 
     def accept(self, levels: Sequence[float], iteration: int) -> None:
         """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
-        limit = self.usual.get("loss", math.nan)
+        limit = self.former_limit
         near = [level + (level - limit) / 2.0 for level in levels if level <= limits.FAR * abs(limit)]
         self.accepted = [max(near, default=-math.inf), float(iteration + limits.WINDOW)]
 
@@ -134,65 +140,65 @@ class Triggers:
         total, losses, requests, *published = numbers
         signals = Signals(is_requested=bool(requests))
         if losses:
-            self._detect(signals, total / losses, iteration)
+            self._note_loss(signals, total / losses, iteration)
+        has_measure = bool(losses) and self.usable
         for i, monitor in enumerate(monitors):
-            self._note_monitor(signals, monitor.prefix, bool(losses), *published[5 * i : 5 * i + 5])
+            *counts, value, threshold = published[5 * i : 5 * i + 5]
+            self._note_monitor(signals, monitor.prefix, counts, value, threshold, has_measure)
         if requests:
             signals.add(request or "requested by another rank", 1)
         return signals
 
-    def _note_monitor(self, signals: Signals, name: str, has_loss: bool, *numbers: float) -> None:
-        *counts, value, threshold = numbers
+    def _note_monitor(
+        self, signals: Signals, name: str, counts: list[float], value: float, threshold: float, has_measure: bool
+    ) -> None:
         spike, nonfinite, reset = (a > b for a, b in zip(counts, self.counts.get(name, counts), strict=True))
         self.counts[name] = counts
         signals.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         # A norm alone is no instability where a loss tells whether there is one.
-        is_confirmed = bool(self.unhealthy.get("loss", 0) % 2**limits.FAR_PATIENCE) or not (has_loss and self.usable)
-        bits = self._note(signals, name, spike or reset, value, threshold, is_confirmed)
-        if reset and is_confirmed and not (has_loss and all(self.signs)):
-            delay = bits.bit_length() - 1
+        is_confirmed = not has_measure or bool(self.unhealthy.get("loss", 0) % 2**limits.FAR_PATIENCE)
+        self._note(signals, name, spike or reset, value, threshold, is_confirmed)
+        if reset and is_confirmed and not all(self.signs):
+            delay = self.unhealthy[name].bit_length() - 1
             signals.add(f"the statistics of {name} were reset", delay + 1, limits.MARGIN * delay)
-        if not (has_loss and self.usable):
-            signals.is_usual &= not value > self.usual.get(name, math.inf)
-            signals.level = value if math.isnan(signals.level) else signals.level
+        if not has_measure and math.isnan(signals.level):
+            signals.level = value
 
-    def _detect(self, signals: Signals, loss: float, iteration: int) -> None:
+    def _note_loss(self, signals: Signals, loss: float, iteration: int) -> None:
         if not math.isfinite(loss):
-            signals.is_nonfinite, signals.is_usual = True, False
+            signals.is_nonfinite = True
             return
-        signals.level, signals.is_usual = loss, not loss > self.usual.get("loss", math.inf)
+        signals.level, signals.is_usual = loss, loss <= self.former_limit
         limit = self._rule.statistics()[0].item()
         is_unhealthy = self.usable and loss > max(limit, self.accepted[0])
         if limit < loss <= self.accepted[0]:
             self.accepted[1] = float(iteration + limits.WINDOW)
-        bits = self._note(signals, "loss", is_unhealthy, loss, limit, True)
-        entry = torch.tensor(min(loss, limit) if bits & 1 else loss, dtype=torch.float64, device="cpu")
+        self._note(signals, "loss", is_unhealthy, loss, limit, True)
+        bits = self.unhealthy["loss"]
+        entry = torch.tensor(min(loss, limit) if is_unhealthy else loss, dtype=torch.float64, device="cpu")
         # Only the first of several consecutive spikes updates the statistics.
         if bits & 3 != 3 and abs(loss) <= largest_usable(entry):
             self._rule.observe(entry)
-        self.first = self.first if len(self.first) == limits.FIRST else [*self.first, loss]
-        if not bits & 1:
+        if not is_unhealthy:
             self.signs = [self.signs[0] or loss < 0.0, self.signs[1] or loss > 0.0]
-        first, lowest = sum(self.first) / len(self.first), self._rule.state["lowest"].item()
-        has_count = self._rule.state["count"].item() >= limits.WARMUP
-        self.measures_progress |= has_count and lowest < first - (1.0 - limits.PROGRESS) * abs(first)
+        self.first = [*self.first, loss][: limits.FIRST]
+        first, state = fmean(self.first), self._rule.state
+        has_fallen = state["lowest"].item() < first - limits.NOISE * abs(first)
+        self.measures_progress |= state["count"].item() >= limits.WARMUP and has_fallen
         if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
-            signals.add(
-                f"the loss exceeded its threshold in {self._patience} iterations", age, limits.MARGIN * (age - 1)
-            )
+            text = f"the loss exceeded its threshold in {self._patience} iterations"
+            signals.add(text, age, limits.MARGIN * (age - 1))
 
     def _note(
         self, signals: Signals, name: str, is_unhealthy: bool, value: float, threshold: float, is_confirmed: bool
-    ) -> int:
-        self.limits[name] = threshold
+    ) -> None:
         is_far = is_unhealthy and math.inf > value > limits.FAR * threshold > 0.0
-        bits = self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
+        self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
-        signals.is_unhealthy |= is_unhealthy and is_confirmed
+        signals.is_above |= is_unhealthy and is_confirmed
         if is_far and is_confirmed and _lasts(far, limits.FAR_PATIENCE, limits.FAR_WINDOW):
             text = f"{name} exceeded {limits.FAR:g} times its threshold in {limits.FAR_PATIENCE} iterations"
             signals.add(text, far.bit_length(), max(map(len, f"{far:b}".split("1"))))  # longest gap between signs
-        return bits
 
 
 def _lasts(bits: int, patience: int, window: int) -> int:

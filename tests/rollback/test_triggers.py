@@ -41,7 +41,7 @@ class Watch:
 
     def __call__(self, loss=None):
         signals = self.collect(loss)
-        return signals.is_unhealthy, bool(signals.reasons)
+        return signals.is_above, bool(signals.reasons)
 
     def collect(self, loss=None, monitors=()):
         return self.triggers.collect(loss, monitors, Ranks(None), torch.device("cpu"), 1)
@@ -138,7 +138,7 @@ def test_a_nonfinite_loss_updates_nothing(loss):
         watch(1.0)
     state = watch.loss.state_dict()
     signals = watch.collect(loss)
-    assert (signals.is_nonfinite, signals.is_unhealthy) == (True, False)
+    assert (signals.is_nonfinite, signals.is_above) == (True, False)
     assert watch.loss.state_dict() == state
 
 
@@ -206,11 +206,11 @@ def test_losses_of_accepted_data_are_healthy_for_1000_iterations(shift, peak, ac
     for i in range(30):
         watch(shift + 1.0 + 0.01 * (i % 3))
     limit = watch.loss.statistics()[0].item()
-    watch.triggers.usual = {"loss": limit}
+    watch.triggers.former_limit = limit
     watch.triggers.accept([4.9 + shift, peak + shift], iteration=1)
     edge = peak + shift + (peak + shift - limit) / 2.0
     assert [watch(loss)[0] for loss in (edge + 1e-6, edge - 1e-6)] == [True, not accepted]
-    assert watch.triggers.collect(edge - 1e-6, (), Ranks(None), torch.device("cpu"), 1001).is_unhealthy
+    assert watch.triggers.collect(edge - 1e-6, (), Ranks(None), torch.device("cpu"), 1001).is_above
 
 
 def test_state_continues():
