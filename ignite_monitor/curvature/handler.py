@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from ignite.engine import Engine, Events, EventsList
-from ignite.engine.events import CallableEventWithFilter
+from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -105,15 +104,12 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         super().load_state_dict(state_dict)
         self._measurements = check_count("measurements", state_dict["measurements"])
 
-    def attach(self, engine: Engine, event: CallableEventWithFilter | EventsList | None = None) -> MonitorHandle:
+    def attach(self, engine: Engine, event: Any = None) -> MonitorHandle:
         """Attach to an engine, as :meth:`Monitor.attach`.
 
         Args:
             engine: the engine that trains the model.
             event: ``Events.ITERATION_STARTED``, with any filter; None for one iteration in 2,000.
-
-        Returns:
-            A handle whose ``remove()`` detaches, as does the end of a ``with`` block.
         """
         return super().attach(engine, Events.ITERATION_STARTED(every=2000) if event is None else event)
 
@@ -167,8 +163,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             scales = {"": torch.ones_like(gradient)}
             if is_adam:
                 preconditioner = adam_preconditioner(self.optimizer, parameters, gradient)
-                nothing = torch.full_like(gradient, math.nan)
-                scales["_preconditioned"] = nothing if preconditioner is None else preconditioner.sqrt()
+                unknown = torch.full_like(gradient, math.nan)
+                scales["_preconditioned"] = unknown if preconditioner is None else preconditioner.sqrt()
             for kind, scale in scales.items():
 
                 def product(vector: Tensor, scale: Tensor = scale) -> Tensor:
@@ -195,12 +191,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
 
 class RankMean:
-    """Mean of flat vectors over ranks, with the same number of collectives on every rank.
-
-    Args:
-        parameters: the parameters that the vectors belong to.
-        ranks: the ranks; one alone returns vectors as they are.
-    """
+    """Mean of flat vectors over ranks, with the same number of collectives on every rank."""
 
     def __init__(self, parameters: list[Tensor], ranks: Ranks) -> None:
         self._ranks, self._is_active = ranks, ranks.size > 1
@@ -211,11 +202,9 @@ class RankMean:
         self._missing = torch.full((size,), math.nan, dtype=flat_dtype(parameters), device=device)
 
     def __call__(self, vector: Tensor) -> Tensor:
-        """Return the mean of a vector."""
-        if not self._is_active:
-            return vector
+        """Return the mean of a vector; on a rank alone the vector."""
         self._count += 1
-        return self._ranks.sum(vector) / self._ranks.size
+        return self._ranks.sum(vector) / self._ranks.size if self._is_active else vector
 
     def complete(self, count: int) -> None:
         """Take part in the rest of ``count`` collectives with NaN, so that no rank blocks after an error."""

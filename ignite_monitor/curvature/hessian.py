@@ -9,14 +9,9 @@ from torch import Tensor
 
 
 class Hessian:
-    """Hessian of a loss, multiplied by vectors through the graph of the loss; no gradients are accumulated.
+    """Hessian of a loss, multiplied by flat vectors through the graph of the loss; no gradients are accumulated.
 
-    Args:
-        loss: the loss, a tensor with one element, with its graph.
-        parameters: real parameters.
-
-    Raises:
-        RuntimeError: if the loss reaches none of the parameters, or its graph hides some in a reentrant checkpoint.
+    A RuntimeError if a parameter is complex, the loss reaches none, or its graph hides some in a reentrant checkpoint.
     """
 
     def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
@@ -30,34 +25,31 @@ class Hessian:
             raise RuntimeError("the loss reaches no parameter of the optimizer")
 
     def gradient(self) -> Tensor:
-        """Return the gradient of the loss, flat, in float32 or wider."""
+        """Return the gradient of the loss, in float32 or wider."""
         return self._flat(self._gradients)
 
     def times(self, vector: Tensor) -> Tensor:
-        """Return the product with a flat vector."""
+        """Return the product with a vector."""
         parts = vector.split([parameter.numel() for parameter in self._parameters])
-        curved = [
-            (gradient, part.view_as(gradient).to(gradient.dtype))
-            for gradient, part in zip(self._gradients, parts, strict=True)
-            if gradient is not None and gradient.requires_grad
-        ]
+        pairs = zip(self._gradients, parts, strict=True)
+        curved = [(gradient, part) for gradient, part in pairs if gradient is not None and gradient.requires_grad]
         if not curved:
             return torch.zeros_like(vector)
-        gradients, shaped = zip(*curved, strict=True)
-        products = torch.autograd.grad(gradients, self._parameters, shaped, retain_graph=True, allow_unused=True)
-        return self._flat(products)
+        gradients = [gradient for gradient, _ in curved]
+        shaped = [part.view_as(gradient).to(gradient.dtype) for gradient, part in curved]
+        return self._flat(
+            torch.autograd.grad(gradients, self._parameters, shaped, retain_graph=True, allow_unused=True)
+        )
 
     def _flat(self, parts: Sequence[Tensor | None]) -> Tensor:
-        dtype = flat_dtype(self._parameters)
         pairs = zip(self._parameters, parts, strict=True)
         full = [torch.zeros_like(parameter) if part is None else part for parameter, part in pairs]
-        return torch.cat([part.detach().flatten().to(dtype) for part in full])
+        return torch.cat([part.detach().flatten().to(flat_dtype(self._parameters)) for part in full])
 
 
 def flat_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
     """Dtype of flat vectors: float64 if a parameter has it, else float32."""
-    is_wide = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return torch.float64 if is_wide else torch.float32
+    return torch.float64 if torch.float64 in {parameter.dtype for parameter in parameters} else torch.float32
 
 
 def _check_graph(loss: Tensor) -> None:
@@ -74,30 +66,22 @@ def _check_graph(loss: Tensor) -> None:
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
-    """Run the Lanczos three-term recurrence (C. Lanczos, 1950) without host-device synchronization.
+    """Run the Lanczos three-term recurrence (C. Lanczos, 1950) for a symmetric matrix, without synchronization.
 
-    Lost orthogonality adds copies of converged eigenvalues and leaves the largest one right (C. C. Paige, 1971).
-
-    Args:
-        product: multiplies a symmetric matrix by a flat vector.
-        start: the first vector.
-        steps: number of products.
-
-    Returns:
-        Diagonal and off-diagonal of a tridiagonal matrix, of shape (2, steps); the last element is of the next step.
+    Diagonal and off-diagonal of a tridiagonal matrix, of shape (2, steps); the last element is of the next step. Lost
+    orthogonality adds copies of converged eigenvalues and leaves the largest one right (C. C. Paige, 1971).
     """
     current, previous = start / start.norm(), torch.zeros_like(start)
-    diagonal, off_diagonal = [], []
+    rows = []
     norm = torch.zeros_like(start[0])
     for _ in range(steps):
         following = product(current) - norm * previous
         projection = torch.dot(following, current)
         following = following - projection * current
         norm = following.norm()
-        diagonal.append(projection)
-        off_diagonal.append(norm)
+        rows.append(torch.stack([projection, norm]))
         previous, current = current, following / norm.clamp(min=torch.finfo(norm.dtype).tiny)
-    return torch.stack([torch.stack(diagonal), torch.stack(off_diagonal)])
+    return torch.stack(rows, 1)
 
 
 def largest_eigenvalue(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from ignite_monitor.curvature.hessian import flat_dtype
 from ignite_monitor.model.devices import move
@@ -21,17 +21,10 @@ def makes_step_of(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
 
 
 def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor | None:
-    r"""Preconditioner of the next step of Adam and AdamW, :math:`\sqrt{\hat v} + \epsilon`, flat.
+    r"""Preconditioner :math:`\sqrt{\hat v} + \epsilon` of the step of Adam or AdamW with a flat gradient.
 
-    Args:
-        parameters: the parameters, in the order of the gradient's parts.
-        gradient: the gradient of the next step, flat.
-
-    Returns:
-        None for another optimizer, or one whose second moments are not of the parameters' shapes.
+    None if second moments are not of the parameters' shapes.
     """
-    if not makes_step_of(optimizer, Adam, AdamW):
-        return None
     groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
     parts = []
     for parameter, part in zip(parameters, gradient.split([item.numel() for item in parameters]), strict=True):

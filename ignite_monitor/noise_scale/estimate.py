@@ -12,25 +12,17 @@ FEWEST = 20  # effective observations, from which on the normal distribution is 
 
 
 def noise_and_signal(square_sum: Tensor, weighted_sum: Tensor, items: Tensor, total: Tensor, count: Tensor) -> Tensor:
-    r"""Estimate the trace of the covariance of single gradients, and the squared true gradient, without bias.
+    r"""Estimate the trace of the covariance of single gradients, and the squared true gradient, without bias: (2,).
 
-    For independent gradients :math:`d_i` of the mean loss over :math:`n_i` items each, k of them,
+    For k = ``count`` independent gradients :math:`d_i` of the mean loss over :math:`n_i` items each, with
+    ``square_sum`` :math:`\sum_i |d_i|^2`, ``weighted_sum`` :math:`\sum_i n_i |d_i|^2`, ``items`` :math:`\sum_i n_i`
+    and ``total`` :math:`|\sum_i d_i|^2`:
 
     .. math::
         |G|^2 \approx \frac{|\sum_i d_i|^2 - \sum_i |d_i|^2}{k (k - 1)}, \qquad
         \mathrm{tr}\,\Sigma \approx \frac{1}{k} \sum_i n_i \left(|d_i|^2 - |G|^2\right).
 
     For equal :math:`n_i` these are the estimates of arXiv:1812.06162, appendix A.1.
-
-    Args:
-        square_sum: :math:`\sum_i |d_i|^2`, 0-dim, as all others.
-        weighted_sum: :math:`\sum_i n_i |d_i|^2`.
-        items: :math:`\sum_i n_i`.
-        total: :math:`|\sum_i d_i|^2`.
-        count: k, at least 2.
-
-    Returns:
-        The trace and the square, of shape (2,).
     """
     signal = (total - square_sum) / (count * (count - 1))
     return torch.stack([(weighted_sum - items * signal) / count, signal])
@@ -40,26 +32,17 @@ class RatioOfMeans:
     r"""Ratio of the exponentially weighted means of two numbers, with its 95 % interval.
 
     The interval is Fieller's (E. C. Fieller, "Some problems in interval estimation", 1954). Unlike one from the
-    ratio's standard error it is right if the denominator is hardly distinguishable from 0, and has no end then.
-
-    Args:
-        decay: factor of an observation's weight at each later one; the effective number of observations
-            :math:`(\sum w)^2 / \sum w^2` tends to ``(1 + decay) / (1 - decay)``.
-
-    Attributes:
-        moments: weighted sums of 1, x, y, x^2, xy, y^2, and the sum of the squared weights, of shape (7,).
+    ratio's standard error it is right if the denominator is hardly distinguishable from 0, and has no end then. The
+    effective number of observations :math:`(\sum w)^2 / \sum w^2` tends to ``(1 + decay) / (1 - decay)``.
     """
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
+        # Weighted sums of 1, x, y, x^2, xy, y^2, and the sum of the squared weights.
         self.moments = torch.zeros(7, dtype=torch.float64, device="cpu")
 
     def observe(self, pair: Tensor) -> None:
-        """Update the means, unless a number is not finite.
-
-        Args:
-            pair: numerator and denominator, of shape (2,).
-        """
+        """Update the means by numerator and denominator, unless one is not finite."""
         x, y = pair.unbind()
         one = torch.ones_like(x)
         new = torch.stack([one, x, y, x * x, x * y, y * y, one])
@@ -69,7 +52,7 @@ class RatioOfMeans:
         self.moments = torch.where(new.isfinite().all(), old * decays + new, old)
 
     def interval(self) -> Tensor:
-        """Return the ratio, and the ends of its interval, of shape (3,).
+        """Return the ratio, and the ends of its interval: (3,).
 
         NaN if the interval has no end, or there are fewer than 20 effective observations.
         """

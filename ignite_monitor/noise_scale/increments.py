@@ -20,23 +20,14 @@ from ignite_monitor.model.norms import summed_values
 
 @dataclass
 class Increment:
-    """Contribution of one backward pass to the gradients.
+    """Contribution of one backward pass to the gradients."""
 
-    Attributes:
-        square: its squared norm.
-        before: squared norm of the gradients before it; None if there were none.
-        after: squared norm of the gradients after it.
-        is_reduced: the gradients are reduced over ranks.
-        scale: the scale of the gradients, of a GradScaler; None for 1.
-        items: number of items it is the gradient of; None until known, NaN if it can't be known.
-    """
-
-    square: Tensor
-    before: Tensor | None
-    after: Tensor
-    is_reduced: bool = False
-    scale: Tensor | None = None
-    items: float | None = None
+    square: Tensor  # its squared norm
+    before: Tensor | None  # squared norm of the gradients before it; None if there were none
+    after: Tensor  # squared norm of the gradients after it
+    is_reduced: bool = False  # the gradients are reduced over ranks
+    scale: Tensor | None = None  # of a GradScaler; None for 1
+    items: float | None = None  # number of items it is the gradient of; None until known, NaN if it can't be known
 
 
 def sums_of(increments: Sequence[Increment]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +15,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
-from ignite_monitor.model.names import Pattern, Selection, listed, named_parameters, tags
+from ignite_monitor.model.names import Pattern, Selection, listed, named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -198,10 +197,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        if not extra:
-            return {}
-        known = [(norm, tag) for tag, norm in zip(tags(self._names), extra[0], strict=True) if not math.isnan(norm)]
-        return {f"topk/{tag}": norm for norm, tag in heapq.nlargest(self.top_k, known, key=lambda pair: pair[0])}
+        return top("topk", tags(self._names), extra[0], self.top_k) if extra else {}
 
 
 def _order_statistics(measured: Spectra, norms: Tensor) -> Sequence[Tensor]:
