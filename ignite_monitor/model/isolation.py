@@ -55,18 +55,29 @@ def isolated_pass(
             torch.set_autocast_cache_enabled(before[1])
 
 
+Buffers = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]  # registries, and copies of what they hold
+
+
+def copied_buffers(modules: Iterable[nn.Module]) -> Buffers:
+    """Copy the buffers of modules; a tensor that several modules have stays one."""
+    copies: dict[int | None, Tensor | None] = {}
+    registries = registries_of_buffers(modules)
+    for item in chain.from_iterable(registry.values() for registry in registries):
+        if id(item) not in copies:
+            copies[id(item)] = item if item is None or nn.parameter.is_lazy(item) else item.clone()
+    return [(registry, {name: copies[id(item)] for name, item in registry.items()}) for registry in registries]
+
+
 @contextlib.contextmanager
-def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
+def preserved_buffers(modules: Iterable[nn.Module], copies: Buffers | None = None) -> Iterator[None]:
+    """Restore buffers and training flags of modules on exit; inside, the buffers are copies, or earlier ones."""
     flags = [(module, module.training) for module in modules]
-    copies: dict[int, Tensor] = {}  # a tensor that several modules have stays one
-    buffers = [(registry, dict(registry)) for registry in registries_of_buffers(module for module, _ in flags)]
+    copies = copied_buffers(module for module, _ in flags) if copies is None else copies
+    buffers = [(registry, dict(registry)) for registry, _ in copies]
     scripted = [(item, item.detach().clone()) for module, _ in flags for item in buffers_of_scripted(module)]
     try:
-        for registry, saved in buffers:
-            for name, item in saved.items():
-                if item is not None:
-                    registry[name] = copies.setdefault(id(item), item.clone())
+        for registry, copied in copies:
+            registry.update(copied)
         yield
     finally:
         for module, flag in flags:
@@ -192,15 +203,9 @@ def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
     }
 
 
-def generators_used_by(function: Any, model: nn.Module) -> list[Any]:
-    """Generators that a model may use, and a function: by its closure, defaults and the globals of its file."""
-    own = [value for _, value in _generators_in({"": function}, 2)]
-    return [*generators_of(model).values(), *own]
-
-
 def _generators_in(scope: Mapping[str, Any], depth: int = 1) -> list[tuple[tuple[Any, ...], Any]]:
     """Generators among the values of a scope, its containers and functions, with their places."""
-    kinds = _generator_kinds()
+    kinds = generator_kinds()
     generators, inner = list[tuple[tuple[Any, ...], Any]](), list[tuple[tuple[Any, ...], Any]]()
     for key, value in [*scope.items()]:
         if isinstance(value, kinds):
@@ -210,7 +215,8 @@ def _generators_in(scope: Mapping[str, Any], depth: int = 1) -> list[tuple[tuple
     return generators + inner
 
 
-def _generator_kinds() -> tuple[type, ...]:
+def generator_kinds() -> tuple[type, ...]:
+    """The classes of generators of torch, Python and NumPy."""
     numpy = sys.modules.get("numpy.random")
     return torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState))
 
@@ -226,7 +232,7 @@ def _members(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        own = {name: item for name, item in value.__globals__.items() if isinstance(item, _generator_kinds())}
+        own = {name: item for name, item in value.__globals__.items() if isinstance(item, generator_kinds())}
         return own | dict(enumerate([*cells, *defaults]))
     return value if isinstance(value, dict) else dict(enumerate(value))
 

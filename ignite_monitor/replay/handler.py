@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_monitor.events.gradient_tracker import after_each_backward
-from ignite_monitor.events.source import EventSource
 from ignite_monitor.keys import REPLAY
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import reshard
@@ -27,7 +26,6 @@ from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.replay.second_pass import Flags, SecondPass, SecondPassEnded
 
-_INPUTS = ("dataloader", "metrics")  # attributes of the engine's state that no train step keeps
 _MIN_SAME = 3  # second passes with the same gradients, before another one is taken for a fault
 
 
@@ -70,29 +68,30 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         self._objects: weakref.WeakSet[Any] | None = None  # modules and optimizers of this process
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        source = self._source
-        if source is None or source.train_step is None:
-            return []
         is_first = self._objects is None
         if self._objects is None:
             objects, kinds = gc.get_objects(), (nn.Module, Optimizer)
             self._objects = weakref.WeakSet(item for item in objects if issubclass(type(item), kinds))
         # In the first train step DistributedDataParallel sets up its buckets.
-        return [] if is_first and self.ranks.size > 1 else [self._watched(source, source.train_step, [*self._objects])]
+        return [] if is_first and self.ranks.size > 1 else [self._watched(self._source)]
 
     @contextmanager
-    def _watched(self, source: EventSource, train_step: Any, objects: list[Any]) -> Iterator[None]:
+    def _watched(self, source: Any) -> Iterator[None]:
         """Replay the train step before its first optimizer step, or at its end if it makes none."""
         reshard(self.model)
-        of_monitors = [name for monitor in source.monitors for name in monitor.attributes]
-        second = SecondPass(self.model, train_step, objects, [*_INPUTS, *of_monitors])
+        owned = ["dataloader", "metrics", *(name for monitor in source.monitors for name in monitor.attributes)]
+        objects = sorted(self._objects or (), key=lambda item: isinstance(item, nn.Module))  # whose names come first
+        second = SecondPass(self.model, source.train_step, objects, owned)
 
         def replay(*step: Any) -> None:
             if in_second_pass():
                 raise SecondPassEnded
             if not second.is_replayed:
                 second.is_replayed = True
-                self._replay(second, source, bool(step))
+                reason = self._replay(second, source, bool(step))
+                if reason:
+                    self.is_finished = True
+                    self.report("switched_off", f"off for the rest of the run: {reason}", once=False)
 
         with (
             after_each_backward(self.model.parameters(), second.backward_ended),
@@ -101,21 +100,19 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             yield
             replay()
 
-    def _replay(self, second: SecondPass, source: EventSource, makes_step: bool) -> None:
+    def _replay(self, second: SecondPass, source: Any, makes_step: bool) -> str:
+        """Publish the result; return the reason to switch off, if there is one."""
         if not self.ranks.all_present:
-            self._switch_off("ranks may have run out of data under join()")
-            return
+            return "ranks may have run out of data under join()"
         is_skipped = not (makes_step or second.passes)
         obstacle = "" if is_skipped else second.obstacle()
         if source.listened and second.passes > 1:
             obstacle = "handlers of MonitorEvents may change gradients between the backward passes"
         if self.ranks.size > 1:
             refused, is_skipped = self._on_any_rank([bool(obstacle)], [is_skipped])
-            obstacle = obstacle or ("another rank can't repeat its train step" if refused else "")
-        if obstacle and not is_skipped:
-            self._switch_off(obstacle)
+            obstacle = obstacle or "another rank can't repeat its train step" * refused
         if obstacle or is_skipped:
-            return
+            return "" if is_skipped else obstacle
         error, differing, kept = "", Flags(), Flags()
         source.running = False  # no other monitor measures this pass
         try:
@@ -128,28 +125,22 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             source.running = True
         # After an overflow, which makes no step, a GradScaler has changed its scale.
         overflows = [] if makes_step else [~item.isfinite().all() for item in second.gradients.values()]
-        differs, fails, keeps, is_skipped = self._on_any_rank(
-            differing.values(), [bool(error)], kept.values(), overflows
-        )
+        flags = differing.values(), [bool(error)], kept.values(), overflows
+        differs, fails, keeps, is_skipped = self._on_any_rank(*flags)
         if fails:
-            self._switch_off(f"the second pass raised {error or 'an error on another rank'}")
-        elif keeps and not is_skipped:
-            self._switch_off(f"the train step keeps state, which a second pass changes: {_named(kept)}")
-        elif not is_skipped:
-            self._report_result(_named(differing) if differs else "")
-
-    def _report_result(self, differing: str) -> None:
-        self.publish(reproducible=torch.full((), float(not differing), device=device_of(self.model)))
-        if not differing:
+            return f"the second pass raised {error or 'an error on another rank'}"
+        if is_skipped or keeps:
+            return "" if is_skipped else f"the train step keeps state, which a second pass changes: {_named(kept)}"
+        self.publish(reproducible=torch.full((), float(not differs), device=device_of(self.model)))
+        if not differs:
             self._same_count += 1
-            return
-        text = f"a second pass gave other gradients: {differing}. {self._same_count} earlier ones of this run gave the "
-        text += "same"
-        if self._same_count >= _MIN_SAME:
-            text += ": test the machine for a hardware fault"
-            self.report("gradients_differ", text, severity="problem", once=False)
-        else:
-            self._switch_off(f"{text}, too few to tell a fault from a nondeterministic operation")
+            return ""
+        text = f"a second pass gave other gradients: {_named(differing)}. {self._same_count} earlier ones of this run "
+        if self._same_count < _MIN_SAME:
+            return f"{text}gave the same, too few to tell a fault from a nondeterministic operation"
+        text += "gave the same: test the machine for a hardware fault"
+        self.report("gradients_differ", text, severity="problem", once=False)
+        return ""
 
     def _on_any_rank(self, *flags: Iterable[bool | Tensor]) -> list[bool]:
         """Return for every list whether a flag in it is set on any rank; this is the only synchronization."""
@@ -158,10 +149,6 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             certain = torch.full((), any(flag is True for flag in row), device=device)
             rows.append(torch.stack([certain, *(move(flag, device) for flag in row if isinstance(flag, Tensor))]).any())
         return (self.ranks.max(torch.stack(rows).float()) > 0).tolist()
-
-    def _switch_off(self, reason: str) -> None:
-        self.is_finished = True
-        self.report("switched_off", f"off for the rest of the run: {reason}", once=False)
 
 
 def _named(flags: Flags) -> str:

@@ -2,114 +2,139 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import sys
-import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_in, modules_in, parameters_in, version
+from ignite_monitor.model._torch import MODULE_ATTRIBUTES, version
+from ignite_monitor.model.isolation import generator_kinds
 
-_MAX_DEPTH, _MAX_MEMBERS, _MAX_BYTES = 4, 1000, 1 << 22  # larger containers and arrays hold data
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-
-Place = tuple[str, int]  # name, and id of the owner
-
-
-def is_value(value: Any) -> bool:
-    """Return True for a tensor, a number, a text or None: as an attribute, a train step often sets it anew."""
-    return isinstance(value, (*_PLAIN, Tensor))
+_MAX_DEPTH, _MAX_MEMBERS, _MAX_SIZE = 6, 1000, 1 << 20  # larger containers, tensors and arrays hold data
+_LIBRARIES = {"torch", "ignite", "ignite_monitor", *sys.stdlib_module_names}  # other threads may use their objects
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type)
+_SEQUENCES = (list, tuple, set, frozenset, deque, partial, MethodType, staticmethod, classmethod)
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a module has of a class that is not torch's."""
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the attributes of a module that are tensors, of a class that is not torch's."""
+    return {name: item for name, item in _attributes_of(module).items() if isinstance(item, Tensor)}
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
     if type(module).__module__.startswith("torch."):  # DistributedDataParallel lists buffers
         return {}
-    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    return {name: item for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
-def reachable_state(roots: Iterable[tuple[str, Any]]) -> dict[Place, list[Any]]:
-    """Return what can be compared of named objects, without synchronization: of tensors their versions.
+class ReachableState:
+    """What named objects hold, except :func:`tensors_of` modules, compared without synchronization.
 
-    Read are containers, modules, settings of optimizers, functions with their variables and globals, and objects of the
-    user's classes. Objects of installed packages are not read, since other threads may use them, but for schedulers of
-    torch. Attributes of modules for which :func:`is_value` is True are left out.
+    Of tensors versions are compared. Objects of torch, Ignite and the standard library are not read, but for modules,
+    optimizers and schedulers.
     """
-    state: dict[Place, list[Any]] = {}
-    waiting, seen = [(name, root, 0) for name, root in roots], set[int]()
-    for name, root, _ in waiting:
-        state.setdefault((name, 0), []).append(_comparable(root))
-    while waiting:
-        name, owner, depth = waiting.pop()
-        if id(owner) in seen or depth > _MAX_DEPTH:
-            continue
-        seen.add(id(owner))
-        is_container = isinstance(owner, (dict, *_SEQUENCES))
-        for key, value in _members(owner).items():
-            place = name if is_container else f"{name}.{key}"
-            state.setdefault((place, id(owner)), []).append((key, _comparable(value)))
-            if not (is_value(value) or isinstance(value, (nn.Module, Optimizer, type))):
-                is_named = isinstance(value, (dict, *_SEQUENCES, functools.partial, MethodType))
-                own_name = place if is_named else getattr(value, "__name__", type(value).__name__)
-                waiting.append((own_name, value, depth + 1))
-    return state
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self.generators: list[Any] = []  # random generators, which are not compared
+        self.tensors: dict[int, tuple[str, Tensor]] = {}  # by id, parameters and others that are not large
+        self._state: dict[tuple[str, int], list[Any]] = {}  # by name, and id of the owner unless it is a root
+        self._alive: dict[int, Any] = {}  # owners and what they hold, so that no id is used twice
+        waiting = [(name, root, 0) for name, root in roots]
+        while waiting:
+            name, owner, depth = waiting.pop()
+            if id(owner) in self._alive:
+                continue
+            members = _members(owner)
+            members = members if len(members) <= _MAX_MEMBERS else {"length": len(members)}
+            self._alive[id(owner)] = owner, members
+            for key, value in members.items():
+                place = f"{name}.{key}" if isinstance(key, str) else name
+                if isinstance(value, generator_kinds()):
+                    self.generators.append(value)
+                    continue
+                if isinstance(value, Tensor) and (isinstance(value, nn.Parameter) or value.numel() < _MAX_SIZE):
+                    self.tensors.setdefault(id(value), (place, value))
+                self._state.setdefault((place, id(owner) if depth else 0), []).append(_comparable(value))
+                if depth < _MAX_DEPTH:
+                    waiting.append((_name_of(value, place), value, depth + 1))
+
+    def changes_to(self, later: ReachableState) -> list[str]:
+        """Return the names of what differs in a later state."""
+        places = dict.fromkeys((*self._state, *later._state))
+        return list(dict.fromkeys(place[0] for place in places if self._state.get(place) != later._state.get(place)))
 
 
-def changed_names(before: Mapping[Place, Any], now: Mapping[Place, Any]) -> list[str]:
-    """Return the names of what differs."""
-    places = dict.fromkeys((*before, *now))
-    return list(dict.fromkeys(place[0] for place in places if before.get(place) != now.get(place)))
+def _name_of(value: Any, place: str) -> str:
+    if isinstance(value, (dict, *_SEQUENCES)):
+        return place
+    return value.__name__ if isinstance(value, (FunctionType, type)) else type(value).__name__
 
 
 def _comparable(value: Any) -> Any:
-    if isinstance(value, (*_PLAIN, type)):
-        return repr(value)
     if isinstance(value, Tensor):
         return id(value), version(value)
+    if isinstance(value, _PLAIN):
+        return repr(value)
     if isinstance(value, Iterator):
         return object()  # a second pass may draw from it
-    if getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES and hasattr(value, "tobytes"):  # an array of NumPy
+    if type(value).__module__ == "numpy" and getattr(value, "size", _MAX_SIZE) < _MAX_SIZE:  # an array
         return value.tobytes()
-    return len(value) if isinstance(value, (dict, *_SEQUENCES)) else type(value)
+    return type(value)
 
 
 def _members(value: Any) -> dict[Any, Any]:
-    if isinstance(value, nn.Module):
-        own = {key: item for key, item in attributes_of(value).items() if not is_value(item)}
-        if isinstance(value, torch.jit.ScriptModule):
-            return own
-        members = {key: id(item) for key, item in (parameters_in(value) | modules_in(value)).items()}
-        return own | {"modules, parameters or buffers": repr([members, *buffers_in(value)])}
-    if isinstance(value, Optimizer):
-        groups = enumerate(value.param_groups)
-        return {f"{key} of group {i}": item for i, group in groups for key, item in group.items() if key != "params"}
-    if isinstance(value, (dict, *_SEQUENCES)):
-        if len(value) > _MAX_MEMBERS:
-            return {}
-        return value if isinstance(value, dict) else dict[Any, Any](enumerate(value))
-    if isinstance(value, functools.partial):
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, MethodType):
-        return {"function": value.__func__, "self": value.__self__}
-    if not _is_users(value.__module__ if isinstance(value, FunctionType) else type(value).__module__):
+    """Return what an object holds, by name or number."""
+    if isinstance(value, (*_PLAIN[:-1], Tensor, ModuleType)):
         return {}
+    if isinstance(value, type):
+        return {
+            name: item for kind in value.__mro__[::-1] if _is_read(kind.__module__) for name, item in vars(kind).items()
+        }
+    if type(value) is dict:
+        return value.copy()
+    if isinstance(value, (dict, *_SEQUENCES)):  # of which a subclass may do anything when it is asked for a member
+        return _numbered(value)
+    if isinstance(value, Optimizer):
+        return {"param_groups": value.param_groups}
     if isinstance(value, FunctionType):
-        used = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return used | {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-    return dict(getattr(value, "__dict__", {}))
+        return _variables_of(value) if _is_read(value.__module__) else {}
+    members: dict[Any, Any] = {"class": type(value)}
+    if isinstance(value, nn.Module):
+        members |= {name: item for name, item in _attributes_of(value).items() if not isinstance(item, Tensor)}
+        members |= dict(value.named_parameters(recurse=False))
+        members |= {name: "buffer" for name, _ in value.named_buffers(recurse=False)}
+        members |= {name: id(module) for name, module in value.named_children()}
+    elif _is_read(type(value).__module__):
+        members |= vars(value) if hasattr(value, "__dict__") else _numbered(value)
+    return members
 
 
-def _is_users(module: str) -> bool:
-    if module == "__main__" or module.startswith("torch.optim.lr_scheduler"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not file.startswith(_LIBRARIES) and not module.startswith("ignite_monitor.")
+def _numbered(value: Any) -> dict[Any, Any]:
+    return dict(enumerate(gc.get_referents(value)))
+
+
+def _variables_of(function: FunctionType) -> dict[str, Any]:
+    names, scope = {*_names_in(function.__code__)}, function.__globals__
+    variables = {name: scope[name] for name in names if name in scope}
+    for module in [item for item in variables.values() if isinstance(item, ModuleType) and _is_read(item.__name__)]:
+        variables |= {name: item for name, item in vars(module).items() if name in names}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    variables |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    return variables | vars(function) | {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _is_read(module: str) -> bool:
+    return str(module).partition(".")[0] not in _LIBRARIES or module == "torch.optim.lr_scheduler"

@@ -27,8 +27,15 @@ KEY = "replay/reproducible"
 SAME = {KEY: 1.0}
 
 
+GENERATOR = np.random.default_rng(0)
+
+
+def augmented(x):
+    return x + GENERATOR.random()
+
+
 class Tied(nn.Module):
-    """Twice the same weight in one region of autocast; noise of all global generators, and of one of its own."""
+    """Twice the same weight in one region of autocast; noise of all global generators, its own, and a helper's."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +46,7 @@ class Tied(nn.Module):
         own = self.generators[0].random() + torch.rand((), generator=self.generators[1]) + self.generators[2].random()
         noise = random.random() + np.random.rand() + torch.rand(8)
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = self.middle(torch.relu(self.middle(self.encoder(x) + noise * own)))
+            hidden = self.middle(torch.relu(self.middle(self.encoder(augmented(x)) + noise * own)))
         return self.head(F.dropout(hidden.float(), 0.1))
 
 
@@ -104,12 +111,13 @@ STEPS = {
 def train(steps, batches, *monitors):
     """Return the metrics and the state after a run; ``monitors`` makes them from model and optimizer."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    GENERATOR.bit_generator.state = np.random.default_rng(0).bit_generator.state
     make, optimizer_of, step_of = steps
     model = make()
     optimizer = optimizer_of(model)
     step = step_of(model, optimizer)
     rows = run_monitored(step, batches, *(monitor(model, optimizer) for monitor in monitors))
-    numbers = [torch.rand(3), random.random(), np.random.rand()]
+    numbers = [torch.rand(3), random.random(), np.random.rand(), GENERATOR.random()]
     own = [torch.rand(3, generator=item) for item in getattr(model, "generators", [])[1:2]]
     gradients = [(item.grad, item._version) for item in model.parameters()]
     average = dict(model.__dict__.get("average", model).state_dict())
@@ -210,13 +218,13 @@ def replacing(model, optimizer):
 
 UNREPORTED = {
     "drawing": (drawing, "the train step keeps state: <lambda>.noise"),
-    "replacing": (replacing, "the train step keeps state: Sequential.modules, parameters or buffers"),
+    "replacing": (replacing, "the train step keeps state: Sequential.0"),
     "inside autocast": (inside_autocast, "inside of backward or autocast"),
     "changing batch": (changing_batch, "the train step keeps state: engine.state.batch"),
     "inside backward": (inside_backward, "inside of backward or autocast"),
     "failing twice": (failing_twice, "the second pass raised KeyError: 'once'"),
     "closure": (functools.partial(make_step, closure=True), "before any backward"),
-    "pruned": (pruned, "the train step keeps state: Sequential.modules, parameters or buffers"),
+    "pruned": (pruned, "the train step keeps state: Sequential.mask"),
 }
 
 
@@ -272,6 +280,10 @@ class Carrying(nn.Module):
         return self.head(hidden)
 
 
+class Counting:
+    count = 0
+
+
 def counting(place):
     """A train step that keeps a number, which its loss uses."""
 
@@ -285,10 +297,21 @@ def counting(place):
 
         inner = make_step(model, optimizer, loss_of=loss_of)
 
-        def step(engine, batch):
+        average = [weight.detach().clone() for weight in model.parameters()]
+
+        def step(engine, batch, own=[0.0]):  # noqa: B006
             nonlocal count
             if place == "variable":
                 count += 1.0
+            elif place == "default":
+                own[0] += 1.0
+                batch = (batch[0] * own[0], batch[1])
+            elif place == "average":
+                average[0].data.mul_(0.5)
+                batch = (batch[0] + average[0].sum(), batch[1])
+            elif place == "class":
+                Counting.count += 1
+                batch = (batch[0] * Counting.count, batch[1])
             elif place == "teacher":
                 teacher.weight.data.add_(0.1)
             elif place == "list":
@@ -311,11 +334,14 @@ KEEPS = {
     "dictionary": "Carrying.states",
     "in place": "Carrying.memory",
     "variable": "step.count",
-    "list": "step.history",
-    "scheduler": "SGD.lr of group 0",
+    "list": "loss_of.history",
+    "scheduler": "SGD.param_groups.lr",
     "state": "engine.state.sums",
     "global": "loss_of.COUNTER",
-    "teacher": "parameters of Linear",
+    "teacher": "Linear.weight",
+    "default": "step.defaults",
+    "average": "step.average",
+    "class": "Counting.count",
 }
 
 
@@ -325,9 +351,9 @@ def test_a_step_that_keeps_state_trains_as_without_and_switches_off_with_the_sta
     steps = (functools.partial(Carrying, place), sgd, make_step)
     if place not in ("attribute", "dictionary", "in place"):
         steps = (make_model, sgd, counting(place))
-    COUNTER[0] = 0.0
+    COUNTER[0] = Counting.count = 0
     rows, state = train(steps, make_batches(5), ReplayCheckHandler)
-    COUNTER[0] = 0.0
+    COUNTER[0] = Counting.count = 0
     assert same(state, train(steps, make_batches(5))[1])
     assert rows == [{}] * 5
     (message,) = caplog.messages
