@@ -26,7 +26,7 @@ from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
-from ignite_monitor.monitor.ranks import Group, Ranks
+from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
 from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy, user_forward_hooks
 
 _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
@@ -137,6 +137,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     def _measure(self, batch: Any) -> None:
         parameters: list[Tensor] = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
         is_adam = makes_step_of(self.optimizer, Adam, AdamW)
+        if not self.ranks.reduce(parameters):
+            self.report("not_measured", f"nothing is reported: {NOT_REDUCED}")
+            return
         mean = RankMean(parameters, self.ranks)
         try:
             self._measure_on_copy(batch, parameters, is_adam, mean)

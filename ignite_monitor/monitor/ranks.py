@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.model._torch import has_communication_hook, is_in_join
 from ignite_monitor.model.devices import device_of, move, wide_dtype
-from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, reshard
+from ignite_monitor.model.dtensor import all_reduce, is_dtensor, reshard
 from ignite_monitor.model.norms import combine, norms, reduce_norm, whole_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
+
+NOT_REDUCED = "DistributedDataParallel ignores parameters, or a communication hook may leave gradients of one rank"
 
 Group = Any  # a ProcessGroup or DeviceMesh, whose classes torch has only with torch.distributed; or None
 
@@ -81,11 +83,10 @@ class Ranks:
         for wrapper in self._wrappers:
             for name, parameter in wrapper.module.named_parameters():
                 (self.ignored if name in wrapper.parameters_to_ignore else self._reduced).add(id(parameter))
-        parameters: list[Any] = []
         for model in self._models:
             reshard(model)
-            parameters += model.parameters()
-        meshes = {item.device_mesh for item in parameters if is_dtensor(item)} if any_dtensor(parameters) else set()
+        parameters: Any = (parameter for model in self._models for parameter in model.parameters())
+        meshes = {parameter.device_mesh for parameter in parameters if is_dtensor(parameter)}
         found = [wrapper.process_group for wrapper in self._wrappers]
         found += [mesh for mesh in meshes if mesh.get_coordinate() is not None]
         wrapped, ranks_of = _union(found), dist.get_process_group_ranks
@@ -103,6 +104,10 @@ class Ranks:
     def all_present(self) -> bool:
         """True if all ranks are at this point; under ``join()`` some may be gone."""
         return self.size == 1 or not any(map(is_in_join, self._wrappers))
+
+    def reduce(self, parameters: Iterable[Tensor]) -> bool:
+        """Return False if a wrapper ignores one of the parameters, or its communication hook may reduce none."""
+        return self.ignored.isdisjoint(map(id, parameters)) and not any(map(has_communication_hook, self._wrappers))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, of one shape on all ranks."""
@@ -187,7 +192,7 @@ class Ranks:
     def _have_same(self, parameters: Iterable[nn.Parameter]) -> bool:
         if self.size == 1 or not self.all_present:
             return True
-        if self.exceed_wrappers or any(map(has_communication_hook, self._wrappers)):
+        if self.exceed_wrappers or not self.reduce(parameters):
             return False
         return all(map(is_dtensor, [item for item in parameters if id(item) not in self._reduced]))
 
@@ -276,7 +281,7 @@ class RankReduction:
                 for table, names in self._ranks.broadcast(names_here, source):
                     self._names.setdefault(table, {}).update(dict.fromkeys(names))
         flag = torch.full((1,), float(self._lacks(own)), dtype=wide_dtype(device), device=device)
-        reduced: list[Rows] = []
+        reduced = list[Rows]()
         for reduction, over_ranks, missing in (("sum", self._ranks.sum, 0.0), ("max", self._ranks.max, -math.inf)):
             known = {table: list(names) for table, names in self._names.items() if table[0] == reduction}
             rows = [_in_order(own.get(table), table, names, missing, device) for table, names in known.items()]
@@ -294,9 +299,8 @@ def _in_order(
     own: NamedValues | None, table: Table, names: Sequence[str], missing: float, device: torch.device
 ) -> Tensor:
     """Return this rank's rows of a table in the order of names, flat, with a value for what is missing."""
-    values = torch.full((1, table[2]), missing, dtype=wide_dtype(device), device=device)
-    place = {} if own is None else {name: index + 1 for index, name in enumerate(own.names)}
-    if own is not None:
-        values = torch.cat([values, own.values.to(values)])
-    index = torch.tensor([place.get(name, 0) for name in names], dtype=torch.int64, device="cpu")
+    values = torch.full((1, table[2]), missing, dtype=wide_dtype(device), device=device)  # of -1
+    place = {} if own is None else {name: index for index, name in enumerate(own.names)}
+    values = values if own is None else torch.cat([own.values.to(values), values])
+    index = torch.tensor([place.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
     return values[move(index, device)].flatten()

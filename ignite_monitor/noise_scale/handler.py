@@ -21,9 +21,11 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.dtensor import any_dtensor
+from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.tensors import count_items
 from ignite_monitor.monitor.arguments import check_holds, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.ranks import NOT_REDUCED
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
 from ignite_monitor.noise_scale.increments import Increment, IncrementObserver, sums_of
 
@@ -169,6 +171,9 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     def _observe(self, window: list[Increment]) -> None:
         if self.lacks_scaler or not self.ranks.all_present:
+            return
+        if not self.ranks.reduce(parameters_of(self.optimizer)):
+            self.report("no_value", f"no value: {NOT_REDUCED}")
             return
         device = next(self.model.parameters()).device
         sums = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)

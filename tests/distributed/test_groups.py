@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     MeanStdThreshold,
     MonitorEvents,
@@ -26,6 +28,7 @@ from ignite_monitor import (
     RollbackHandler,
     attach_monitors,
 )
+from ignite_monitor.monitor.ranks import NOT_REDUCED
 from tests._helpers import Recorder
 from tests._ranks import NEEDS_SHARDS, SHARDS, ddp, run_scenarios, whole
 
@@ -60,8 +63,9 @@ class Trainer:
 
         self.squares: list[list[float]] = []
         self.engine = Engine(step)
-        for monitor in monitors(model, self.optimizer):
-            monitor.attach(self.engine)
+        self.monitors = monitors(model, self.optimizer)
+        for monitor in self.monitors:
+            monitor.attach(self.engine, Events.ITERATION_STARTED)
         self.recorder = Recorder(self.engine)
 
         if self.engine.has_registered_events(MonitorEvents.SPIKE_DETECTED):
@@ -81,6 +85,7 @@ class Trainer:
             "seen": self.recorder.metrics,
             "squares": self.squares,
             "origins": self.origins,
+            "reports": [(type(it).__name__, report.text) for it in self.monitors for report in it.reports],
             "parameters": [*map(whole, self.model.parameters())],
         }
 
@@ -185,8 +190,15 @@ def experts(rank: int, **kwargs: Any) -> dict[str, Any]:
         net, [f"expert.{name}" for name, _ in net.expert.named_parameters()]
     )
     model = ddp(net)
-    monitors = functools.partial(grad_monitor, **kwargs)
+    monitors = functools.partial(with_means, **kwargs)
     return Trainer(model, own_loss(rank, model, odd=True), monitors, is_odd=False).run()
+
+
+def with_means(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any) -> list[Any]:
+    """Add monitors that need the ranks' mean of every gradient."""
+    loss = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+    others = [GradientNoiseScaleHandler(model, optimizer), CurvatureHandler(model, optimizer, loss=loss)]
+    return [*grad_monitor(model, optimizer, **kwargs), *others]
 
 
 def table(rank: int, reduction: str) -> dict[str, Any]:
@@ -202,7 +214,7 @@ def local_sgd(rank: int) -> dict[str, Any]:
     model: Any = ddp(layer(0))
     state = post_local.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_local.post_localSGD_hook)
-    return Trainer(model, own_loss(rank, model, odd=True), grad_monitor, is_odd=False).run()
+    return Trainer(model, own_loss(rank, model, odd=True), with_means, is_odd=False).run()
 
 
 def idle_expert(rank: int) -> dict[str, Any]:
@@ -339,6 +351,16 @@ def test_gradients_that_no_wrapper_reduces_count_by_the_reduction(results, reduc
 
 def test_local_gradients_have_the_root_mean_square_of_the_ranks_norms(results):
     check(results("local SGD"), lambda squares: sum(map(sum, squares)) / RANKS)
+
+
+@pytest.mark.parametrize("name", ["experts", "local SGD"])
+def test_what_needs_the_mean_gradient_says_that_there_is_none(results, name):
+    for result in results(name):
+        assert [(kind, text.endswith(NOT_REDUCED)) for kind, text in result["reports"]] == [
+            ("GradientNoiseScaleHandler", True),
+            ("CurvatureHandler", True),
+        ]
+        assert not any(key.startswith(("curvature", "noise_scale")) for row in result["seen"] for key in row)
 
 
 def test_a_rank_without_a_backward_takes_part(results):
