@@ -159,6 +159,27 @@ def fsdp_over(part: nn.Module, mesh: Any) -> Any:
     return fully_shard(part, mesh=mesh)
 
 
+# Tensor parallel
+
+
+def tensor_parallel(rank: int, replicas: int) -> dict[str, Any]:
+    """Split two layers by columns and by rows; FSDP2 shards over the other dimension of a mesh, where it has one."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(replicas, RANKS // replicas)
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)]
+    model: Any = nn.Sequential(*layers)
+    parallelize_module(model, mesh["dp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = fsdp_over(model, mesh["pp"]) if replicas > 1 else model
+
+    def backward(engine: Engine, batch: Any) -> None:
+        x, y = (part.chunk(replicas)[mesh["pp"].get_local_rank()] for part in batch)
+        (1000.0 ** (engine.state.iteration == SPIKE) * F.mse_loss(model(x), y)).backward()
+
+    return Trainer(model, backward, grad_monitor, is_odd=False).run()
+
+
 # Local gradients
 
 
@@ -283,6 +304,8 @@ SCENARIOS: dict[str, Any] = {
     **PIPELINES,
     "per parameter": functools.partial(pipeline, schedule="1F1B", micro=4, per_parameter=True, on_spike="clip"),
     "each stage by itself": functools.partial(pipeline, schedule="GPipe", micro=1, given=""),
+    "tensor parallel": functools.partial(tensor_parallel, replicas=1),
+    "tensor parallel and FSDP2": functools.partial(tensor_parallel, replicas=2),
     "experts": experts,
     "experts, clipped": functools.partial(experts, per_parameter=True, on_spike="clip"),
     "table sum": functools.partial(table, reduction="sum"),
@@ -330,6 +353,11 @@ def test_without_a_group_each_stage_is_by_itself(results):
     for result in results("each stage by itself"):
         norms = [math.sqrt(sum(squares)) for squares in result["squares"]]
         assert [seen["grad/norm"] for seen in result["seen"]][:-2] == pytest.approx(norms[:-2], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel and FSDP2"])
+def test_parts_of_a_tensor_make_one_norm(results, name):
+    check(results(name), lambda squares: sum(squares[0]))
 
 
 def test_experts_count_as_parts_of_one_gradient(results):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ignite_monitor as im
 from ignite_monitor.monitor.ranks import RankReduction, Ranks
 from ignite_monitor.monitor.transfer import NamedValues
+from ignite_monitor.scaling import AlignmentHandler
 
 CPU = torch.device("cpu")
 
@@ -130,26 +134,50 @@ def test_rows_by_name_over_two_ranks_that_have_the_same(process_group, monkeypat
     assert maxima["largest"][1].tolist() == [[5.0], [torch.inf]]  # the maximum of NaN depends on the order of ranks
 
 
+def recording(model, optimizer):
+    """A GradMonitor that a SpikeRecorder follows."""
+    monitor = im.GradMonitor(model, optimizer)
+
+    def attach(engine: Engine, event: Any) -> None:
+        monitor.attach(engine, event)
+        im.SpikeRecorder(monitor, tempfile.mkdtemp()).attach(engine, event)
+
+    return SimpleNamespace(attach=attach)
+
+
 METRICS = {"std": True, "max_abs": True}
-MONITORS: dict[str, Callable[..., Any]] = {
-    "GradMonitor": im.GradMonitor,
-    "GradMonitor of a group": lambda model, optimizer: im.GradMonitor(model.module, optimizer, group=dist.group.WORLD),
-    "GradMonitor with loss": lambda model, optimizer: im.GradMonitor(model, optimizer, loss=lambda engine: 1.0),
-    "GradMonitor per parameter": lambda model, optimizer: im.GradMonitor(model, optimizer, per_parameter=True),
-    "WeightUpdateHandler": im.WeightUpdateHandler,
-    "OptimizerStateHandler": im.OptimizerStateHandler,
-    "ActivationHandler": lambda model, _: im.ActivationHandler(model, activations=METRICS, gradients={"l2_norm": True}),
-    "HistogramHandler": lambda model, _: im.HistogramHandler(model),
-    "SpectralNormHandler": lambda model, _: im.SpectralNormHandler(model),
-    "RCCHandler": lambda model, _: im.RCCHandler(model),
-    "StepStatsHandler": partial(im.StepStatsHandler, slowest_rank=True),
-    "GradientNoiseScaleHandler": partial(im.GradientNoiseScaleHandler, items=len),
-    "CurvatureHandler": partial(im.CurvatureHandler, loss=lambda model, x: model(x).square().mean(), lanczos_steps=5),
-    "ReplicaCheckHandler": im.ReplicaCheckHandler,
-    "ReplayCheckHandler": im.ReplayCheckHandler,
-    "RoutingHandler": lambda model, _: im.RoutingHandler(model, routers=r"2$"),
-    "RollbackHandler": lambda model, optimizer: im.RollbackHandler({"model": model, "optimizer": optimizer}),
-    "SetupCheck": im.SetupCheck,
+_SQUARES = {"loss": lambda model, x: model(x).square().mean()}
+# Number and bytes of the collectives of the last iteration, as in docs/guides/distributed.md.
+MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
+    "GradMonitor": (im.GradMonitor, (0, 0)),
+    "GradMonitor of a group": (lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD), (3, 40)),
+    "GradMonitor per parameter of a group": (
+        lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD, per_parameter=True),
+        (3, 112),
+    ),
+    "GradMonitor with loss": (lambda m, o: im.GradMonitor(m, o, loss=lambda engine: 1.0), (1, 16)),
+    "GradMonitor per parameter": (partial(im.GradMonitor, per_parameter=True), (0, 0)),
+    "WeightUpdateHandler": (im.WeightUpdateHandler, (0, 0)),
+    "OptimizerStateHandler": (im.OptimizerStateHandler, (0, 0)),
+    "ActivationHandler": (
+        lambda m, _: im.ActivationHandler(m, activations=METRICS, gradients={"l2_norm": True}),
+        (2, 16 + 4 * 120),
+    ),
+    "HistogramHandler": (lambda m, _: im.HistogramHandler(m), (0, 0)),
+    "SpectralNormHandler": (lambda m, _: im.SpectralNormHandler(m), (0, 0)),
+    "RCCHandler": (lambda m, _: im.RCCHandler(m), (1, 2 * 80)),
+    "AlignmentHandler": (lambda m, _: AlignmentHandler(m), (1, 2 * 48)),
+    "StepStatsHandler": (partial(im.StepStatsHandler, slowest_rank=True), (2, 8)),
+    "GradientNoiseScaleHandler": (partial(im.GradientNoiseScaleHandler, items=len), (1, 40)),
+    "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (13, 13 * 4 * 76)),
+    "ReplicaCheckHandler": (im.ReplicaCheckHandler, (2, 32)),
+    "ReplayCheckHandler": (im.ReplayCheckHandler, (2, 24)),
+    "RoutingHandler": (lambda m, _: im.RoutingHandler(m, routers=r"2$"), (2, 72)),
+    "RollbackHandler": (lambda m, o: im.RollbackHandler({"model": m, "optimizer": o}), (1, 24)),
+    "SetupCheck": (im.SetupCheck, (0, 0)),
+    "SpikeMonitor": (lambda m, o: im.SpikeMonitor(lambda engine: 1.0), (0, 0)),
+    "DriftMonitor": (lambda m, o: im.DriftMonitor(lambda engine: 1.0), (0, 0)),
+    "SpikeRecorder": (recording, (0, 0)),
 }
 
 
@@ -191,6 +219,7 @@ def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple
         make(model, optimizer).attach(engine, Events.ITERATION_STARTED)
         engine.add_event_handler(Events.ITERATION_COMPLETED, finish)
         with monkeypatch.context() as patch:
+            patch.setenv("LOCAL_RANK", "0")
             for name in ("all_reduce", "broadcast"):
                 patch.setattr(dist, name, partial(counted, getattr(dist, name)))
                 patch.setattr(dist.distributed_c10d, name, getattr(dist, name))
@@ -204,9 +233,16 @@ def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple
 
 @pytest.mark.parametrize("name", MONITORS)
 def test_collectives_do_not_grow_with_the_ranks(name, monkeypatch):
-    few, many = (collectives(world, MONITORS[name], monkeypatch) for world in (4, 16_384))
+    make, expected = MONITORS[name]
+    few, many = (collectives(world, make, monkeypatch) for world in (4, 16_384))
     assert few == many
-    parameters = 4 * 8 + 8 + 8 * 4 + 4
-    number, size = many[-1]
-    assert number <= 13  # CurvatureHandler: one per product with the Hessian
-    assert size <= 8 * 13 * parameters
+    assert many[-1] == expected
+
+
+def test_what_takes_no_group_communicates_in_those_of_the_wrappers_alone():
+    public = {name: getattr(im, name) for name in im.__all__}
+    kinds = {name: item for name, item in public.items() if inspect.isclass(item) and issubclass(item, im.Monitor)}
+    assert kinds.keys() - {"Monitor"} <= MONITORS.keys()
+    for name, (_, (number, _)) in MONITORS.items():
+        takes_group = "group" in inspect.signature(kinds.get(name, im.GradMonitor)).parameters
+        assert takes_group or number == 0 or name == "GradientNoiseScaleHandler"
