@@ -80,23 +80,24 @@ class SpikeDetector:
         reset = above & (score >= self.max_consecutive_spikes - 1)
         return Detection(value, comparable, threshold, rule_threshold, mean, std, spike, nonfinite, above, reset)
 
-    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
-        """Update the statistics with a detection, where a bool tensor is True; None for True."""
+    @property
+    def was_normal(self) -> Tensor:
+        """Whether the value before was no spike, or the first one of another level."""
+        return self._state["was_normal"]
+
+    def observe(self, detection: Detection) -> None:
+        """Update the statistics with a detection."""
         state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset
-        score, was_normal = state["spike_score"], state["was_normal"]
         counted = value != self.ignored
-        if when is not None:
-            counted, above, reset = counted & when, above & when, reset & when
         is_normal = ~above | reset  # or the first value of another level
         entry = torch.where(is_normal, value, self.rule.entry(detection.rule_threshold))
-        updates = torch.where(is_normal, counted, was_normal)
+        updates = torch.where(is_normal, counted, state["was_normal"])
         if entry.is_cpu or entry.dtype != torch.float64:  # elsewhere only float64 models could exceed it
             updates = updates & (entry <= largest_usable(entry))
         self.rule.observe(entry, updates, reset)
-        score = torch.add(score, counted, alpha=-self._DECREASE)
+        score = torch.add(state["spike_score"], counted, alpha=-self._DECREASE)
         score = torch.add(score, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
-        was_normal = is_normal if when is None else torch.where(when, is_normal, was_normal)
-        self._state = {"spike_score": score.masked_fill(reset, 0.0), "was_normal": was_normal}
+        self._state = {"spike_score": score.masked_fill(reset, 0.0), "was_normal": is_normal}
         if self._suspends:
             is_within = counted & (value <= detection.rule_threshold)
             self._state["awaits_normal_value"] = (state["awaits_normal_value"] & ~is_within) | reset
@@ -114,6 +115,11 @@ class SpikeDetector:
         duplicate = copy.copy(self)
         duplicate.rule, duplicate._state = copy.copy(self.rule), dict(self._state)
         return duplicate
+
+    def restore(self, earlier: SpikeDetector, when: Tensor) -> None:
+        """Return to the state of an earlier copy where a 0-dim bool tensor is True."""
+        self.rule.restore(earlier.rule, when)
+        self._state = {name: torch.where(when, earlier._state[name], value) for name, value in self._state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and a dict of tensors."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,8 @@ from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.step_owner import hides_gradients, skippable, skips_on_device
-from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.monitor.ranks import Ranks
 
 _CHOICES = "None, 'skip', 'clip' or a function of the engine and the norm"
 _DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient scaled to its threshold"}
@@ -27,13 +24,12 @@ _DONE = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient s
 class SpikeAction:
     """Asks to skip steps or to scale their gradients, and counts it.
 
-    "clip" multiplies the gradients of a step by the smallest ratio threshold / norm. A non-finite gradient cannot
-    be clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers of
+    "clip" multiplies the gradients of a step whose norm is a spike by threshold / norm. A non-finite gradient cannot be
+    clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers of
     ``torch.optim``. "skip" does not skip isolated spikes that recur at a similar size.
     """
 
-    def __init__(self, on_spike: Any, optimizer: Optimizer | None, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
         self.acts_on: Optimizer | None = None
         self.kind = on_spike if isinstance(on_spike, str) else None  # "skip", "clip" or None
         if self.kind is None:
@@ -52,30 +48,28 @@ class SpikeAction:
         self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
 
     def ask(
-        self, step: OptimizerStep, taken: StepDetection, is_known: bool | None, norm: Callable[[], Tensor], at: int
+        self, step: OptimizerStep, taken: StepDetection, norm: Callable[[], Tensor], at: int, was_normal: Tensor
     ) -> None:
-        """Ask for what is to be done with a step that starts, at an iteration.
+        """Ask for what is to be done with a step that starts, at an iteration, after one that was no spike or was one.
 
-        ``is_known`` says whether it is a spike, if that has been read; ``norm`` computes the norm that the step uses.
+        ``norm`` computes the norm that the step uses.
         """
-        detection, spike = taken.detection, taken.detection.spike
-        if self.kind == "skip" and is_known is not False and may_be_true(spike):
-            spike = spike & ~self.recurring.observe(at, detection.norm.value, detection.norm.above)
+        detection, spike = taken.detection.norm, taken.detection.spike
+        if self.kind == "skip" and may_be_true(spike):
+            spike = spike & ~self.recurring.observe(at, detection.value, detection.above & was_normal)
             step.skip(spike)
             self._count("skipped_count", spike)
         elif self.kind == "clip":
-            if taken.updates and may_be_true(detection.exceeds):
-                factor = self._smallest(clip_factor(detection, norm()), detection)
+            if taken.updates and may_be_true(detection.above):
+                used = norm()
+                ratio = (detection.threshold / used).clamp(max=1.0)
+                factor = torch.where(detection.above & (used < torch.inf), ratio, 1.0)
                 step.scale(factor)
                 self._count("clipped_count", factor < 1.0)
-            lost = detection.norm.spike & detection.norm.nonfinite
+            lost = detection.spike & detection.nonfinite
             if skips_on_device(step.optimizer) or (lost.is_cpu and hides_gradients(step.optimizer)):
                 step.skip(lost)
                 self._count("skipped_count", lost)
-
-    def _smallest(self, factor: Tensor, detection: GradientDetection) -> Tensor:
-        has_own = detection.origin is not None and detection.parameters is not None  # ratios of this rank alone
-        return -self._ranks.max(-factor) if has_own else factor
 
     def start_run(self) -> None:
         """Count the log lines of a run from zero."""
@@ -101,14 +95,3 @@ class SpikeAction:
     def _count(self, name: str, flag: Tensor) -> None:
         if may_be_true(flag):
             self.counts[name] = self.counts[name] + (1.0 if flag.is_cpu else flag.to(wide_dtype(flag.device)))
-
-
-def clip_factor(detection: GradientDetection, norm: Tensor) -> Tensor:
-    """Factor of the gradient that a step uses, of this norm, after which no norm is above its threshold.
-
-    A 0-dim tensor from 0 to 1; 1 for a non-finite gradient, and where no norm of the backward was above its threshold.
-    """
-    parts = [part for part in (detection.norm, detection.parameters) if part is not None]
-    ratios = [torch.where(part.above, part.threshold / part.comparable, math.inf).amin() for part in parts]
-    factor = torch.stack(ratios).amin() * (detection.norm.comparable / norm)
-    return torch.where(detection.exceeds & (norm < math.inf), factor.nan_to_num(1.0).clamp(0.0, 1.0), 1.0)

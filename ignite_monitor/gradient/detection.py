@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ignite_monitor.detection.spikes import Detection
-from ignite_monitor.monitor.ranks import Ranks
+from ignite_monitor.events.monitor_events import NonFiniteSource, Spike
 
 
 class GradientDetection(NamedTuple):
-    """Result for one gradient."""
+    """Result for one gradient; its flags are the same on every rank, 0-dim."""
 
     norm: Detection  # of its norm over all ranks
     loss: Detection | None  # of its loss; None if losses are not compared
     parameters: Detection | None  # of the norm of each parameter; None if these are not compared
-    # The same on every rank, 0-dim:
     by_gradient: Tensor  # whether the norm, or that of a parameter, is a spike
-    above: Tensor  # whether one of these norms is finite and above its threshold
     spike: Tensor  # whether any of them is a spike
     threshold_reset: Tensor  # whether it resets any of their rules
     names: tuple[str, ...] = ()  # those of the parameters
     origin: Tensor | None = None  # as of a RankNorm
-
-    @property
-    def exceeds(self) -> Tensor:
-        """True if the norm is finite, and it or that of a parameter is above its threshold; 0-dim."""
-        return self.above & ~self.norm.nonfinite
 
     def values(self) -> dict[str, Tensor]:
         """Published values by name, but for counts."""
@@ -42,7 +35,7 @@ class GradientDetection(NamedTuple):
         return values
 
     def numbers(self) -> Tensor:
-        """Collect the numbers of a :class:`SpikeNumbers` in a vector, without synchronization."""
+        """Collect the numbers that :meth:`to_spike` needs in a vector, without synchronization."""
         norm, loss, parameters = self.norm, self.loss, self.parameters
         numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(self.by_gradient)
         if loss is not None:
@@ -54,34 +47,24 @@ class GradientDetection(NamedTuple):
             parts.append(culprits(parameters) * (self.spike & (norm.spike | parameters.spike.any() | by_loss)))
         return torch.cat(parts)
 
-
-class SpikeNumbers(NamedTuple):
-    """Numbers of a spike on the host."""
-
-    name: str  # "norm", or "loss" if the gradient is within its threshold
-    value: float
-    threshold: float  # inf for none
-    culprits: dict[str, float]  # parameters with the largest excess over their thresholds -> share of it
-    rank: int | None = None  # with the largest part of the norm; None if all ranks have the same
-    stage: int | None = None  # of this rank, if the group has several
-
-    @classmethod
-    def from_host(cls, numbers: Sequence[float], detection: GradientDetection, ranks: Ranks) -> SpikeNumbers:
-        """Convert :meth:`GradientDetection.numbers`, read on the host."""
+    def to_spike(self, numbers: Sequence[float], monitor: Any, source: NonFiniteSource | None) -> Spike:
+        """Convert :meth:`numbers`, read on the host; the largest part is on a rank if the ranks' gradients differ."""
         by_loss, value, threshold, *shares = numbers
+        place = (None, None) if self.origin is None else monitor.ranks.place(shares.pop(0))
+        name, place = (f"{monitor.prefix}/loss", (None, None)) if by_loss else (f"{monitor.prefix}/norm", place)
         threshold = math.inf if math.isnan(threshold) else threshold
-        place = (None, None) if detection.origin is None else ranks.place(shares.pop(0))
-        name, place = ("loss", (None, None)) if by_loss else ("norm", place)
-        return cls(name, value, threshold, named(shares, detection.names), *place)
+        return Spike(monitor, name, value, threshold, named(shares, self.names), source, *place)
 
-    def __str__(self) -> str:
-        text = f"{'loss' if self.name == 'loss' else 'gradient norm'} {self.value:.3g}"
-        if 0 < self.threshold < self.value < math.inf:
-            text += f", {self.value / self.threshold:.3g} x its threshold"
-        if self.rank is not None:
-            text += f", most of it on rank {self.rank}" + ("" if self.stage is None else f" (stage {self.stage})")
-        shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in self.culprits.items())
-        return f"{text}; {shares}" if shares else text
+
+def describe(spike: Spike) -> str:
+    """Describe a spike of a gradient or of its loss in words."""
+    text = f"{'loss' if spike.name.endswith('/loss') else 'gradient norm'} {spike.value:.3g}"
+    if 0 < spike.threshold < spike.value < math.inf:
+        text += f", {spike.value / spike.threshold:.3g} x its threshold"
+    if spike.rank is not None:
+        text += f", most of it on rank {spike.rank}" + ("" if spike.stage is None else f" (stage {spike.stage})")
+    shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in spike.culprits.items())
+    return f"{text}; {shares}" if shares else text
 
 
 def culprits(detection: Detection) -> Tensor:

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_type
-from ignite_monitor.detection.spikes import Detection, SpikeDetector
+from ignite_monitor.detection.spikes import SpikeDetector, may_be_true
 from ignite_monitor.detection.thresholds import ThresholdRule, loaded
+from ignite_monitor.events.accumulation import AccumulationProbe
+from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
-from ignite_monitor.gradient.postponed import PostponedSpike
 from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.ranks import RankNorm, Ranks
+
+
+@dataclass(eq=False)
+class PostponedSpike:
+    """What was known before a spike that no step has used.
+
+    Its gradient was discarded, or the next backward accumulates into it: then its update of the statistics is undone.
+    """
+
+    detectors: dict[str, Any]
+    counts: Sequence[Tensor]
+    losses: Tensor | None  # sum and number of its losses
+    probe: AccumulationProbe | None = None
 
 
 class GradientDetector:
@@ -51,6 +67,7 @@ class GradientDetector:
             self._detectors["per_parameter"] = PerParameterDetector(**options)
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.postponed: PostponedSpike | None = None
+        self.reset_by: GradientDetection | None = None  # the last one that may have reset a threshold
         self._counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
     def start_iteration(self, unseen: bool) -> None:
@@ -68,17 +85,18 @@ class GradientDetector:
         else:
             parts, all_parts = self._norms_of(parameters, scale)
             parameter = of_parameters.detect(self._names(parameters), all_parts)
-            names, any_flags = of_parameters.names, torch.stack(_flags(parameter)).any(1)
+            any_flags = torch.stack((parameter.spike, parameter.threshold_reset)).any(1)
+            names = of_parameters.names
             norm, any_flags, origin = self._ranks.norm(parameters, self._norm_type, self._reduction, parts, any_flags)
         detection = self._detectors["detector"].detect(norm)
-        spike, above, reset = _flags(detection)
+        spike, reset = detection.spike, detection.threshold_reset
         if parameter is not None:
-            spike, above, reset = (torch.stack((spike, above, reset)) | any_flags).unbind()
+            spike, reset = (torch.stack((spike, reset)) | any_flags).unbind()
         by_gradient = spike
         if of_loss is not None:
             loss = of_loss.detect(self.losses.mean(norm.device))
             spike, reset = spike | loss.spike, reset | loss.threshold_reset
-        return GradientDetection(detection, loss, parameter, by_gradient, above, spike, reset, names, origin)
+        return GradientDetection(detection, loss, parameter, by_gradient, spike, reset, names, origin)
 
     def _norms_of(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norms of all gradients, and those of all parameters, 0 without a gradient."""
@@ -106,80 +124,96 @@ class GradientDetector:
             self._named = parameters, tuple(name_of.get(id(parameter), "") for parameter in parameters)
         return self._named[1]
 
-    def observe(self, detection: GradientDetection, when: Tensor | None = None) -> Tensor:
-        """Update statistics and counts where a 0-dim bool tensor is True, None for True; return whether a reset."""
+    def observe(self, detection: GradientDetection) -> None:
+        """Update statistics and counts."""
         parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
         for name, detector in self._detectors.items():
-            detector.observe(parts[name], when)
-        self._counts = self._counts_with(detection, when)
-        return detection.threshold_reset if when is None else detection.threshold_reset & when
+            detector.observe(parts[name])
+        if may_be_true(detection.threshold_reset):
+            self.reset_by = detection
+        flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
+        if self._counts[0].device != flags[0].device:
+            self._counts = [move_like(count, detection.norm.value) for count in self._counts]
+        self._counts = foreach_add(self._counts, flags)
 
     def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
-        """Wait for the next backward with a detection, if a 0-dim bool tensor is True."""
-        self.postponed = PostponedSpike(detection, is_spike, self.losses.take())
+        """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
+        self.postponed = PostponedSpike(self._copies(), self._counts, self.losses.take())
+        self.observe(detection)
+        self._restore(self.postponed, ~is_spike)
 
-    def decide(self, postponed: PostponedSpike) -> tuple[Tensor, Tensor]:
-        """Let the postponed spike update the statistics, unless a backward has accumulated into its gradient.
+    def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
+        """Contexts of a train step that show which losses it uses, and whether it accumulates."""
+        if self.postponed is None:
+            return self.losses.contexts()
+        probe = self.postponed.probe
+        if probe is None or probe.accumulates is None:  # else it was measured in a backward under no_sync()
+            self.postponed.probe = AccumulationProbe(tracker, optimizer)
+            return [*self.losses.contexts(), self.postponed.probe]
+        return self.losses.contexts()
 
-        Returns whether one has, and whether a threshold was reset, 0-dim bool tensors.
-        """
-        accumulated = postponed.accumulated(self._ranks)
+    def decide(self, postponed: PostponedSpike) -> Tensor:
+        """A backward has come: undo the update of the postponed spike if that of any rank accumulates."""
+        accumulated = None if postponed.probe is None else postponed.probe.accumulates
+        if accumulated is None:
+            accumulated = torch.zeros_like(self._counts[0], dtype=torch.bool)
+        accumulated = self._ranks.any(accumulated)
+        self._restore(postponed, accumulated)
         self.losses.give_back(postponed.losses, accumulated)
-        return accumulated, self._apply_postponed(postponed, ~accumulated)
-
-    def _apply_postponed(self, postponed: PostponedSpike, when: Tensor | None = None) -> Tensor:
         self.postponed = None
-        is_spike = postponed.is_spike
-        return self.observe(postponed.detection, is_spike if when is None else is_spike & move_like(when, is_spike))
+        return accumulated
+
+    def undo_postponed(self) -> None:
+        """Undo the update of a postponed spike: its gradient is that of a step, or a part of it."""
+        if self.postponed is not None:
+            self._detectors, self._counts = self.postponed.detectors, self.postponed.counts
+            self.postponed = None
+
+    def _restore(self, before: PostponedSpike, when: Tensor) -> None:
+        for name, detector in self._detectors.items():
+            detector.restore(before.detectors[name], when)
+        pairs = zip(before.counts, self._counts, strict=True)
+        self._counts = [torch.where(when.to(count.device), earlier.to(count), count) for earlier, count in pairs]
+
+    def _copies(self) -> dict[str, Any]:
+        return {name: detector.copy() for name, detector in self._detectors.items()}
+
+    @property
+    def was_normal(self) -> Tensor:
+        """Whether the norm of the step before was no spike, 0-dim."""
+        was_normal: Tensor = self._detectors["detector"].was_normal
+        return was_normal
 
     @property
     def resets(self) -> Tensor:
         """Number of resets of a threshold so far, without that of a postponed spike, 0-dim."""
-        return self._counts[2]
+        return (self._counts if self.postponed is None else self.postponed.counts)[2]
 
     def counts(self) -> Sequence[Tensor]:
         """Number of spikes, of non-finite norms, and of resets so far, the postponed spike included."""
-        if self.postponed is None:
-            return self._counts
-        return self._counts_with(self.postponed.detection, self.postponed.is_spike)
-
-    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> list[Tensor]:
-        flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
-        if self._counts[0].device != flags[0].device:
-            self._counts = [move_like(count, detection.norm.value) for count in self._counts]
-        return foreach_add(self._counts, flags if when is None else [flag & when for flag in flags])
+        return self._counts
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
         self.losses.clear()
-        self._named = (), ()
+        self._named, self.reset_by = ((), ()), None
 
     def reset_threshold(self) -> None:
         """Discard all earlier values; counts stay."""
-        if self.postponed is not None:
-            self._apply_postponed(self.postponed)
+        self.postponed = None
         for detector in self._detectors.values():
             detector.reset_threshold()
 
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of a postponed spike had been discarded."""
-        settled = self
-        if self.postponed is not None:
-            settled = copy.copy(self)
-            settled._detectors = {name: detector.copy() for name, detector in self._detectors.items()}
-            settled._apply_postponed(self.postponed)
-        state = {name: detector.state_dict() for name, detector in settled._detectors.items()}
-        return state | {"counts": torch.stack([*settled._counts])}
+        state = {name: detector.state_dict() for name, detector in self._detectors.items()}
+        return state | {"counts": torch.stack([*self._counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self._counts])}, {"counts": state_dict["counts"]})["counts"]
-        detectors = {name: detector.copy() for name, detector in self._detectors.items()}
+        detectors = self._copies()
         for name in detectors.keys() & state_dict.keys():
             detectors[name].load_state_dict(state_dict[name])
         self._detectors, self._counts = detectors, counts.clone().unbind()
         self.postponed = None
-
-
-def _flags(detection: Detection) -> tuple[Tensor, Tensor, Tensor]:
-    return detection.spike, detection.above, detection.threshold_reset

@@ -103,7 +103,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
-        self._action = SpikeAction(on_spike, optimizer, self.ranks)
+        self._action = SpikeAction(on_spike, optimizer)
         self.optimizer = optimizer
         self.acts_on = self._action.acts_on
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -140,11 +140,10 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
             return []
-        tracker, postponed = self._source.trackers[id(self.model)], self._detector.postponed
+        tracker = self._source.trackers[id(self.model)]
         if tracker.parameters:
             self._locator.calls.device = tracker.parameters[0].device
-        contexts = [] if postponed is None else postponed.contexts(tracker, self.optimizer)
-        return [self._locator.calls, *self._detector.losses.contexts(), *contexts]
+        return [self._locator.calls, *self._detector.contexts(tracker, self.optimizer)]
 
     def reset_run_state(self) -> None:
         super().reset_run_state()
@@ -159,10 +158,9 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         parameters = backward.tracker.parameters_of(self.optimizer)
         if all(item.grad is None for item in parameters) or backward.reached.isdisjoint(map(id, parameters)):
             return  # it reached others of the model
-        postponed, self._now.seen = self._detector.postponed, True
-        if postponed is not None:
-            accumulated, reset = self._detector.decide(postponed)
-            self._note_reset(postponed.detection, reset)
+        self._now.seen = True
+        if self._detector.postponed is not None:
+            accumulated = self._detector.decide(self._detector.postponed)
             if self._window.is_reported:  # which has synchronized already
                 self._window.is_reported = bool(accumulated)
         self._detector.losses.backward_ended(engine, backward.numbers, backward.shared)
@@ -192,18 +190,16 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
         def detect() -> GradientDetection:
             self._now.seen = True
-            self._detector.postponed = None  # its gradient is the same, or a part of it
+            self._detector.undo_postponed()
             self._detector.losses.add_rest()
             return self._detector.detect(parameters, step.loss_scale)
 
         taken = self._window.step_started(detect)
         if not (taken.of_backward and taken.updates):  # else the backward has
             self._set_flag(engine, taken.detection, report=taken.updates)
-        known = self._known_spike
-        is_known = known[1] if known is not None and known[0] is taken.detection.spike else None
-        if self._action.kind is not None:
+        if self._action.kind is not None and not self._is_known_normal(taken.detection.spike):
             norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731
-            self._action.ask(step, taken, is_known, norm, self._iteration)
+            self._action.ask(step, taken, norm, self._iteration, self._detector.was_normal)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):
@@ -216,11 +212,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if self.run_summary is not None:
             self.run_summary.step(step.optimizer, made)
         if taken.updates:
-            self._note_reset(taken.detection, self._detector.observe(taken.detection))
-
-    def _note_reset(self, detection: GradientDetection, reset: Tensor) -> None:
-        if may_be_true(reset):
-            self._now.reset = detection
+            self._detector.observe(taken.detection)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._source is None:
@@ -244,7 +236,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         else:
             self._publish(published)
             self._now.is_published = is_published
-            if self._now.possible_spike is not None and is_cpu(published.spike):
+            if is_cpu(published.spike) and self._possible_spike() is not None:
                 bring_to_host([self])
-        if self._now.reset is not None:
-            self._fire_reset(engine, self._now.reset)
+        if self._detector.reset_by is not None:
+            self._fire_reset(engine, self._detector.reset_by)

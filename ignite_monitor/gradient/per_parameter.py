@@ -43,10 +43,16 @@ class PerParameterDetector(SpikeDetector):
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
         return super().detect(norms, norms / common**_SHARED)
 
-    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
-        """Update the statistics, where a 0-dim bool tensor is True; None for True."""
+    def observe(self, detection: Detection) -> None:
+        """Update the statistics."""
         if len(detection.value) == len(self.names):  # else another state has been loaded since
-            super().observe(detection, when)
+            super().observe(detection)
+
+    def restore(self, earlier: SpikeDetector, when: Tensor) -> None:
+        """Return to the state of an earlier copy where a 0-dim bool tensor is True."""
+        if isinstance(earlier, PerParameterDetector) and earlier.names != self.names:
+            earlier._arrange(self.names)
+        super().restore(earlier, when)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the parameters, and their state: vectors."""

@@ -17,7 +17,7 @@ from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.gradient.action import SpikeAction
-from ignite_monitor.gradient.detection import GradientDetection, SpikeNumbers
+from ignite_monitor.gradient.detection import GradientDetection, describe
 from ignite_monitor.gradient.detector import GradientDetector
 from ignite_monitor.gradient.loss import NO_LOSS
 from ignite_monitor.gradient.window import PATIENCE, GradientWindow, Iteration
@@ -99,27 +99,29 @@ class GradientPublisher(DetectionMonitor):
             self._fire_spike(engine, self._describe_spike(detection), detection.norm.value)
 
     def _describe_spike(self, detection: GradientDetection) -> Spike:
-        spike = SpikeNumbers.from_host(detection.numbers().tolist(), detection, self.ranks)
-        named = f"{self.prefix}/{spike.name}"
-        place = spike.rank, spike.stage
-        return Spike(self, named, spike.value, spike.threshold, spike.culprits, self._locator.newest, *place)
+        return detection.to_spike(detection.numbers().tolist(), self, self._locator.newest)
 
     def _publish(self, detection: GradientDetection) -> None:
-        self._now.possible_spike = None
         if self.metrics:  # of an earlier gradient of this iteration
             self.clear_metrics()
+        self._now.published = detection
         spikes, nonfinite, _ = self._detector.counts()
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._now.scale is not None:
             values["scale"] = self._now.scale
         self.publish(**values, stepped=self._now.stepped)
-        if (detection.names or self._action.kind is not None) and may_be_true(detection.spike):
-            self._now.possible_spike = detection
+
+    def _possible_spike(self) -> GradientDetection | None:
+        """The published detection, if it may be a spike with more to say than its values."""
+        detection = self._now.published
+        if detection is None or not (detection.names or self._action.kind is not None):
+            return None
+        return detection if may_be_true(detection.spike) else None
 
     def _publish_none(self) -> None:
         """Publish nothing of this iteration's gradient but that no step was made with it."""
         self.clear_metrics()
-        self._now.is_published = self._now.possible_spike = None
+        self._now.is_published = self._now.published = None
         if self._now.stepped is False:
             self.publish(stepped=0.0)
 
@@ -127,7 +129,7 @@ class GradientPublisher(DetectionMonitor):
         tensors = super().deferred_tensors()
         if self._now.is_published is not None:
             tensors.append(self._now.is_published)
-        if (spike := self._now.possible_spike) is not None:
+        if (spike := self._possible_spike()) is not None:
             counts = map(torch.as_tensor, self._action.counts.values())
             recurring = self._action.recurring.iterations(self._iteration)
             tensors += [recurring, *counts, spike.spike, spike.numbers()]
@@ -137,23 +139,23 @@ class GradientPublisher(DetectionMonitor):
         super().resolve_deferred(extra)
         if self._now.is_published is not None and not extra.pop(0)[0]:
             self._publish_none()
-        if self._now.possible_spike is None:
+        detection = self._possible_spike()
+        if detection is None:
             return {}
         recurring, *counts, (is_spike,), numbers = extra
-        names = self._now.possible_spike.names
-        spike = SpikeNumbers.from_host(numbers, self._now.possible_spike, self.ranks)
+        spike = detection.to_spike(numbers, self, self._locator.newest)
         if iterations := ", ".join(f"{at:.0f}" for at in sorted(recurring) if at == at):
             text = f"isolated spikes of a similar size in iterations {iterations}; from now on such spikes are not "
             self.report("recurring_spikes", text + "skipped, since rare data cause them too")
         action = self._action.message([count for (count,) in counts])
         if action is not None:
-            self._log(logging.INFO, f"{spike}; {action}")
-        if not (is_spike and names):
+            self._log(logging.INFO, f"{describe(spike)}; {action}")
+        if not (is_spike and detection.names):
             return {}
         if not self._now.is_described:
             self._now.is_described = True
-            self._log(logging.WARNING, f"{spike}.")
-        tag_of = dict(zip(names, tags(names), strict=True))
+            self._log(logging.WARNING, f"{describe(spike)}.")
+        tag_of = dict(zip(detection.names, tags(detection.names), strict=True))
         return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
 
     def _locate_nonfinite(self, detection: GradientDetection, handles_overflow: bool) -> None:
@@ -178,7 +180,7 @@ class GradientPublisher(DetectionMonitor):
             self.report("no_gradient", _NO_GRADIENT, severity="note")
 
     def _warn(self, detection: GradientDetection | None) -> None:
-        if self._detector.losses.source is not None and self._detector.losses.is_missing():
+        if self._detector.losses.is_missing():
             self.report("no_loss", NO_LOSS)
         if self._detector.rule.is_refused:
             self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")

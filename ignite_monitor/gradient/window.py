@@ -60,10 +60,9 @@ class Iteration:
     seen: bool = False  # whether there was a gradient
     scale: Tensor | None = None  # of the last backward, 0-dim; None for 1
     stepped: bool | Tensor = False  # whether a step was made
-    is_published: Tensor | None = None  # on a device: whether there is anything to publish; None for True
-    possible_spike: GradientDetection | None = None  # if a spike is to be described
-    is_described: bool = False
-    reset: GradientDetection | None = None  # the last one that may have reset a threshold
+    is_published: Tensor | None = None  # on a device: whether ``published`` is to be; None for True
+    published: GradientDetection | None = None
+    is_described: bool = False  # whether the log has named its culprits
 
 
 @dataclass

@@ -66,12 +66,15 @@ def test_values_side_by_side_are_compared_as_if_alone():
     when = random.random((300, 5)) < 0.9
     for row, use in zip(columns, when, strict=True):
         detection = together.detect(torch.tensor(row))
-        together.observe(detection, torch.tensor(use))
+        before = together.copy()
+        together.observe(detection)
+        together.restore(before, ~torch.tensor(use))
         for i, (detector, value) in enumerate(zip(alone, row, strict=True)):
             own = detector.detect(torch.tensor(value))
             assert bool(detection.spike[i]) == bool(own.spike)
             np.testing.assert_allclose(detection.threshold[i].item(), own.threshold.item(), rtol=1e-12)
-            detector.observe(own, torch.tensor(bool(use[i])))
+            if use[i]:
+                detector.observe(own)
     saved = SpikeDetector(MeanStdThreshold(k=4.0))
     saved.to(torch.zeros(5, dtype=torch.float64))
     saved.load_state_dict(together.state_dict())
@@ -118,12 +121,15 @@ def test_detection_changes_nothing():
     assert detector.state_dict() == before
 
 
-def test_an_observation_under_a_false_condition_changes_nothing():
+def test_an_observation_that_is_undone_changes_nothing():
     detector = SpikeDetector(MeanStdThreshold())
     detect_all(detector, [*calm(30), 50.0])
     before = detector.state_dict()
     for norm in (1.0, 50.0, math.nan, math.inf):
-        detector.observe(detector.detect(torch.tensor(norm, dtype=torch.float64)), torch.tensor(False))
+        detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
+        earlier = detector.copy()
+        detector.observe(detection)
+        detector.restore(earlier, torch.tensor(True))
     assert detector.state_dict() == before
 
 
@@ -186,11 +192,10 @@ def test_a_spike_adds_one_to_the_count_of_recent_spikes_and_another_value_subtra
     assert bool(detector.detect(torch.tensor(5.0, dtype=torch.float64)).threshold_reset) is is_reset
 
 
-@pytest.mark.parametrize("when", [None, torch.tensor(True)])
-def test_values_whose_powers_overflow_update_nothing(when):
+def test_values_whose_powers_overflow_update_nothing():
     detector = SpikeDetector(MeanStdThreshold())
     for norm in [*calm(5), 1e120]:  # whose cube overflows
-        detector.observe(detector.detect(torch.tensor(norm, dtype=torch.float64)), when)
+        detector.observe(detector.detect(torch.tensor(norm, dtype=torch.float64)))
     assert detector.rule.state["count"].item() == 5
 
 
