@@ -103,6 +103,7 @@ class GradientTracker:
         parameters: those of the model when the train step started.
         reached: number of a running backward -> ids of the parameters that it has reached.
         accumulates: whether a backward has reached the model since the last step.
+        has_own_backward: whether one of these reached no other monitored model.
         has_stepped: whether an optimizer of the model has made a step in this train step.
         reduced: whether the last backward of this iteration has reduced its gradients, or the train step does so.
         observers: their ``backward_ended`` is called after each backward that reached the model.
@@ -115,7 +116,7 @@ class GradientTracker:
         finalize(self, self.hook.remove).atexit = False
         self.parameters: list[nn.Parameter] = []
         self.reached: dict[int, set[int]] = {}
-        self.accumulates = self.has_stepped = False
+        self.accumulates = self.has_own_backward = self.has_stepped = False
         self.reduced = True
         self.observers: list[Any] = []
         self.statistics = RunningStatistics()
@@ -171,7 +172,7 @@ class GradientTracker:
 
     def step_completed(self, may_skip: bool) -> None:
         """Start another window."""
-        self.accumulates, self.has_stepped = False, True
+        self.accumulates, self.has_own_backward, self.has_stepped = False, False, True
         if may_skip:
             self.statistics.keep()
 

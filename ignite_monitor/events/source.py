@@ -197,6 +197,7 @@ class EventSource:
         about = {}
         for tracker, whole in changed.items():
             shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
+            tracker.has_own_backward |= not shared
             about[id(tracker.model)] = GradientsReady(tracker, whole, shared, numbers)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
@@ -248,8 +249,9 @@ class EventSource:
 
     def _restore_statistics(self, flag: bool | Tensor) -> None:
         for tracker in self.trackers.values():
-            # The forward passes through a discriminator that has made its step are those of its generator's step.
-            if tracker in self._sharing or tracker.has_stepped:
+            # Forward passes through a discriminator, after its step or before its own backward, are of its generator's.
+            is_shared = tracker.accumulates and not tracker.has_own_backward
+            if tracker in self._sharing or tracker.has_stepped or is_shared:
                 tracker.statistics.restore(flag)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -342,7 +344,7 @@ class EventSource:
         remove_all(self._handles)
         for tracker in self.trackers.values():
             tracker.hook.remove()
-            tracker.accumulates = False
+            tracker.accumulates = tracker.has_own_backward = False
         self._steps.release()
         self._reset()
         for monitor in self.monitors:

@@ -206,25 +206,31 @@ def test_a_state_that_is_loaded_within_an_accumulation_starts_a_window(set_to_no
     assert not torch.equal(train_with([], False)[0]["1.running_mean"], saved["1.running_mean"])
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_forward_pass_of_a_generators_skipped_step_leaves_no_trace_in_the_discriminator(frozen):
+@pytest.mark.parametrize(("frozen", "generator_first"), [(False, False), (True, False), (False, True)])
+def test_the_forward_pass_of_a_generators_skipped_step_leaves_no_trace_in_the_discriminator(frozen, generator_first):
     def train_both(bad, monitored):
         torch.manual_seed(0)
         models = generator, discriminator = build("batch"), nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5))
         optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
 
-        def step(engine, batch):
-            fake = generator(batch[0])
+        def step_of_discriminator(iteration, batch, fake):
             optimizers[1].zero_grad()
             (discriminator(batch[1]) - discriminator(fake.detach())).square().mean().backward()
             optimizers[1].step()
+
+        def step_of_generator(iteration, batch, fake):
             optimizers[0].zero_grad()
             discriminator.requires_grad_(not frozen)
-            if engine.state.iteration != 4 or monitored:
-                factor = math.nan if engine.state.iteration == bad else 1.0
+            if iteration != 4 or monitored:
+                factor = math.nan if iteration == bad else 1.0
                 discriminator(factor * fake).square().mean().backward()
                 optimizers[0].step()
             discriminator.requires_grad_(True)
+
+        def step(engine, batch):
+            fake, steps = generator(batch[0]), (step_of_discriminator, step_of_generator)
+            for part in reversed(steps) if generator_first else steps:
+                part(engine.state.iteration, batch, fake)
 
         monitors = [
             GradMonitor(model, optimizer, on_spike="skip", prefix=name, flag=name)
