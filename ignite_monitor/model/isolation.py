@@ -119,26 +119,18 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 
     It holds only what ``torch.load(weights_only=True)`` reads.
     """
-    state = _rng_state(devices)
-    version, words, gauss = state["python"]
-    return {name: _without_arrays(value) for name, value in state.items()} | {"python": [version, list(words), gauss]}
-
-
-def _rng_state(devices: Iterable[torch.device] | None) -> dict[str, Any]:
-    devices = set(cuda_devices() if devices is None else devices)
+    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
-        "python": random.getstate(),
+        "python": [version, list(words), gauss],
         "devices": {
             str(item): torch.get_device_module(item).get_rng_state(*_index_of(item))
-            for item in devices
+            for item in set(cuda_devices() if devices is None else devices)
             if item.type not in ("cpu", "meta")
         },
     }
     numpy = sys.modules.get("numpy.random")  # nothing was drawn from a package that is not imported
-    if numpy is not None:
-        state["numpy"] = numpy.get_state(legacy=False)
-    return state
+    return state if numpy is None else state | {"numpy": _without_arrays(numpy.get_state(legacy=False))}
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
@@ -171,7 +163,7 @@ def preserved_rng_state(
 
 def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()) -> Callable[[], None]:
     """Capture the state of :func:`capture_rng_state` and of generators; return a function that restores it."""
-    state, own = _rng_state(devices), [(item, generator_state(item)) for item in generators]
+    state, own = capture_rng_state(devices), [(item, generator_state(item)) for item in generators]
 
     def restore() -> None:
         restore_rng_state(state)
@@ -191,28 +183,15 @@ def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
     classes: dict[type, str] = {}
     for name, module in named_modules(model):
         own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        generators |= {(name, *place): value for place, value in _generators_in(own)}
+        generators |= _generators_in(own, (name,))
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 classes.setdefault(kind, name)
     for kind, name in classes.items():
-        generators |= {(name, kind, *place): value for place, value in _generators_in(vars(kind))}
-    files = {id(file): file for kind in classes if (file := sys.modules.get(kind.__module__)) is not None}
-    return generators | {
-        ("", *place): value for file in files.values() for place, value in _generators_in(vars(file), 0)
-    }
-
-
-def _generators_in(scope: Mapping[str, Any], depth: int = 1) -> list[tuple[tuple[Any, ...], Any]]:
-    """Generators among the values of a scope, its containers and functions, with their places."""
-    kinds = generator_kinds()
-    generators, inner = list[tuple[tuple[Any, ...], Any]](), list[tuple[tuple[Any, ...], Any]]()
-    for key, value in [*scope.items()]:
-        if isinstance(value, kinds):
-            generators.append(((key,), value))
-        elif depth and isinstance(value, _HOLDERS):
-            inner += [((key, *place), item) for place, item in _generators_in(_members(value), depth - 1)]
-    return generators + inner
+        generators |= _generators_in(vars(kind), (name, kind))
+    for file in {kind.__module__ for kind in classes} & sys.modules.keys():
+        generators |= _generators_in(vars(sys.modules[file]), (file,), depth=0)
+    return generators
 
 
 def generator_kinds() -> tuple[type, ...]:
@@ -221,20 +200,30 @@ def generator_kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState))
 
 
-_HOLDERS = (dict, list, tuple, set, frozenset, deque, FunctionType, MethodType, functools.partial)
+def _generators_in(scope: Mapping[Any, Any], place: tuple[Any, ...], depth: int = 1) -> dict[tuple[Any, ...], Any]:
+    """Generators among the values of a scope, its containers and functions, by place."""
+    kinds = generator_kinds()
+    generators = {(*place, key): value for key, value in [*scope.items()] if isinstance(value, kinds)}
+    for key, value in [*scope.items()] if depth else ():
+        if members := _members(value):
+            generators |= _generators_in(members, (*place, key), depth - 1)
+        if isinstance(value, FunctionType):
+            generators |= _generators_in(value.__globals__, (*place, key), depth=0)
+    return generators
 
 
 def _members(value: Any) -> Mapping[Any, Any]:
+    """What a container holds, or a function refers to."""
+    if isinstance(value, dict):
+        return value
     if isinstance(value, MethodType):
         return {"function": value.__func__} | getattr(value.__self__, "__dict__", {})
     if isinstance(value, functools.partial):
-        return dict(enumerate([value.func, *value.args, *value.keywords.values()]))
-    if isinstance(value, FunctionType):
+        value = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        own = {name: item for name, item in value.__globals__.items() if isinstance(item, generator_kinds())}
-        return own | dict(enumerate([*cells, *defaults]))
-    return value if isinstance(value, dict) else dict(enumerate(value))
+        value = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return dict(enumerate(value)) if isinstance(value, (list, tuple, set, frozenset, deque)) else {}
 
 
 def generator_state(generator: Any) -> Any:
