@@ -100,7 +100,7 @@ def test_names_of_the_root():
         value = getattr(ignite_monitor, name)
         assert value is everything[name]
         assert callable(value)
-        assert value.__module__ == f"ignite_monitor.{ignite_monitor._MODULE_OF[name]}"
+        assert value.__module__ == ignite_monitor._MODULE_OF[name]
         assert pickle.loads(pickle.dumps(value)) is value
         assert copy.deepcopy(value) is value
     with pytest.raises(AttributeError, match="module 'ignite_monitor' has no attribute 'GradMonitr'"):

@@ -104,9 +104,7 @@ def has_step_hooks(optimizer: Any) -> bool:
     return hasattr(type(optimizer).step, "hooked") and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def has_pre_hooks(optimizer: Any) -> bool:
-    """Return True if an optimizer has step pre-hooks of its own."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+has_pre_hooks: Callable[[Any], Any] = attrgetter("_optimizer_step_pre_hooks")  # of an optimizer's own
 
 
 def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
@@ -125,6 +123,7 @@ def first_post_hook(optimizer: Any, hook: Callable[..., None]) -> Any:
 
 # What is a module's own: parameters, without those that a parametrization computes, buffers, and submodules.
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
@@ -154,8 +153,8 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
-    pairs = ((module._parameters, module._modules) for module in modules)
-    return [registry for pair in pairs for registry in pair if isinstance(registry, dict)]
+    own = [registry for module in modules for registry in (module._parameters, module._modules)]
+    return [registry for registry in own if isinstance(registry, dict)]
 
 
 def registries_of_buffers(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
@@ -173,11 +172,6 @@ def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
     """Forward hooks and pre-hooks of a module, by the keys that :func:`remove_hooks` takes."""
     kinds = ("_forward_hooks", "_forward_pre_hooks")
     return {(kind, key): hook for kind in kinds for key, hook in getattr(module, kind).items()}
-
-
-def hooks_before_forward(module: nn.Module) -> list[Any]:
-    """The forward pre-hooks; weight and spectral normalization are among them."""
-    return list(module._forward_pre_hooks.values())
 
 
 def remove_hooks(module: nn.Module, known: Iterable[tuple[str, int]]) -> None:

@@ -17,23 +17,14 @@ Modules = Iterable[nn.Module]
 
 
 def before_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = False) -> AbstractContextManager[None]:
-    """Call a hook before forward passes of modules, with the module, its positional and its keyword arguments.
-
-    Args:
-        hook: a :class:`ModuleHook` is called for shallow copies of the modules too.
-        first: whether it runs before the user's hooks, not after them.
-    """
+    """Call a hook with module, args and kwargs before forward passes; if ``first``, before the user's hooks."""
     return _registered(nn.Module.register_forward_pre_hook, modules, hook, with_kwargs=True, prepend=first)
 
 
 def after_forward(
     modules: Modules, hook: Callable[..., Any], *, first: bool = False, always: bool = False
 ) -> AbstractContextManager[None]:
-    """Call a hook after forward passes, as :func:`before_forward`; it gets the output too, or None after an exception.
-
-    Args:
-        always: whether it is called after an exception.
-    """
+    """Call a hook with module, args, kwargs and output after forward passes; ``always``: with None after an error."""
     options = {"with_kwargs": True, "prepend": first, "always_call": always}
     return _registered(nn.Module.register_forward_hook, modules, hook, **options)
 
@@ -52,7 +43,10 @@ def running_module() -> nn.Module | None:
 
 
 class ModuleHook:
-    """A hook that deep copies and saved files of its modules replace by a function of Python that does nothing."""
+    """A hook that deep copies and saved files of modules replace by a function that does nothing.
+
+    It is called for shallow copies of its modules too.
+    """
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -20,10 +20,7 @@ _OVER_CHANNELS = (*_BATCH_NORMS, nn.GroupNorm, nn.PReLU)
 
 
 def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Return True if a module computes the same as one of the kinds, with a weight that is its own parameter.
-
-    A forward of its own excludes a module, and so does a computed weight: a parametrization, weight or spectral norm.
-    """
+    """Return True if a module computes as one of the kinds, with a weight that is a parameter and not computed."""
     if parameters_in(module).get("weight") is None:
         return False
     return any(isinstance(module, kind) and computes_as(module, kind) for kind in kinds)
@@ -32,7 +29,7 @@ def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:
     """A function of a call's arguments that returns the output as a function of input and weight, without bias.
 
-    None if it is not one of Linear, convolutions, transposed convolutions, and Conv1D of transformers.
+    None for other modules than Linear, convolutions, transposed convolutions, and Conv1D of transformers.
     """
     if is_conv1d(module) and is_builtin_layer(module, type(module)):
         return lambda args, kwargs: torch.matmul

@@ -19,10 +19,7 @@ from ignite_monitor.model._torch import WRAPPED, parameters_in
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the names they have without wrappers of torch; a wrapper itself has that of what it wraps.
-
-    A module that the user calls ``module`` keeps its name.
-    """
+    """Modules with the names they have without wrappers of torch; a wrapper itself has that of what it wraps."""
     names = {"": ""}
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -110,10 +107,7 @@ def learning_rates(optimizer: Optimizer) -> list[float | Tensor | None]:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The user's own modules by name, without the wrappers around them.
-
-    Modules inside of scripted and traced modules are excluded: they are never called from Python.
-    """
+    """The user's own modules by name, without wrappers, and without modules inside of scripted ones."""
     modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
     scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
     inside = {id(inner) for module in scripted for inner in module.modules() if inner is not module}
@@ -154,11 +148,8 @@ def first_difference(model: Mapping[str, str], reference: Mapping[str, str]) -> 
 
 
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Select those of a model's modules on which a forward hook does not change the model's result.
-
-    ``nn.TransformerEncoderLayer`` in evaluation mode leaves its fast path, whose result differs in the last bits and at
-    padded positions, where it or a module inside has a forward hook.
-    """
+    """Select those of a model's modules on which a forward hook does not change the model's result."""
+    # In evaluation mode the layer leaves its fast path, whose results differ, where a module inside has a hook.
     layers = (module for module in modules.values() if isinstance(module, nn.TransformerEncoderLayer))
     inside = {id(module) for layer in layers if not layer.training for module in layer.modules()}
     return {name: module for name, module in modules.items() if id(module) not in inside}

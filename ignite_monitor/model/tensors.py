@@ -29,10 +29,7 @@ def floating_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_in(value: Any, path: str = "", around: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a tensor, tuple, list, mapping or dataclass, nested or not, with their places.
-
-    Places are positions, keys and names of fields, joined by ``/``; that of a single tensor is empty.
-    """
+    """The tensors in a tensor, tuple, list, mapping or dataclass, with their places: keys, joined by ``/``."""
     members: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         yield path, value

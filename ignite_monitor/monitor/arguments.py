@@ -54,14 +54,7 @@ def check_flag(flag: str) -> None:
 
 
 def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) -> None:
-    """Refuse an attached monitor, and names that another monitor or code of the user's has taken.
-
-    Args:
-        replaced: monitors that are about to be detached.
-
-    Raises:
-        ValueError: if the monitor is attached, or a name is taken.
-    """
+    """Refuse an attached monitor, and names taken by the user's code or by monitors that will not be replaced."""
     check_type("engine", engine, Engine, "ignite.engine.Engine")
     kind = type(monitor).__name__
     if monitor._attached_to() is not None:
@@ -82,12 +75,7 @@ def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) ->
 
 
 def check_handlers(monitor: Any, handlers: Any, engine_handlers: Any) -> None:
-    """Refuse handlers for other events, or that are no methods of the monitor: its events hold it weakly.
-
-    Raises:
-        TypeError: if a handler is no method of the monitor.
-        ValueError: if an event is another.
-    """
+    """Refuse handlers for other events, or that are no methods of the monitor: its events hold it weakly."""
     for event, handler in handlers:
         if not isinstance(event, (MonitorEvents, Phase)):
             raise ValueError(f"handlers() should return events of MonitorEvents, but returned {event!r}")

@@ -20,11 +20,7 @@ from ignite_monitor.monitor.arguments import events_of
 def add_logger(
     monitor: Any, logger: Any, engine: Engine, event: Any, tag: str | None, selection: Selection
 ) -> list[Any]:
-    """Let a logger write the selected values of a monitor under a tag; return removable handles.
-
-    Raises:
-        ValueError: if loggers can't write at ``event``.
-    """
+    """Let a logger write the selected values of a monitor under a tag; return removable handles."""
     check_type("logger", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger")
     check_type("engine", engine, Engine, "ignite.engine.Engine")
     if tag is not None:

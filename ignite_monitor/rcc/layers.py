@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ignite_monitor.model._torch import (
     buffers_in,
-    hooks_before_forward,
+    forward_pre_hooks,
     modules_in,
     parameters_in,
     version,
@@ -179,7 +179,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    return bool(modules_in(module) or "forward" in vars(module) or hooks_before_forward(module))
+    return bool(modules_in(module) or "forward" in vars(module) or forward_pre_hooks(module))
 
 
 def _is_of_torch(module: nn.Module) -> bool:

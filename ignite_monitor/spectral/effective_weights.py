@@ -18,7 +18,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ignite_monitor.model._torch import hooks_before_forward, modules_in, parameters_in
+from ignite_monitor.model._torch import forward_pre_hooks, modules_in, parameters_in
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.isolation import preserved_buffers, preserved_rng_state
@@ -126,7 +126,7 @@ def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
         for name, recipe in parametrizations.items():
             make = partial(_parametrized, recipe)
             yield EffectiveWeight(name, tuple(recipe.parameters()), make().shape, make)
-    if any(isinstance(hook, _COMPUTING) for hook in hooks_before_forward(module)):
+    if any(isinstance(hook, _COMPUTING) for hook in forward_pre_hooks(module).values()):
         own: Any = parameters_in(module)
         for name in [key.removesuffix(end) for key in own for end in ("_orig", "_v") if key.endswith(end)]:
             parts = tuple(own[f"{name}{end}"] for end in ("_orig", "_g", "_v") if f"{name}{end}" in own)
@@ -137,7 +137,7 @@ def _hooked(module: nn.Module, name: str) -> Tensor:
     """Compute the weight as hooks before a forward pass do, in eval mode and for a copy of the module."""
     module_copy = copy.copy(module)
     module_copy.training = False
-    for hook in hooks_before_forward(module):
+    for hook in forward_pre_hooks(module).values():
         if isinstance(hook, _COMPUTING):
             hook(module_copy, ())
     weight: Tensor = getattr(module_copy, name)
