@@ -46,7 +46,9 @@ class UpdateMeasurement(SampledStep):
         super().__init__(model, sample_size, optimizer)
         self._eps = eps
         # Updates of low-precision weights that rounding loses are no reason to copy the weights.
-        is_narrow = torch.tensor([item.dtype in NARROW for item in self.samples.parameters], device="cpu")
+        is_narrow = torch.tensor(
+            [item.dtype in NARROW for item in self.samples.parameters], dtype=torch.bool, device="cpu"
+        )
         least = (self.samples.counts / _FEW).clamp(max=_FEW)
         self._least_moved = least.masked_fill(move(is_narrow, self.samples.device), 1.0)
 

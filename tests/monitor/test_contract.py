@@ -42,23 +42,10 @@ from torch import Tensor
 
 from ignite_monitor import (
     ActivationHandler,
-    CurvatureHandler,
-    DriftMonitor,
     GradMonitor,
-    HistogramHandler,
     MonitorEvents,
-    ReplayCheckHandler,
-    ReplicaCheckHandler,
-    RollbackHandler,
-    SetupCheck,
-    SpectralNormHandler,
-    SpikeMonitor,
-    StepStatsHandler,
 )
 from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.loss import LossRecorder
-from ignite_monitor.monitor.scalar import ScalarMonitor
-from ignite_monitor.scaling import AlignmentHandler
 from tests._handlers import HANDLERS
 from tests._helpers import (
     UNSTEADY,
@@ -75,17 +62,6 @@ from tests._helpers import (
 )
 from tests._models import make_model
 
-# What these say is there without a backward as well.
-WITHOUT_BACKWARD = (
-    CurvatureHandler,
-    DriftMonitor,
-    HistogramHandler,
-    ReplicaCheckHandler,
-    SpectralNormHandler,
-    SpikeMonitor,
-    StepStatsHandler,
-    RollbackHandler,
-)
 FILTERS = {
     "callable": (lambda: Events.ITERATION_STARTED(lambda engine, event: event in (1, 5, 12)), [1, 5, 12]),
     "list": (
@@ -98,9 +74,7 @@ FILTERS = {
 
 @pytest.fixture(params=HANDLERS)
 def factory(request):
-    make = HANDLERS[request.param]
-    make.parts = 2 if "NoiseScale" in request.param else 1  # micro-batches, of which it needs two
-    return make
+    return HANDLERS[request.param]
 
 
 @pytest.fixture
@@ -115,14 +89,6 @@ def values(monitor) -> dict[str, float]:
 
 def publishes(monitor) -> bool:
     return bool(monitor.schema.keys)
-
-
-def publishes_tensors(monitor) -> bool:
-    return publishes(monitor) and not isinstance(monitor, ReplicaCheckHandler)  # a constant, with one rank
-
-
-def clips(monitor) -> bool:
-    return isinstance(monitor, GradMonitor) and monitor._action.kind == "clip"
 
 
 def steady(monitor) -> dict[str, float]:
@@ -329,9 +295,9 @@ def test_values_are_there_in_monitored_iterations_and_in_no_other(setup, name):
     assert set(seen[MonitorEvents.GRADIENTS_READY]) <= set(expected)
 
 
-def test_iteration_without_backward_publishes_nothing(setup):
+def test_iteration_without_backward_publishes_nothing(factory, setup):
     _, _, trainer, monitor = setup
-    if isinstance(monitor, WITHOUT_BACKWARD) or not publishes(monitor):
+    if not (factory.needs_backward and publishes(monitor)):
         pytest.skip("has something to say all the same, or never")
     step = trainer._process_function
     engine = Engine(lambda e, batch: step(e, batch) if e.state.iteration % 2 else None)
@@ -568,9 +534,9 @@ def test_memory_and_handlers_do_not_grow(setup):
     assert min(cycles[1:]) < 20
 
 
-def test_a_model_that_loses_its_parameters_ends_nothing(setup):
+def test_a_model_that_loses_its_parameters_ends_nothing(factory, setup):
     model, _, _, monitor = setup
-    if isinstance(monitor, ScalarMonitor):
+    if factory.reads_parameter:
         pytest.skip("its function here reads a parameter")
     engine = Engine(lambda engine, batch: 1.0)
     monitor.attach(engine)
@@ -821,17 +787,11 @@ def quiet_trainer(parts):
     return model, optimizer, Engine(make_step(model, optimizer, parts))
 
 
-def skips(monitor):
-    return isinstance(monitor, RollbackHandler) or (
-        isinstance(monitor, GradMonitor) and (monitor.on_spike == "skip" or callable(monitor.on_spike))
-    )
-
-
 def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, on_a_device):
     """Nothing but SetupCheck's report, once in a run, and the result of every second pass."""
     model, optimizer, trainer = quiet_trainer(factory.parts)
     monitor = factory(model, optimizer)
-    if skips(monitor):  # a function for spikes needs the detection on the host
+    if factory.decides:
         pytest.skip("looks on the host, as its user asked")
     monitor.attach(trainer)
     synchronisations.clear()
@@ -839,9 +799,9 @@ def test_nothing_is_read_on_the_host_without_loggers(factory, synchronisations, 
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: counts.update(synchronisations))
     trainer.run(make_batches(15), max_epochs=2)  # the log line at its end reads counts
     counts.pop("nonzero", None)
-    if clips(monitor):  # where tensors are on the CPU, it asks whether a gradient is finite
+    if "__bool__" in factory.ignored:
         counts.pop("__bool__")
-    assert counts == {SetupCheck: {"tolist": 1}, ReplayCheckHandler: {"tolist": 30}}.get(type(monitor), {})
+    assert counts == factory.reads
 
 
 def test_a_logger_without_attach_is_reported_once(factory, caplog):
@@ -862,9 +822,8 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     other_model, other_optimizer = make_model(3), None
     other = GradMonitor(other_model, other_optimizer, prefix="other", flag="other_spike")
     monitor = factory(model, optimizer)
-    if isinstance(monitor, RollbackHandler):
+    if factory.decides and not factory.on_device:
         pytest.skip("decides on the host, and publishes numbers")
-    looks = skips(monitor)
     unused = torch.optim.SGD(other_model.parameters(), lr=0.1)
     engine = Engine(in_turn(make_step(other_model, unused, leave_out=lambda _: True), trainer._process_function))
     reads = []
@@ -883,19 +842,15 @@ def test_one_transfer_per_iteration_for_three_loggers_of_two_monitors(factory, s
     assert sum(sizes) >= len(sizes)
     assert len(sizes) == (7 if publishes(monitor) else 4) * 6
     for counts in reads:
-        counts.pop("nonzero", None)
-        second_pass = isinstance(monitor, ReplayCheckHandler)  # its result is read
-        if clips(monitor):
-            counts.pop("__bool__", None)
-        assert counts.pop("tolist", 0) - second_pass in ([1] if publishes_tensors(monitor) else [0, 1])
-        if isinstance(monitor, CurvatureHandler):
-            counts.pop("__float__", None)  # of tensors that it has made on the host
-        assert sum(counts.values()) <= looks
+        for name in ("nonzero", *factory.ignored):
+            counts.pop(name, None)
+        assert counts.pop("tolist", 0) - factory.second_pass in ([1] if factory.on_device else [0, 1])
+        assert sum(counts.values()) <= factory.decides
 
 
-def test_tensors_until_someone_asks_and_floats_from_then_on(setup, on_a_device):
+def test_tensors_until_someone_asks_and_floats_from_then_on(factory, setup, on_a_device):
     _, _, trainer, monitor = setup
-    if isinstance(monitor, RollbackHandler) or not publishes_tensors(monitor):
+    if not factory.on_device:
         pytest.skip("decides on the host, and publishes numbers or nothing")
     monitor.attach(trainer)
     seen_iterations = []
@@ -934,7 +889,7 @@ def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
         batches[4] = (batches[4][0], batches[4][1] * math.inf)
         trainer.run(batches)
         published.append(seen)
-    if isinstance(monitor, ActivationHandler):  # the CPU sums in another order
+    if factory.sums_in_order_of_device:
         for on_cpu, on_device in zip(*published, strict=True):
             assert on_device == pytest.approx(on_cpu, rel=1e-5, abs=1e-6, nan_ok=True)
     else:
@@ -983,8 +938,7 @@ def test_parameters_without_data_are_skipped(factory):
             [element for element in model.parameters() if not element.is_meta], lr=0.05, momentum=0.9
         )
         trainer = Engine(make_step(model, optimizer, factory.parts))
-        # The other handler's reference has to be of the model's structure.
-        monitor = AlignmentHandler(model) if factory is HANDLERS["AlignmentHandler"] else factory(model, optimizer)
+        monitor = factory(model, optimizer)
         monitor.attach(trainer)
         torch.manual_seed(0)
         trainer.run(make_batches(3), max_epochs=1)
@@ -993,7 +947,7 @@ def test_parameters_without_data_are_skipped(factory):
 
 
 def test_a_model_without_data_is_refused(factory):
-    if isinstance(factory(*make_trainer()[:2]), (SpikeMonitor, DriftMonitor, RollbackHandler, LossRecorder)):
+    if not factory.has_model:
         pytest.skip("watches no model")
     model, optimizer, _ = make_trainer()
     with pytest.raises(ValueError, match="model"):
