@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ignite_monitor.checks import check_count, check_function
-from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, largest_eigenvalue
+from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, largest_eigenvalue, length
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, makes_step_of, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
@@ -174,7 +174,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
                     return mean(hessian.times(vector / scale)) / scale
 
                 direction = gradient / scale
-                self._values[f"along_gradient{kind}"] = direction @ product(direction) / (direction @ direction)
+                unit = direction / length(direction)
+                self._values[f"along_gradient{kind}"] = unit @ product(unit)
                 start = start_vector(direction, self._measurements)
                 self._tridiagonals[f"hessian_max_eigenvalue{kind}"] = lanczos(product, start, self.lanczos_steps)
         if is_adam or makes_step_of(self.optimizer, SGD):
@@ -220,4 +221,4 @@ def start_vector(direction: Tensor, seed: int) -> Tensor:
     generator = torch.Generator(direction.device).manual_seed(seed)
     noise = torch.randn(direction.shape, generator=generator, dtype=direction.dtype, device=direction.device)
     tiny = torch.finfo(direction.dtype).tiny
-    return torch.add(direction / direction.norm().clamp(min=tiny), noise / noise.norm())
+    return torch.add(direction / length(direction).clamp(min=tiny), noise / noise.norm())

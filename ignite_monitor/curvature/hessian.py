@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ignite_monitor.model.norms import wide_norms
+
 
 class Hessian:
     """Hessian of a loss, multiplied by flat vectors through the graph of the loss; no gradients are accumulated.
@@ -65,20 +67,25 @@ def _check_graph(loss: Tensor) -> None:
             waiting += following
 
 
+def length(vector: Tensor) -> Tensor:
+    """The l2 norm of a flat vector, whose squares may leave the range of its dtype."""
+    return wide_norms([vector])[0].to(vector.dtype)
+
+
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
     """Run the Lanczos three-term recurrence (C. Lanczos, 1950) for a symmetric matrix, without synchronization.
 
     Diagonal and off-diagonal of a tridiagonal matrix, of shape (2, steps); the last element is of the next step. Lost
     orthogonality adds copies of converged eigenvalues and leaves the largest one right (C. C. Paige, 1971).
     """
-    current, previous = start / start.norm(), torch.zeros_like(start)
+    current, previous = start / length(start), torch.zeros_like(start)
     rows = []
     norm = torch.zeros_like(start[0])
     for _ in range(steps):
         following = product(current) - norm * previous
         projection = torch.dot(following, current)
         following = following - projection * current
-        norm = following.norm()
+        norm = length(following)
         rows.append(torch.stack([projection, norm]))
         previous, current = current, following / norm.clamp(min=torch.finfo(norm.dtype).tiny)
     return torch.stack(rows, 1)

@@ -75,6 +75,19 @@ def test_as_the_exact_hessian(dtype):
         assert all(type(value) is float for value in result.values())
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e25])
+def test_of_a_loss_whose_gradients_have_squares_out_of_range(scale):
+    torch.manual_seed(0)
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    plain, scaled = (
+        three_iterations(model, optimizer, loss=lambda *args, factor=factor: factor * mse_loss(*args))[0][0]
+        for factor in (1.0, scale)
+    )
+    for name in ("curvature/along_gradient", "curvature/hessian_max_eigenvalue"):
+        assert scaled[name] == pytest.approx(scale * plain[name], rel=1e-3)
+
+
 def test_of_adam_the_preconditioned_one_counts():
     torch.manual_seed(0)
     model = make_net().double()
