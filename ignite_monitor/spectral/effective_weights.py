@@ -69,17 +69,17 @@ def effective_weights(model: nn.Module) -> Iterator[EffectiveWeight]:
 def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
     """Matrices of the value of a weight, or of its change: one, or a stack, called ``{name}/{i}``; DTensors whole."""
     value = whole_tensor(value)
-    if weight.kind == STACK:
-        stack = value.flatten(0, -3)
-        scale = math.sqrt(stack.shape[2] / stack.shape[1] if weight.by_input else stack.shape[1] / stack.shape[2])
-        return [Weight(f"{weight.name}/{i}", matrix, scale) for i, matrix in enumerate(stack)]
     if weight.groups:
         value = value.unflatten(0, (weight.groups, -1)).transpose(1, 2).flatten(0, 1)
-    if weight.kind == EMBEDDING:
-        return [Weight(weight.name, value.reshape(-1, value.shape[-1]), math.nan)]
-    matrix = value.flatten(1)
-    rows, columns = matrix.shape
-    return [Weight(weight.name, matrix, math.sqrt(columns / rows if weight.by_input else rows / columns))]
+    if weight.kind == STACK:
+        stack = value.flatten(0, -3)
+        names = [f"{weight.name}/{i}" for i in range(len(stack))]
+    else:
+        stack = (value.reshape(-1, value.shape[-1]) if weight.kind == EMBEDDING else value.flatten(1))[None]
+        names = [weight.name]
+    rows, columns = stack.shape[1:]
+    ratio = math.nan if weight.kind == EMBEDDING else columns / rows if weight.by_input else rows / columns
+    return [Weight(name, matrix, math.sqrt(ratio)) for name, matrix in zip(names, stack, strict=True)]
 
 
 def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterator[EffectiveWeight]:

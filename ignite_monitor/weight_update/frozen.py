@@ -45,10 +45,10 @@ class FrozenParameters:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start at 0."""
         names, counts = state_dict["names"], state_dict["still"]
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"Argument state_dict should hold a list of names in 'names', but it holds {names!r}")
-        if not isinstance(counts, Tensor):
-            raise TypeError(f"Argument state_dict should hold a tensor of counts in 'still', but it holds {counts!r}")
+        is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not is_named or not isinstance(counts, Tensor):
+            text = "Argument state_dict should hold a list of names in 'names' and a tensor of counts in 'still'"
+            raise TypeError(f"{text}, but it holds {names!r} and {counts!r}")
         counts = counts.to("cpu", torch.float64)
         if counts.shape != (len(names),) or not bool((counts.isfinite() & (counts >= 0)).all()):
             raise ValueError("Argument state_dict should hold in 'still' one finite count of at least 0 for each name")

@@ -154,23 +154,27 @@ def test_float64_whose_squares_leave_the_range(scale, sample_size):
 
 # name -> shape, and the elements that a step moves, from a batch of 12 numbers below 3,000
 SPARSE = {
-    "item bias": ((3000,), lambda batch: (batch,)),
-    "embedding": ((3000, 20), lambda batch: (batch,)),
-    "positions": ((1, 3000, 20), lambda batch: (slice(None), batch)),
-    "tables": ((4, 3000, 20), lambda batch: (slice(None), batch)),
-    "blocks": ((300, 10, 20), lambda batch: (batch // 10, slice(3, 6))),
-    "experts": ((16, 50, 60), lambda batch: (batch[0] % 16,)),
-    "one element": ((100, 200), lambda batch: (batch[0] % 100, batch[1] % 200)),
+    "item bias": ((3000,), lambda table, batch: table[batch]),
+    "embedding": ((3000, 20), lambda table, batch: table[batch]),
+    "sparse embedding": ((3000, 20), lambda table, batch: F.embedding(batch, table, sparse=True)),
+    "sparse bag": ((3000, 20), lambda table, batch: F.embedding_bag(batch[None], table, sparse=True)),
+    "positions": ((1, 3000, 20), lambda table, batch: table[:, batch]),
+    "tables": ((4, 3000, 20), lambda table, batch: table[:, batch]),
+    "blocks": ((300, 10, 20), lambda table, batch: table[batch // 10, 3:6]),
+    "experts": ((16, 50, 60), lambda table, batch: table[batch[0] % 16]),
+    "one element": ((100, 200), lambda table, batch: table[batch[0] % 100, batch[1] % 200]),
 }
 
 
 @pytest.mark.parametrize("kind", SPARSE)
 def test_sparsely_updated_parameters_are_not_frozen_and_soon_exact(kind, caplog):
-    shape, place = SPARSE[kind]
+    shape, look_up = SPARSE[kind]
     torch.manual_seed(0)
     model = nn.ParameterDict({"table": nn.Parameter(torch.randn(shape)), "scale": nn.Parameter(torch.ones(1))})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = make_step(model, optimizer, loss_of=lambda m, batch: (m["table"][place(batch)] * m["scale"]).square().mean())
+    step = make_step(
+        model, optimizer, loss_of=lambda m, batch: (look_up(m["table"], batch) * m["scale"]).square().mean()
+    )
     handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=1)
     run, seen = Watched(model, step, handler), []
     run.engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(handler.diagnostics["table"]))
@@ -513,25 +517,6 @@ def test_parameters_of_dtypes_that_torch_does_not_compute_with_are_left_alone(dt
     assert math.isnan(handler.diagnostics["scaled"].update_ratio)
 
 
-@pytest.mark.parametrize("sample_size", [None, 16])
-@pytest.mark.parametrize("mode", ["sparse", "dense", "bag"])
-def test_embedding_of_which_a_step_touches_few_rows(mode, sample_size):
-    torch.manual_seed(0)
-    kind = nn.EmbeddingBag if mode == "bag" else nn.Embedding
-    model = nn.Sequential(kind(500, 8, sparse=mode != "dense"), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    step = make_step(model, optimizer, loss_of=lambda model, _: model(torch.tensor([[3, 3, 7, 200]])).square().sum())
-    handler = WeightUpdateHandler(model, optimizer, sample_size=sample_size, frozen_patience_steps=1)
-    run = Watched(model, step, handler).run(make_batches(4))
-    assert frozen_counts(run) == [0] * 4
-    got = handler.diagnostics["0.weight"]
-    # One element of each of the 3 rows of 500 that have moved is sampled.
-    assert got.update_ratio == pytest.approx(run.ratios[-1]["0.weight"], rel=1e-4 if sample_size is None else 0.9)
-    exact = sample_size is None or mode != "dense"
-    assert got.grad_norm == pytest.approx(run.norms[-1]["0.weight"], rel=1e-4 if exact else 0.9)
-
-
 @pytest.mark.parametrize("change", ["append", "replace"])
 @pytest.mark.parametrize("when", ["between iterations", "in a train step"])
 def test_parameters_that_are_added_or_replaced(when, change, caplog):
@@ -642,14 +627,11 @@ def test_no_step_that_moves_a_parameter_is_no_reason_for_a_warning(caplog, how):
 @pytest.mark.parametrize(
     ("damaged", "error"),
     [
-        ({"names": 3}, TypeError),
         ({"names": "abcd"}, TypeError),
         ({"names": [1, 2]}, TypeError),
-        ({"still": "xx"}, TypeError),
         ({"still": None}, TypeError),
         ({"still": torch.tensor([math.nan, 0.0])}, ValueError),
         ({"still": torch.tensor([0.0, -1.0])}, ValueError),
-        ({"still": torch.tensor([0.0, math.inf])}, ValueError),
         ({"still": torch.zeros(3)}, ValueError),
     ],
 )
