@@ -105,6 +105,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step
         self._closed: list[list[Increment]] = []  # of this iteration's steps
+        self._observed = set[int]()  # ids of the parameters whose gradients are seen
         self._iteration = -1
         self._items: float | Sequence[float] | None = None
         self._skipped = 0  # steps, until the first value
@@ -141,6 +142,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         tracker = self._source.trackers[id(self.model)]
         own = tracker.parameters_of(self.optimizer)
         parameters = [parameter for parameter in own if parameter.requires_grad and not parameter.is_inference()]
+        self._observed = set(map(id, parameters))
         return [IncrementObserver(tracker, parameters, self._window)]
 
     def reset_run_state(self) -> None:
@@ -155,7 +157,11 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if step.is_of(self.optimizer):
-            self._closed.append(list(self._window))
+            # The train step may have added or unfrozen some.
+            is_whole = all(
+                id(item) in self._observed for item in step.parameters if item.requires_grad and item.grad is not None
+            )
+            self._closed.append(list(self._window) if is_whole else [])
             self._window.clear()
 
     @torch.no_grad()

@@ -265,6 +265,18 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_skipped(what):
     assert not any(result[1::2])
 
 
+def test_a_step_with_parameters_that_the_train_step_added_is_skipped():
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.0)
+
+    def add(engine, _):
+        if engine.state.iteration == 4:
+            optimizer.add_param_group({"params": [*model[2].parameters()]})
+
+    _, entered = watched(in_turn(add, step_of(model, optimizer)), model, optimizer, batches(x, y, 64, 6))
+    assert entered == [True, True, True, False, True, True]
+
+
 def test_parts_of_unequal_sizes_are_counted_or_not_reported(caplog):
     """The exact value is that of the parts of equal size: 62 items make parts of 16, 16, 16 and 14."""
     model, x, y = problem()
