@@ -130,15 +130,18 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         parts = (part for weight in weights for part in as_weights(weight, weight.value()))
         measured = measure_all(parts, self.method)
         self._nonfinite.set(measured.norms.isnan().any())
-        mean, (norm, error, scale, rank) = measured.norms.nanmean(), _order_statistics(measured, measured.norms)
-        values = {
+        norm, error, scale, rank = _order_statistics(measured, measured.norms)
+        unit = norm[3].clamp(min=torch.finfo(norm.dtype).tiny)  # squares of float64 may leave its range
+        relative = measured.norms / unit
+        mean = relative.nanmean()
+        values: dict[str, float | Tensor] = {
             "norm_max": norm[3],
-            "norm_mean": mean,
-            "norm_std": (measured.norms - mean).square().nanmean().sqrt(),
+            "norm_mean": mean * unit,
+            "norm_std": (relative - mean).square().nanmean().sqrt() * unit,
             "stable_rank_min": rank[2],
             "stable_rank_median": rank[0],
             "error_max": error[3],
-            "iterations": torch.full_like(mean, measured.steps),
+            "iterations": measured.steps,
             "weight_spectral_scale_max": scale[3],
             "weight_spectral_scale_median": scale[0],
         }

@@ -195,6 +195,15 @@ def test_stacked_experts_are_measured_each_for_itself():
     assert got["weight_spectral_scale_max"] == pytest.approx(max(conditions), rel=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_norms_of_float64_whose_squares_leave_the_range(scale):
+    model = nn.ParameterDict({str(i): scale * torch.randn(4 + i, 5, dtype=torch.float64) for i in range(3)})
+    norms = torch.tensor([spectral_norm(item / scale) for item in model.values()])
+    got = measured(model)
+    assert got["norm_mean"] / scale == pytest.approx(float(norms.mean()), rel=1e-5)
+    assert got["norm_std"] / scale == pytest.approx(float(norms.std(correction=0)), rel=1e-5)
+
+
 def test_a_complex_model_is_refused_as_such():
     with pytest.raises(ValueError, match="complex ones are not measured: a, b"):
         SpectralNormHandler(nn.ParameterDict({name: torch.ones(3, 4, dtype=torch.complex64) for name in "ab"}))
