@@ -89,8 +89,8 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     def reset_run_state(self) -> None:
         self._differ = DeferredFlag()  # True if the last check found a difference that is not named yet
+        self._has_named = False  # a difference that is still there
         self._last: Hashes = {}  # of the last check
-        self._differing_checks = 0  # in succession
 
     def on_run_end(self) -> None:
         if self._differ.take(wait=True):  # names need collectives, and the ranks may not end together
@@ -98,24 +98,27 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
-        world, device = self.ranks.size, device_of(self.model)
-        if world == 1:
-            self._publish_alone()
-        if not (world > 1 or self.hashes) or not self.ranks.all_present:
+        has_others, device = self.ranks.size > 1, device_of(self.model)
+        if not self.ranks.all_present:
             return
-        if world > 1 and device.type != "cpu":
+        if not has_others and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            text = "nothing is compared: no wrapper of the model names the ranks that hold the same; give group"
+            self.report("no_replicas", text)
+        elif not has_others:
+            self.publish(in_sync=1.0)
+        elif device.type != "cpu":
             self._name_differences()
         # Every rank makes the same collectives, of the same size, whatever it holds and whatever fails.
         hashes: Hashes | None = None
         try:
-            hashes = self._hashes(engine, device)
+            hashes = self._hashes(engine, device) if has_others or self.hashes else {}
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
             self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
         if self.hashes and hashes is not None:
             names = tags(name for names, _ in hashes.values() for name in names)
             values = torch.cat([values for _, values in hashes.values()])
             self.publish_table([f"hash/{name}" for name in names], as_numbers(values))
-        if world > 1:
+        if has_others:
             self._compare(hashes, device)
             if device.type == "cpu":
                 self._name_differences()
@@ -128,28 +131,16 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         items |= rng_items(device) if self.random_state else {}
         members: dict[Groups, Items] = {}
         for name, item in items.items():
-            if name in self._selection and ((groups := self._replica_groups(item)) or self.hashes):
+            if name in self._selection and ((groups := replica_groups(item, self.ranks.groups)) or self.hashes):
                 members.setdefault(groups, {})[name] = item
         return {groups: (list(own), hashes_of(own, device)) for groups, own in members.items()}
-
-    def _replica_groups(self, item: Any) -> Groups:
-        """Return the process groups whose ranks hold the same part of an item."""
-        groups = replica_groups(item)
-        return tuple(self.ranks.groups) if groups is None else groups
-
-    def _publish_alone(self) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            text = "nothing is compared: no wrapper of the model names the ranks that hold the same; give group"
-            self.report("no_replicas", text)
-        else:
-            self.publish(in_sync=1.0)
 
     def _compare(self, hashes: Hashes | None, device: torch.device) -> None:
         """Compare one hash per replica group, the sum of those of its items, by its minimum and maximum over ranks."""
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         # All ranks have the same parameters and buffers, whatever can't be read.
         items = (None, *self.model.parameters(), *self.model.buffers())
-        kinds = dict.fromkeys(map(self._replica_groups, items))
+        kinds = dict.fromkeys(replica_groups(item, self.ranks.groups) for item in items)
         self._last = {groups: (hashes or {}).get(groups, ([], nothing[:0])) for groups in kinds}
         flags = torch.cat([nothing, torch.full_like(nothing, hashes is None)])  # a difference, an error
         for groups, (_, values) in self._last.items():
@@ -162,12 +153,12 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         self.publish(in_sync=torch.where(failed, math.nan, (~differs).float()))
 
     def _name_differences(self) -> None:
-        """Report the items and ranks that differed in the last check; in the first, second, fourth, … in succession.
+        """Report the items and ranks that differed in the last check, unless those of the check before it did.
 
         All ranks know of a difference, and take part.
         """
-        self._differing_checks = self._differing_checks + 1 if self._differ.take(wait=True) else 0
-        if self._differing_checks.bit_count() != 1:
+        had_named, self._has_named = self._has_named, self._differ.take(wait=True)
+        if had_named or not self._has_named:
             return
         differing: set[str] = set()
         for groups, (names, hashes) in self._last.items():
@@ -176,12 +167,10 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
                 first = [own]
                 dist.broadcast_object_list(first, dist.get_global_rank(group, 0), group)
                 differing |= {name for name in own | first[0] if own.get(name) != first[0].get(name)}
-        everyone = self.ranks.gather((dist.get_rank(), len(differing), sorted(differing)[:_SHOWN]))
         ranks: dict[str, list[str]] = {}
-        for rank, _, names in everyone:
+        for rank, names in self.ranks.gather((dist.get_rank(), sorted(differing)[:_SHOWN])):
             for name in names:
                 ranks.setdefault(name, []).append(str(rank))
         shown = [f"{name} (rank {listed(odd, _SHOWN)})" for name, odd in sorted(ranks.items())[:_SHOWN]]
-        count = max(len(ranks), *(count for _, count, _ in everyone))
-        text = f"{count} or more items differ from those of the first rank: {', '.join(shown)}"
+        text = f"{len(ranks)} or more items differ from those of the first rank: {', '.join(shown)}"
         self.report("ranks_differ", text, severity="problem", names=sorted(ranks)[:_SHOWN], once=False)

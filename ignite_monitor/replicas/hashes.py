@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,32 +28,18 @@ def hashes_of(items: Mapping[str, Tensor | int], device: torch.device) -> Tensor
     :math:`m\bigl(k + \sum_i m(w_i + (i + 1) g)\bigr) \bmod 2^{64}` for the key k of name, dtype and shape. A change
     within one word always changes it.
     """
-    tensors = [local(item) if isinstance(item, Tensor) else torch.tensor(item, device="cpu") for item in items.values()]
-    owners, sums = [], [torch.zeros(0, dtype=torch.int64, device=device)]
-    for batch in _batches(tensors):
-        positions = [torch.arange(first + 1, first + len(part) + 1, device=part.device) for _, first, part in batch]
-        mixed = _mix(torch.cat([words for _, _, words in batch]).add_(torch.cat(positions).mul_(_STEP)))
-        parts = mixed.split([len(words) for _, _, words in batch])
-        sums.append(move(torch.stack([part.sum() for part in parts]), device))
-        owners += [place for place, _, _ in batch]
-    keys = [hash_of((name, str(item.dtype), tuple(item.shape))) for name, item in zip(items, tensors, strict=True)]
-    places, totals = (move(torch.tensor(column, dtype=torch.int64, device="cpu"), device) for column in (owners, keys))
-    return _mix(totals.index_add(0, places, torch.cat(sums)))
-
-
-def _batches(tensors: list[Tensor]) -> Iterator[list[tuple[int, int, Tensor]]]:
-    """Yield index of the tensor, position and words of parts to hash at once, those of several small tensors."""
-    batch: list[tuple[int, int, Tensor]] = []
-    for place in sorted(range(len(tensors)), key=lambda place: str(tensors[place].device)):
-        limit = _WORDS_ON_CPU if tensors[place].device.type == "cpu" else _WORDS
-        for number, words in enumerate(_words(tensors[place]).split(limit)):
-            size = sum(len(other) for _, _, other in batch) + len(words)
-            if batch and (size > limit or words.device != batch[0][2].device):
-                yield batch
-                batch = []
-            batch.append((place, number * limit, words))
-    if batch:
-        yield batch
+    sums, keys = [torch.zeros(0, dtype=torch.int64, device=device)], []
+    for name, item in items.items():
+        tensor = local(item) if isinstance(item, Tensor) else torch.tensor(item, device="cpu")
+        words, total = _words(tensor), torch.zeros(1, dtype=torch.int64, device=tensor.device)
+        limit = _WORDS_ON_CPU if tensor.device.type == "cpu" else _WORDS
+        for first in range(0, len(words), limit):
+            part = words[first : first + limit]
+            positions = torch.arange(first + 1, first + len(part) + 1, device=part.device)
+            total += _mix(positions.mul_(_STEP).add_(part)).sum()
+        sums.append(move(total, device))
+        keys.append(hash_of((name, str(tensor.dtype), tuple(tensor.shape))))
+    return _mix(torch.cat(sums) + move(torch.tensor(keys, dtype=torch.int64, device="cpu"), device))
 
 
 def _words(tensor: Tensor) -> Tensor:

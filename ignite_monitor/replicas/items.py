@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ Items = dict[str, Tensor | int]
 
 
 def items_of(model: nn.Module, optimizer: Optimizer | None, ignored: Set[int]) -> Items:
-    """Return the tensors of a model and its optimizer that ranks share, and hashes of the optimizer's other values.
+    """Return the tensors of a model and its optimizer, and hashes of the optimizer's other values.
 
-    Args:
-        ignored: ids of the parameters that ranks do not share.
+    ``ignored`` are the ids of the parameters that ranks do not share.
     """
     names = {parameter: name for name, parameter, _ in named_parameters(model)}
     items: dict[str, Any] = {name: parameter for parameter, name in names.items() if id(parameter) not in ignored}
@@ -53,10 +52,10 @@ def rng_items(device: torch.device) -> Items:
     return items | {f"RNG state of {name}": value for name, value in state["devices"].items()}
 
 
-def replica_groups(item: Any) -> tuple[Any, ...] | None:
-    """Return the process groups whose ranks hold the same part of a DTensor; None for another item."""
+def replica_groups(item: Any, groups: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the process groups whose ranks hold the same part of a DTensor; those given for another item."""
     if not (isinstance(item, Tensor) and is_dtensor(item)):
-        return None
+        return tuple(groups)
     mesh, placements = item.device_mesh, item.placements  # type: ignore[attr-defined]
     if mesh.get_coordinate() is None:
         return ()
