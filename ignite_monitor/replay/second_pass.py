@@ -69,8 +69,10 @@ class SecondPass:
         if in_backward() or any(map(torch.is_autocast_enabled, {"cpu", device_of(self._model).type})):
             return "the first optimizer step is made inside of backward or autocast"
         if not self.gradients:
-            return "the first optimizer step is made before any backward"
-        if any(isinstance(item, DistributedDataParallel) and has_communication_hook(item) for item in self._modules):
+            return "the first optimizer step is made before a backward reaches the model"
+        if any(
+            isinstance(item, DistributedDataParallel) and has_communication_hook(item) for item in self._model.modules()
+        ):
             return "a communication hook of DistributedDataParallel may keep state, as PowerSGD does"
         changed = self._state.changes_to(self._read_state())
         return f"the train step keeps state: {listed(changed, 4)}" if changed else ""

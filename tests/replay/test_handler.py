@@ -223,7 +223,7 @@ UNREPORTED = {
     "changing batch": (changing_batch, "the train step keeps state: engine.state.batch"),
     "inside backward": (inside_backward, "inside of backward or autocast"),
     "failing twice": (failing_twice, "the second pass raised KeyError: 'once'"),
-    "closure": (functools.partial(make_step, closure=True), "before any backward"),
+    "closure": (functools.partial(make_step, closure=True), "before a backward reaches the model"),
     "pruned": (pruned, "the train step keeps state: Sequential.mask"),
 }
 
