@@ -41,35 +41,20 @@ class Step:
 
 @dataclass(eq=False)
 class Evidence:
-    """Evidence since a check began.
-
-    Attributes:
-        model: the model.
-        optimizer: its optimizer.
-        batch: the first batch, or what is compared of it.
-        iterations: number of checked iterations.
-        stepped: number of those with a step of the optimizer.
-        is_training: True if a module was in training mode at any event.
-        seen: ids of the parameters that had a gradient.
-        steps: steps of the optimizer.
-        is_torch: for each step, whether the class that made it is torch's.
-        calls: for each call, True of DistributedDataParallel, False of the module in it.
-        initial_norms: norms of the gradients before each backward pass.
-        same: for each batch after the first, whether it is bitwise equal to it.
-    """
+    """Evidence since a check began."""
 
     model: nn.Module
     optimizer: Optimizer
-    batch: Any
+    batch: Any  # the first one; then what is compared of it
     iterations: int = 0
-    stepped: int = 0
-    is_training: bool = False
-    seen: set[int] = field(default_factory=set)
+    stepped: int = 0  # iterations with a step of the optimizer
+    is_training: bool = False  # True if a module was in training mode at any event
+    seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     steps: list[Step] = field(default_factory=list)
-    is_torch: list[bool] = field(default_factory=list)
-    calls: list[bool] = field(default_factory=list)
-    initial_norms: list[Tensor] = field(default_factory=list)
-    same: list[Any] = field(default_factory=list)
+    is_torch: list[bool] = field(default_factory=list)  # of each step, whether the class that made it is torch's
+    calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
+    initial_norms: list[Tensor] = field(default_factory=list)  # of the gradients before each backward pass
+    same: list[Any] = field(default_factory=list)  # of each batch after the first, whether it is bitwise equal to it
 
     def __post_init__(self) -> None:
         ids = held_by(self.optimizer)
@@ -118,14 +103,10 @@ class Evidence:
         def all_of(flags: Iterable[Any]) -> Tensor:
             return torch.stack([move(torch.as_tensor(flag), device).bool() for flag in (True, *flags)]).all()
 
-        kept = [
-            all_of([step.initial_norms[0] == step.norm, *step.initial_norms])
-            for step in self.steps
-            if step.initial_norms
-        ]
-        zeros = [torch.zeros((), device=device), *(norm == 0 for norm in self.initial_norms[1:])]
+        followed = [step for step in self.steps if step.initial_norms]
+        kept = (all_of([step.initial_norms[0] == step.norm, *step.initial_norms]) for step in followed)
+        discarded = sum((norm == 0 for norm in self.initial_norms[1:]), torch.zeros((), device=device))
         norms = zip((total_norm(self.held), total_norm(self.others)), self._norms, strict=True)
-        numbers: list[Any] = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero)]
-        numbers += [all_of(kept), torch.stack([zero.float() for zero in zeros]).sum()]
-        numbers += [now != before for now, before in norms]
+        numbers = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
+        numbers += [discarded, *(now != before for now, before in norms)]
         return torch.stack([move(number, device).float() for number in numbers])

@@ -24,7 +24,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass
 class Finding:
-    """A fault or a note, with the arguments of :meth:`Monitor.report`."""
+    """A fault or a note: the arguments of :meth:`Monitor.report`."""
 
     kind: str
     text: str

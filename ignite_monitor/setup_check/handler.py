@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -84,24 +84,25 @@ class SetupCheck(Monitor):
         if engine is None or source is None:
             return []
         reshard(self.model)
-        tracker, modules = source.trackers[id(self.model)], [*self.model.modules()]
         if self._evidence is None:
             self._evidence = Evidence(self.model, self.optimizer, engine.state.batch)
-        self._has_stepped = False
         self._evidence.start(engine.state.batch, self.iterations)
-        if self.findings is not None:  # waiting for gradients only
-            return []
-        calls, self._hooks = self._evidence.calls, ExitStack()
-        # No event announces the steps of an optimizer that holds no parameter of the model.
-        hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
-        self._hooks.callback(hook.remove)
-        if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
-            wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-            pairs = [*wrappers, *(wrapper.module for wrapper in wrappers)]
-            note = lambda m, *_: calls.extend([m in wrappers] * torch.is_grad_enabled())  # noqa: E731
-            self._hooks.enter_context(before_forward(pairs, note))
-        self._probe = self._hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
+        self._hooks, self._has_stepped = ExitStack(), False
+        if self.findings is None:  # else it waits for gradients only
+            # No event announces the steps of an optimizer that holds no parameter of the model.
+            hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
+            self._hooks.callback(hook.remove)
+            self._hooks.enter_context(self._calls_noted(self._evidence.calls))
+            self._probe = self._hooks.enter_context(AccumulationProbe(source.trackers[id(self.model)], self.optimizer))
         return [self._hooks]
+
+    def _calls_noted(self, calls: list[bool]) -> AbstractContextManager[Any]:
+        modules = [*self.model.modules()]
+        if any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
+            return nullcontext()
+        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        note = lambda module, *_: calls.extend([module in wrappers] * torch.is_grad_enabled())  # noqa: E731
+        return before_forward([*wrappers, *(wrapper.module for wrapper in wrappers)], note)
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         if self._evidence is not None:
@@ -129,11 +130,11 @@ class SetupCheck(Monitor):
         evidence.note()
         evidence.stepped += self._has_stepped
         is_last = evidence.iterations >= max(MOST, self.iterations)
-        if self.findings is not None:
-            if is_last or not idle_parameters(evidence):
-                self._finish()
-        elif is_last or evidence.stepped >= self.iterations:
-            self._is_resolved = False  # until the numbers have been brought to the host
+        if self.findings is None:
+            # The numbers are brought to the host at the end of the iteration.
+            self._is_resolved = not (is_last or evidence.stepped >= self.iterations)
+        elif is_last or not idle_parameters(evidence):
+            self._finish()
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._evidence is None else [self._evidence.end()]
