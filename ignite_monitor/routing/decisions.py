@@ -15,9 +15,11 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
-NOT_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over two or more experts"
-NO_CHOICE = "only logit_max is reported of routers without an attribute top_k, the number of experts per token"
-PROBABILITIES = "logit_max and margin are not reported of routers that return probabilities in place of logits"
+TEXTS = {  # by kind of report
+    "no_logits": "nothing is reported of modules that do not return a plain tensor of logits over two or more experts",
+    "no_choice": "only logit_max is reported of routers without an attribute top_k, the number of experts per token",
+    "probabilities": "logit_max and margin are not reported of routers that return probabilities in place of logits",
+}
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -31,19 +33,13 @@ def is_of_transformers(module: nn.Module) -> bool:
 class RouterDecisions(ModuleHook):
     """Sums up the decisions of routers in training mode, as a hook on them.
 
-    Args:
-        root: the model without wrappers.
-        routers: router -> name for loggers, number of experts per token if known.
-
-    Attributes:
-        sums: name -> result of :func:`routing_sums`, over all calls.
-        skipped: reason why something is not reported -> names of routers.
+    ``routers`` have a name for loggers, and the number of experts per token, if it is known.
     """
 
     def __init__(self, root: nn.Module, routers: dict[nn.Module, tuple[str, int | None]]) -> None:
         self._root, self._routers = root, {id(module): router for module, router in routers.items()}
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self.skipped: dict[str, set[str]] = {NOT_LOGITS: set(), NO_CHOICE: set()}
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}  # results of routing_sums() by name, over all calls
+        self.skipped: dict[str, set[str]] = {"no_logits": set(), "no_choice": set()}  # names of routers by kind
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         router = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
@@ -53,13 +49,13 @@ class RouterDecisions(ModuleHook):
         logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
         known = self.sums.get(name)
         if not _fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):
-            self.skipped[NOT_LOGITS].add(name)
+            self.skipped["no_logits"].add(name)
         elif logits.numel():
             with hidden_from_user_modes():
                 if choice is None and k is not None and k <= logits.shape[-1]:
                     choice = logits.topk(k).indices
                 elif choice is None:
-                    self.skipped[NO_CHOICE].add(name)
+                    self.skipped["no_choice"].add(name)
                 sums, largest = routing_sums(logits, choice, is_mask)
                 if known:
                     sums, largest = known[0] + move_like(sums, known[0]), known[1].maximum(move_like(largest, known[1]))

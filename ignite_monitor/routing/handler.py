@@ -19,14 +19,7 @@ from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags,
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
-from ignite_monitor.routing.decisions import (
-    NOT_LOGITS,
-    PROBABILITIES,
-    VALUES,
-    RouterDecisions,
-    is_of_transformers,
-    routing_values,
-)
+from ignite_monitor.routing.decisions import TEXTS, VALUES, RouterDecisions, is_of_transformers, routing_values
 
 
 class RoutingHandler(Monitor, schema=ROUTING):
@@ -101,20 +94,19 @@ class RoutingHandler(Monitor, schema=ROUTING):
         decisions, self._decisions = self._decisions, None
         if decisions is None:
             return
-        for reason, names in decisions.skipped.items():
+        for kind, names in decisions.skipped.items():
             if names:
-                kind = "no_logits" if reason is NOT_LOGITS else "no_choice"
-                self.report(kind, f"{reason}: {', '.join(sorted(names))}", names=sorted(names))
+                self.report(kind, f"{TEXTS[kind]}: {', '.join(sorted(names))}", names=sorted(names))
         if not decisions.sums and not any(decisions.skipped.values()):
             self.report("no_tokens", "no tokens were routed in training mode")
-        device = device_of(self.model)
-        for sums_of_router, largest_logit in decisions.sums.values():
+        device, sums, largest = device_of(self.model), dict[Any, NamedValues](), dict[Any, NamedValues]()
+        for name, (sums_of_router, largest_logit) in decisions.sums.items():
             self._has_probabilities.set((largest_logit.isnan() & ~sums_of_router[:1].isnan())[0])
+            if name not in decisions.skipped["no_logits"]:
+                sums[name] = NamedValues([name], move(sums_of_router, device)[None])
+                largest[name] = NamedValues([name], move(largest_logit, device)[None])
         if self._has_probabilities.take():
-            self.report("probabilities", PROBABILITIES)
-        measured = {name: pair for name, pair in decisions.sums.items() if name not in decisions.skipped[NOT_LOGITS]}
-        sums = {name: NamedValues([name], move(own, device)[None]) for name, (own, _) in measured.items()}
-        largest = {name: NamedValues([name], move(own, device)[None]) for name, (_, own) in measured.items()}
+            self.report("probabilities", TEXTS["probabilities"])
         if self.ranks.size > 1:
             if not self.ranks.all_present:
                 self.report("join", "ranks may have run out of data under join(), so nothing is reported")
