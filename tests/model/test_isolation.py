@@ -142,11 +142,14 @@ def test_a_scripted_module_keeps_its_buffers():
 
 
 @pytest.mark.parametrize("generator", [torch.Generator(), random.Random(), np.random.default_rng()], ids=type)
-def test_generators_that_the_user_names_are_restored(generator):
+@pytest.mark.parametrize("given", [True, False])
+def test_generators_that_are_given_or_that_the_user_names_are_restored(generator, given):
     def draw():
         return torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random()
 
-    with isolated_pass(nn.Linear(1, 1), generators=[generator]):
+    model = nn.Linear(1, 1)
+    model.generators = [] if given else [generator]
+    with isolated_pass(model, generators=[generator] if given else ()):
         inside = draw()
     assert inside == draw()
 
