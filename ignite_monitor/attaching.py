@@ -75,7 +75,7 @@ def attach_monitors(
     ``activation``    ``ActivationHandler(model)``: std, max_abs,          one in ``every``
                       dead_fraction, nonfinite_count, attention
     ``step``          ``StepStatsHandler(model, optimizer)``               one in ``every``
-    ``optimizer``     ``OptimizerStateHandler(model, optimizer)``,         one in ``every``
+    ``moments``       ``OptimizerStateHandler(model, optimizer)``,         one in ``every``
                       if the optimizer has ``betas`` or momentum
     ``rollback``      ``RollbackHandler(rollback)``, if given              all
     ``setup``         ``SetupCheck(model, optimizer)``                     the first three
@@ -164,7 +164,7 @@ def attach_monitors(
     monitors |= {"update": (update, sampled), "activation": (activation, sampled)}
     monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), sampled
     if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
-        monitors["optimizer"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
+        monitors["moments"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
     extras: dict[str, Callable[..., Monitor]] = {
         "histograms": HistogramHandler,
         "replicas": partial(ReplicaCheckHandler, optimizer=optimizer),

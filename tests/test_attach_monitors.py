@@ -210,10 +210,10 @@ def test_what_fails_half_way_leaves_nothing(parts):
 def test_what_is_cheap_is_there_and_the_rest_by_name():
     model, optimizer, trainer = make_trainer()
     handle = attach_monitors(trainer, model, optimizer, every=1)
-    assert set(handle.monitors) == {"grad", "loss", "setup", "update", "activation", "step", "optimizer"}
+    assert set(handle.monitors) == {"grad", "loss", "setup", "update", "activation", "step", "moments"}
     assert "setup" not in attach_monitors(trainer, model, optimizer, setup_check=False).monitors
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert "optimizer" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
+    assert "moments" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
     attach_monitors(trainer, model, optimizer, every=1, extra=["histograms", "replicas", "spectral", "rcc"])
     trainer.run(make_batches(2))
     assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
