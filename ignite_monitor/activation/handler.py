@@ -25,6 +25,7 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, parameters_of, tags
+from ignite_monitor.monitor.arguments import check_scaler
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues, joined
@@ -126,8 +127,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
             family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
         }
         check_type("attention", attention, bool, "bool")
-        if scaler is not None:
-            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        check_scaler(scaler)
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
         if differences != (reference is not None):
             raise ValueError(

@@ -23,7 +23,7 @@ from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.arguments import check_holds, check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
@@ -84,8 +84,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         prefix: str = "curvature",
     ) -> None:
         super().__init__(model, prefix, group=group)
-        check_optimizer(optimizer)
-        check_holds(optimizer, model)
+        check_optimizer(optimizer, model)
         if any_dtensor(model.parameters()):
             raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
         check_function("loss", loss, "the model", "the batch", optional=False)

@@ -71,11 +71,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         self.direction = direction
         self._rows = torch.zeros(len(self._NAMES), dtype=torch.float64, device="cpu")
         self._sides: Tensor | None = None  # signs and weights of the sums, on the device of the values
-        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
         self._drifts = DeferredFlag()
-
-    def counts(self) -> Tensor:
-        return self._counts  # a drift counts as a spike and as a reset
 
     def reset_threshold(self) -> None:
         self._rows = torch.zeros_like(self._rows)
@@ -87,7 +83,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         own = dict(zip(self._NAMES, self._rows.unbind(), strict=True))
-        counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
+        counts = self._saved_counts(state_dict)
         self._rows = torch.stack([*loaded(own, state_dict["statistics"]).values()])
         self._counts = counts
 
@@ -109,6 +105,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         sums = torch.where(finite, sums, rows[5:])
         drift = (sums * watched).max() > self._LIMIT
         self._rows = after.masked_fill(drift, 0.0)
+        # A drift counts as a spike and as a reset.
         self._counts = move_like(self._counts, number) + torch.stack((drift, ~finite, drift))
         self._drifts.set(drift)
         self.publish(drift=drift.to(number.dtype), sum_up=sums[0], sum_down=sums[1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.checks import check_real
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
@@ -26,7 +26,7 @@ from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import Iteration
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
-from ignite_monitor.monitor.arguments import check_holds, check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer, check_scaler
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
@@ -96,11 +96,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         flag: str = "unhealthy_spike",
     ) -> None:
         super().__init__(model, prefix, flag, max_consecutive_spikes, group)
-        if optimizer is not None:
-            check_optimizer(optimizer, optional=True)
-            check_holds(optimizer, model)
-        if scaler is not None:
-            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        check_optimizer(optimizer, model, optional=True)
+        check_scaler(scaler)
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._action = SpikeAction(on_spike, optimizer)

@@ -106,16 +106,20 @@ def steps_through_scaler() -> bool:
     return False
 
 
-def check_optimizer(optimizer: object, *, optional: bool = False) -> None:
-    """Refuse an object that is none of torch's optimizers; of a wrapper the optimizer inside is needed."""
-    if not (optional and optimizer is None):
-        check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer" + " or None" * optional)
-
-
-def check_holds(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise a ValueError for an optimizer that holds none of a model's parameters."""
-    if held_by(optimizer).isdisjoint(map(id, model.parameters())):
+def check_optimizer(optimizer: Any, model: nn.Module | None = None, *, optional: bool = False) -> None:
+    """Refuse an object that is none of torch's optimizers; a ValueError if it holds none of a model's parameters."""
+    if optional and optimizer is None:
+        return
+    # Of a wrapper the optimizer inside is needed.
+    check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer" + " or None" * optional)
+    if model is not None and held_by(optimizer).isdisjoint(map(id, model.parameters())):
         raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
+
+
+def check_scaler(scaler: object) -> None:
+    """Refuse an object that is no GradScaler of torch, nor None."""
+    if scaler is not None:
+        check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
 
 
 def check_whole(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,14 @@ class ScalarMonitor(Monitor):
     def _set_value(self, value: Callable[[Engine], float | Tensor | None]) -> None:
         check_function("value", value, "the engine", optional=False)
         self.value = value
+        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
+
+    def counts(self) -> Tensor:
+        return self._counts
+
+    @staticmethod
+    def _saved_counts(state_dict: Mapping[str, Any]) -> Tensor:
+        return torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
 
     def _read(self, engine: Engine) -> Tensor | None:
         """Return the value as a 0-dim tensor; None without one."""

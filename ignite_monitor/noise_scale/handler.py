@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_function, check_real, check_type
+from ignite_monitor.checks import check_count, check_function, check_real
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
@@ -23,7 +23,7 @@ from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.tensors import count_items
-from ignite_monitor.monitor.arguments import check_holds, check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer, check_scaler
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import NOT_REDUCED
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
@@ -86,8 +86,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
         prefix: str = "noise_scale",
     ) -> None:
         super().__init__(model, prefix)
-        check_optimizer(optimizer)
-        check_holds(optimizer, model)
+        check_optimizer(optimizer, model)
         if any_dtensor(model.parameters()):
             raise ValueError("Argument model should not be sharded: no rank has a gradient of its own part of a batch")
         self._over_ranks = any(isinstance(module, DistributedDataParallel) for module in model.modules())
@@ -99,8 +98,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
             )
         check_function("items", items, "the batch")
         self.optimizer = optimizer
-        if scaler is not None:
-            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        check_scaler(scaler)
         self.items, self.scaler = items, scaler
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step

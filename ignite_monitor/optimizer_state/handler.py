@@ -15,7 +15,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import OPTIMIZER_STATE
 from ignite_monitor.model.names import tags, top
 from ignite_monitor.model.norms import order_statistics
-from ignite_monitor.monitor.arguments import check_holds, check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.optimizer_state.measured_step import MomentMeasurement, MomentStatistics
 
@@ -67,8 +67,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         prefix: str = "optimizer",
     ) -> None:
         super().__init__(model, prefix)
-        check_optimizer(optimizer)
-        check_holds(optimizer, model)
+        check_optimizer(optimizer, model)
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.top_k = check_count("top_k", top_k)

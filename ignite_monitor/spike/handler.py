@@ -82,10 +82,6 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         self._detector = SpikeDetector(rule, max_consecutive_spikes=self.max_consecutive_spikes, ignored=math.nan)
         if direction == "both":
             self._detector.to(torch.zeros(2, dtype=torch.float64, device="cpu"))
-        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
-
-    def counts(self) -> Tensor:
-        return self._counts
 
     def reset_threshold(self) -> None:
         self._detector.reset_threshold()
@@ -95,7 +91,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        counts = torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
+        counts = self._saved_counts(state_dict)
         self._detector.load_state_dict(state_dict["detector"])
         self._counts = counts
         self._reported_resets = float(counts[2])

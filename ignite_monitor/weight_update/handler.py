@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.arguments import check_holds, check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer, check_scaler
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.weight_update.frozen import FrozenParameters
 from ignite_monitor.weight_update.train_step import UpdateMeasurement
@@ -112,11 +112,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
         prefix: str = "monitor",
     ) -> None:
         super().__init__(model, prefix)
-        check_optimizer(optimizer, optional=True)
-        if optimizer is not None:
-            check_holds(optimizer, model)
-        if scaler is not None:
-            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        check_optimizer(optimizer, model, optional=True)
+        check_scaler(scaler)
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
