@@ -54,7 +54,7 @@ class GradientsReady(NamedTuple):
 class StepRequests:
     """Requests of monitors to a step during OPTIMIZER_STEP_STARTED, and the decision on it."""
 
-    flags: list[bool | Tensor] = field(default_factory=list)
+    flags: list[Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
     made: bool | Tensor = True
 
@@ -73,7 +73,7 @@ class OptimizerStep(NamedTuple):
 
     def skip(self, flag: bool | Tensor) -> None:
         """Skip the step if a flag is True: a bool, or a 0-dim bool tensor."""
-        self.requests.flags.append(flag)
+        self.requests.flags.append(flag if isinstance(flag, Tensor) else torch.tensor(flag, device="cpu"))
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients that the optimizer uses by a 0-dim tensor, from 0 to 1."""

@@ -56,7 +56,7 @@ class RunningStatistics:
         both = zip(window.versions, train_step.versions, strict=True)
         window.versions = [number if number == other else -1 for number, other in both]
 
-    def restore(self, flag: bool | Tensor) -> None:
+    def restore(self, flag: Tensor) -> None:
         """Restore the buffers where a flag is True, without reading it if it is on a device."""
         changed = self._window.changed()
         _copy_where(flag, [tensor for tensor, _ in changed], [copy for _, copy in changed])
@@ -93,10 +93,10 @@ class _Copies:
 
 
 @torch.no_grad()
-def _copy_where(flag: bool | Tensor, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _copy_where(flag: Tensor, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors to others where a flag is True, without reading it if it is on a device."""
-    if not isinstance(flag, Tensor) or flag.is_cpu:
-        if flag and targets:
+    if flag.is_cpu:
+        if targets and torch.is_nonzero(flag):
             foreach_copy(targets, sources)
         return
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}

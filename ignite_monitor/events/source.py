@@ -150,7 +150,7 @@ class EventSource:
         for phase in PHASES.get(event._name_, ()):
             if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
                 flag = self._steps.act(self._stepping, self._requests)
-                if flag is not False:
+                if flag is not None:
                     self._restore_statistics(flag)
             if self._listeners[phase._name_]:
                 self._call(phase, engine, about)
@@ -247,7 +247,7 @@ class EventSource:
                 self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
             self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
 
-    def _restore_statistics(self, flag: bool | Tensor) -> None:
+    def _restore_statistics(self, flag: Tensor) -> None:
         for tracker in self.trackers.values():
             # Forward passes through a discriminator, after its step or before its own backward, are of its generator's.
             is_shared = tracker.accumulates and not tracker.has_own_backward

@@ -73,21 +73,23 @@ class StepOwner:
                     f"optimizer.step() after backward(), without a closure: call it so, or {_FIX}"
                 )
 
-    def act(self, optimizer: Optimizer, requests: StepRequests) -> bool | Tensor:
-        """Do what monitors ask of the step that starts; return whether they skip it, maybe a 0-dim bool tensor."""
+    def act(self, optimizer: Optimizer, requests: StepRequests) -> Tensor | None:
+        """Do what monitors ask of the step that starts; return whether they skip it, 0-dim, or None if none asks."""
         if requests.factors:
             gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
             scale(gradients, _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         requests.made = True if found_inf is None else found_inf.reshape(()) == 0
-        flag = _any(requests.flags) if requests.flags else False
-        if isinstance(flag, Tensor) and skips_on_device(optimizer):
-            skipped = flag.to(torch.float32)
+        if not requests.flags:
+            return None
+        flag = _combined(torch.logical_or, requests.flags)
+        if skips_on_device(optimizer):
+            skipped = move(flag.to(torch.float32), parameters_of(optimizer)[0].device)
             if found_inf is not None:
                 skipped = torch.maximum(found_inf.reshape(()), move(skipped, found_inf.device))
             requests.made = skipped == 0
             self._replace_found_inf(optimizer, found_inf, skipped)
-        elif flag:  # read on the host
+        elif torch.is_nonzero(flag):  # read on the host
             requests.made = False
             self._hide_gradients(optimizer)
         return flag
@@ -198,14 +200,6 @@ def _values(gradient: Any) -> Tensor:
         return sparse_parts(gradient)[1]
     values: Tensor = gradient if gradient.layout == torch.strided else gradient.values()
     return values
-
-
-def _any(flags: Sequence[bool | Tensor]) -> bool | Tensor:
-    """Combine flags without synchronization."""
-    if any(not isinstance(flag, Tensor) and flag for flag in flags):
-        return True
-    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
-    return _combined(torch.logical_or, tensors) if tensors else False
 
 
 def _combined(combine: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -68,7 +68,8 @@ class GradientDetector:
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
         self.postponed: PostponedSpike | None = None
         self.reset_by: GradientDetection | None = None  # the last one that may have reset a threshold
-        self._counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
+        # Numbers of spikes, non-finite norms and resets so far, a postponed spike included.
+        self.counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
     def start_iteration(self, unseen: bool) -> None:
         """Drop losses that no gradient has used; all of them after iterations that were not monitored."""
@@ -132,13 +133,13 @@ class GradientDetector:
         if may_be_true(detection.threshold_reset):
             self.reset_by = detection
         flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
-        if self._counts[0].device != flags[0].device:
-            self._counts = [move_like(count, detection.norm.value) for count in self._counts]
-        self._counts = foreach_add(self._counts, flags)
+        if self.counts[0].device != flags[0].device:
+            self.counts = [move_like(count, detection.norm.value) for count in self.counts]
+        self.counts = foreach_add(self.counts, flags)
 
     def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
         """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
-        self.postponed = PostponedSpike(self._copies(), self._counts, self.losses.take())
+        self.postponed = PostponedSpike(self._copies(), self.counts, self.losses.take())
         self.observe(detection)
         self._restore(self.postponed, ~is_spike)
 
@@ -156,7 +157,7 @@ class GradientDetector:
         """A backward has come: undo the update of the postponed spike if that of any rank accumulates."""
         accumulated = None if postponed.probe is None else postponed.probe.accumulates
         if accumulated is None:
-            accumulated = torch.zeros_like(self._counts[0], dtype=torch.bool)
+            accumulated = torch.zeros_like(self.counts[0], dtype=torch.bool)
         accumulated = self._ranks.any(accumulated)
         self._restore(postponed, accumulated)
         self.losses.give_back(postponed.losses, accumulated)
@@ -166,14 +167,14 @@ class GradientDetector:
     def undo_postponed(self) -> None:
         """Undo the update of a postponed spike: its gradient is that of a step, or a part of it."""
         if self.postponed is not None:
-            self._detectors, self._counts = self.postponed.detectors, self.postponed.counts
+            self._detectors, self.counts = self.postponed.detectors, self.postponed.counts
             self.postponed = None
 
     def _restore(self, before: PostponedSpike, when: Tensor) -> None:
         for name, detector in self._detectors.items():
             detector.restore(before.detectors[name], when)
-        pairs = zip(before.counts, self._counts, strict=True)
-        self._counts = [torch.where(when.to(count.device), earlier.to(count), count) for earlier, count in pairs]
+        pairs = zip(before.counts, self.counts, strict=True)
+        self.counts = [torch.where(when, move_like(earlier, count), count) for earlier, count in pairs]
 
     def _copies(self) -> dict[str, Any]:
         return {name: detector.copy() for name, detector in self._detectors.items()}
@@ -187,11 +188,7 @@ class GradientDetector:
     @property
     def resets(self) -> Tensor:
         """Number of resets of a threshold so far, without that of a postponed spike, 0-dim."""
-        return (self._counts if self.postponed is None else self.postponed.counts)[2]
-
-    def counts(self) -> Sequence[Tensor]:
-        """Number of spikes, of non-finite norms, and of resets so far, the postponed spike included."""
-        return self._counts
+        return (self.counts if self.postponed is None else self.postponed.counts)[2]
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
@@ -207,13 +204,13 @@ class GradientDetector:
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts, as if the gradient of a postponed spike had been discarded."""
         state = {name: detector.state_dict() for name, detector in self._detectors.items()}
-        return state | {"counts": torch.stack([*self._counts])}
+        return state | {"counts": torch.stack([*self.counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
-        counts = loaded({"counts": torch.stack([*self._counts])}, {"counts": state_dict["counts"]})["counts"]
+        counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
         detectors = self._copies()
         for name in detectors.keys() & state_dict.keys():
             detectors[name].load_state_dict(state_dict[name])
-        self._detectors, self._counts = detectors, counts.clone().unbind()
+        self._detectors, self.counts = detectors, counts.clone().unbind()
         self.postponed = None

@@ -233,7 +233,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         else:
             self._publish(published)
             self._now.is_published = is_published
-            if is_cpu(published.spike) and self._possible_spike() is not None:
+            if is_cpu(published.spike) and torch.is_nonzero(published.spike):
                 bring_to_host([self])
         if self._detector.reset_by is not None:
             self._fire_reset(engine, self._detector.reset_by)

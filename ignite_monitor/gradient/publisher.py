@@ -62,11 +62,11 @@ class GradientPublisher(DetectionMonitor):
         self._unseen = 0  # consecutive iterations without a gradient
 
     def counts(self) -> Tensor:
-        return torch.stack([*self._detector.counts()])
+        return torch.stack([*self._detector.counts])
 
     def run_totals(self) -> dict[str, float | Tensor]:
         counts = {name.removesuffix("_count"): count for name, count in self._action.counts.items()}
-        return {"spikes": self._detector.counts()[0], **counts}
+        return {"spikes": self._detector.counts[0], **counts}
 
     def reset_threshold(self) -> None:
         self._detector.reset_threshold()
@@ -105,7 +105,7 @@ class GradientPublisher(DetectionMonitor):
         if self.metrics:  # of an earlier gradient of this iteration
             self.clear_metrics()
         self._now.published = detection
-        spikes, nonfinite, _ = self._detector.counts()
+        spikes, nonfinite, _ = self._detector.counts
         values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
         if self._now.scale is not None:
             values["scale"] = self._now.scale
