@@ -92,7 +92,7 @@ def test_interrupted_and_continued(tmp_path, caplog):
             training.run()
 
     training.train(steps)
-    assert [text for text in caplog.messages if "attention=True" not in text] == []  # nothing is missing before the end
+    assert [text for text in caplog.messages if "fast path" not in text] == []  # nothing else is missing
     assert len(pauses) == len(stops) + 2
     check(training, "every third", accumulate=2)
 
