@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls,
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import RATIO, MetricSet, as_number, is_tag
 from ignite_monitor.activation.record import recording
-from ignite_monitor.activation.units import UnitDimensions, passes_units
+from ignite_monitor.activation.units import UnitDimensions
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
@@ -31,6 +31,8 @@ _FAST_PATH = Reason(
 _NOT_A_NUMBER = Reason("recorded_value", "recorded values should be real numbers, or tensors or arrays of them")
 _NOT_A_NAME = Reason("recorded_name", "recorded names should consist of letters, digits, '-', '_', '.' and '/'")
 _NO_MODULE = Reason("recorded_module", "values are recorded in the forward of a module of the model, or with module=")
+
+_NOT_HIDDEN = nullcontext()  # modes take longer than the rest of a call
 
 Layer = tuple[str, str]  # name in the model without wrappers, ``_root_`` for the whole model; name for loggers
 
@@ -52,13 +54,14 @@ class ForwardMetrics(ModuleHook):
         layers: Mapping[nn.Module, Layer],
         metrics: MetricSet,
         attention: bool,
+        units: UnitDimensions,
         pause: Pause,  # nothing is measured while it is true
     ) -> None:
         self._root = root
         self._layers = {id(module): layer for module, layer in layers.items()}
         self._metrics = metrics
         self._attention = attention
-        self._pause = pause
+        self._units, self._pause = units, pause
         self.activation = Measurement("activation", metrics)
         self.recorded, self._entropies, self._logits = (
             Measurement(family, MetricSet(family, {}, metrics.aggregate))
@@ -67,7 +70,6 @@ class ForwardMetrics(ModuleHook):
         self.measurements = [self.activation, self.recorded, self._entropies, self._logits]
         self.saw_attention = not attention
         self.skipped: dict[Reason, set[str]] = {}
-        self._units = UnitDimensions()
 
     def contexts(self, modules: Mapping[str, nn.Module]) -> list[AbstractContextManager[Any]]:
         """Contexts around a train step, with hooks on modules where they do not change what the model computes."""
@@ -76,7 +78,7 @@ class ForwardMetrics(ModuleHook):
         for name in modules.keys() - hooks_allowed.keys():
             self._skip(name, _FAST_PATH)
         if self._metrics:
-            hooked = [item for item in hooks_allowed.values() if id(item) in self._layers or passes_units(item)]
+            hooked = [item for item in hooks_allowed.values() if id(item) in self._layers or item in self._units]
             contexts.append(outputs_to(hooked, self))
             contexts.append(after_forward([self._root], self._pass_ended))
         if self._attention and may_use_fast_path(self._root):
@@ -96,19 +98,21 @@ class ForwardMetrics(ModuleHook):
     # Outputs of modules
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._is_wanted():
-            return
+        if self._is_wanted():
+            with hidden_from_user_modes() if function_modes() or dispatch_modes() else _NOT_HIDDEN:
+                self._measure_output(module, args, output)
+
+    def _measure_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         layer = self._layers.get(id(module))  # None for a module that only passes units to others
         name, tag = layer or ("", "")
-        with hidden_from_user_modes() if function_modes() or dispatch_modes() else torch.no_grad():
-            tensors = ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag)
-            for i, (key, tensor) in enumerate(tensors):
-                if has_local_data(tensor) and tensor.is_floating_point():
-                    unit = self._units.of(module, args, tensor, i == 0)
-                    if layer is not None:
-                        self.activation.add(key, name, tensor, unit, copy=True)
-                elif layer is not None and not has_local_data(tensor):
-                    self._skip(tag, NOT_PLAIN)
+        tensors = ((tag, output),) if type(output) is Tensor else tagged_tensors(output, tag)
+        for i, (key, tensor) in enumerate(tensors):
+            if has_local_data(tensor) and tensor.is_floating_point():
+                unit = self._units.of(module, args, tensor, i == 0)
+                if layer is not None:
+                    self.activation.add(key, name, tensor.detach(), unit, copy=True)
+            elif layer is not None and not has_local_data(tensor):
+                self._skip(tag, NOT_PLAIN)
 
     def _pass_ended(self, *_: Any) -> None:
         if self._is_wanted():

@@ -17,6 +17,7 @@ from ignite_monitor.activation.gradient_metrics import GradientMetrics
 from ignite_monitor.activation.measurement import Measurement, OutputComparison, rows_of, values_of
 from ignite_monitor.activation.metric import AGGREGATES, MetricSet
 from ignite_monitor.activation.statistics import WITHOUT_STATISTICS
+from ignite_monitor.activation.units import UnitDimensions
 from ignite_monitor.checks import check_choice, check_type
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
@@ -187,6 +188,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
         self._modules: dict[str, nn.Module] = {}
         self._layers: dict[nn.Module, Layer] = {}
+        self._units = UnitDimensions([])
         self._parameters: dict[nn.Parameter, Layer] = {}
         self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
@@ -203,9 +205,9 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._of_parameters = self._measure_parameters()
         if self._metrics["gradient"]:
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"], self._fewest)
-        self._forward = ForwardMetrics(
-            self._modules[""], self._layers, self._metrics["activation"], self._attention, self._pause
-        )
+        self._units.clear()
+        metrics, root = self._metrics["activation"], self._modules[""]
+        self._forward = ForwardMetrics(root, self._layers, metrics, self._attention, self._units, self._pause)
         compared = [] if self._passes is None else [self._passes.watched()]
         return [eager(), *self._forward.contexts(self._modules), *compared]
 
@@ -311,6 +313,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._known, self._fewest = self._source.trackers[id(self.model)].parameters, {}
         self._modules = modules = modules_by_name(self.model)
         self._layers = {modules[name]: layer for name, layer in self._tagged(modules).items()}
+        self._units = UnitDimensions(modules.values())
         parameters = {name: parameter for name, parameter, _ in named_parameters(self.model)}
         tagged = self._tagged(parameters).items()
         self._parameters = {parameters[name]: names for name, names in tagged if not parameters[name].is_meta}

@@ -44,9 +44,8 @@ class Measurement:
         self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}  # by what measures them together
         self._waiting_size = 0
         self._waiting_values: dict[str, list[tuple[str, Tensor, float]]] = {}  # aggregation -> key, value, weight
-        # Tables by number of units (0 for none), and by aggregation; one part after flush().
-        self._moments: dict[int, list[NamedValues]] = {}
-        self._aggregates: dict[str, list[NamedValues]] = {}
+        # By aggregation, and by number of units (0 for none) those of moments(); one part after flush().
+        self._tables: dict[str | int, list[NamedValues]] = {}
         self._order: dict[str, int] = {}  # key -> place in the order of execution
 
     def wants(self, name: str) -> bool:
@@ -98,54 +97,57 @@ class Measurement:
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)
-        self._moments = {units: [merged(parts, SUMMED)] for units, parts in self._moments.items()}
         values, self._waiting_values = self._waiting_values, {}
         for how, pending in values.items():
             first = pending[0][1]
             own = torch.stack([move_like(value, first) for _, value, _ in pending]).view(len(pending), -1)
             weights = torch.tensor([[weight] for _, _, weight in pending], dtype=own.dtype, device="cpu")
             rows = AGGREGATIONS[how].partial(own, move(weights, own.device))
-            parts = [*self._aggregates.get(how, ()), NamedValues([key for key, _, _ in pending], rows)]
-            self._aggregates[how] = [merged(parts, 0 if AGGREGATIONS[how].is_maximum else rows.shape[1])]
+            self._tables.setdefault(how, []).append(NamedValues([key for key, _, _ in pending], rows))
+        self._tables = {kind: [merged(parts, _summed(kind))] for kind, parts in self._tables.items()}
 
     def rows(self) -> tuple[Rows, Rows]:
-        """Everything measured, as rows that add up over ranks, and rows whose maximum over ranks is taken."""
+        """Everything measured: columns that add up over ranks, and columns whose maximum over ranks is taken."""
         self.flush()
         sums, maxima = Rows(), Rows()
-        for units, [(keys, rows)] in self._moments.items():
-            sums[self.family, "moments", units] = NamedValues(keys, rows[:, :SUMMED])
-            maxima[self.family, "units", units] = NamedValues(keys, rows[:, SUMMED:])
-        for how, [aggregates] in self._aggregates.items():
-            (maxima if AGGREGATIONS[how].is_maximum else sums)[self.family, how] = aggregates
+        for kind, [(keys, rows)] in self._tables.items():
+            for own, columns in zip((sums, maxima), rows.tensor_split([_summed(kind)], 1), strict=True):
+                if columns.shape[1]:
+                    own[self.family, kind] = NamedValues(keys, columns)
         return sums, maxima
 
-    def statistics(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
-        """Names and values of the built-in metrics, NaN where there are none, from rows of this rank or of all."""
-        parts = [
-            NamedValues(keys, with_units(rows, maxima[self.family, "units", kind[2]].values, kind[2]))
-            for kind, (keys, rows) in sums.items()
-            if kind[:2] == (self.family, "moments")
-        ]
-        if not parts:
-            return []
-        together = statistics(parts)
-        # Reports name the first non-finite output by the order of the names.
-        place_of = [self._order.get(key, i) for i, key in enumerate(together.names)]
-        keys, rows = together.rows(sorted(range(len(place_of)), key=place_of.__getitem__))
-        names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
-        values = rows.unbind(1)
-        return [NamedValues(names, torch.stack([values[index] for index in self._columns], 1).flatten())]
+    def values(self, sums: Rows, maxima: Rows) -> list[NamedValues]:
+        """Names and values, not finite where there are none, from rows of this rank or of all."""
+        results, parts = [], []
+        for (family, kind), (keys, rows) in (maxima | sums).items():
+            if family == self.family and kind in AGGREGATIONS:
+                results.append(NamedValues([f"{family}/{key}" for key in keys], AGGREGATIONS[kind].finish(rows)))
+            elif family == self.family:
+                parts.append(NamedValues(keys, with_units(rows, maxima[family, kind].values, kind)))
+        if parts:
+            together = statistics(parts)
+            # Reports name the first non-finite output by the order of the names.
+            place_of = [self._order.get(key, i) for i, key in enumerate(together.names)]
+            keys, rows = together.rows(sorted(range(len(place_of)), key=place_of.__getitem__))
+            names = [f"{self.family}/{key}/{STATISTICS[index]}" for key in keys for index in self._columns]
+            columns = rows.unbind(1)
+            results.append(NamedValues(names, torch.stack([columns[i] for i in self._columns], 1).flatten()))
+        return results
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
         rows = moments(tensors, None if unit is None else unit + 1)
         units = 0 if unit is None else rows.shape[1] - SUMMED - 2
-        self._moments.setdefault(units, []).append(NamedValues(keys, rows))
+        self._tables.setdefault(units, []).append(NamedValues(keys, rows))
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         for metric_name, metric in self.metrics.of(name):
             value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
             how = metric.aggregate or self.metrics.aggregate
             self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
+
+
+def _summed(kind: str | int) -> int:
+    return SUMMED if isinstance(kind, int) else AGGREGATIONS[kind].summed
 
 
 def rows_of(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
@@ -159,14 +161,9 @@ def rows_of(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
 
 
 def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
-    """Names and values, not finite where there are none, from rows of this rank (None) or of all."""
-    sums, maxima = rows_of(measurements) if rows is None else rows
-    results = [
-        NamedValues([f"{kind[0]}/{key}" for key in keys], AGGREGATIONS[kind[1]].finish(values))
-        for kind, (keys, values) in (sums | maxima).items()
-        if kind[1] in AGGREGATIONS
-    ]
-    return results + [values for measurement in measurements for values in measurement.statistics(sums, maxima)]
+    """The values of all measurements, from rows of this rank (None) or of all."""
+    rows = rows_of(measurements) if rows is None else rows
+    return [values for measurement in measurements for values in measurement.values(*rows)]
 
 
 _INCOMPLETE = ("incomplete", "")  # kind of rows

@@ -27,7 +27,7 @@ class Aggregation(NamedTuple):
     """Aggregation of a metric's values over passes and ranks."""
 
     partial: Callable[[Tensor, Tensor], Tensor]  # function of values and weights, one per row, that returns rows
-    is_maximum: bool  # whether the maximum of rows is taken, not their sum
+    summed: int  # number of columns that are summed; of the others the maximum is taken
     finish: Callable[[Tensor], Tensor]  # function of the sums or maxima of rows
 
 
@@ -36,12 +36,12 @@ def _with_weights(values: Tensor, weights: Tensor) -> Tensor:
 
 
 AGGREGATIONS = {
-    "mean": Aggregation(lambda v, w: _with_weights(v * w, w), False, lambda rows: rows[:, 0] / rows[:, 1]),
-    "sum": Aggregation(_with_weights, False, lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan)),
-    "max": Aggregation(lambda v, w: v, True, lambda rows: rows[:, 0]),
-    "min": Aggregation(lambda v, w: -v, True, lambda rows: -rows[:, 0]),
-    KURTOSIS: Aggregation(_with_weights, False, kurtosis),
-    RATIO: Aggregation(lambda v, w: v, False, lambda rows: rows[:, 0] / rows[:, 1]),
+    "mean": Aggregation(lambda v, w: _with_weights(v * w, w), 2, lambda rows: rows[:, 0] / rows[:, 1]),
+    "sum": Aggregation(_with_weights, 2, lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan)),
+    "max": Aggregation(lambda v, w: v, 0, lambda rows: rows[:, 0]),
+    "min": Aggregation(lambda v, w: -v, 0, lambda rows: -rows[:, 0]),
+    KURTOSIS: Aggregation(_with_weights, 5, kurtosis),
+    RATIO: Aggregation(lambda v, w: v, 2, lambda rows: rows[:, 0] / rows[:, 1]),
 }
 
 
