@@ -86,7 +86,6 @@ class Monitor(Serializable):
         self.model, self.prefix, self.ranks = model, prefix, Ranks(group, model)
         # No two monitors on an engine share a family, and loggers write every family under a tag of its own.
         self.families = [self._named(family) for family in families] or [prefix]
-        self._starts = tuple(f"{family}/" for family in self.families)
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
         self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
@@ -340,7 +339,8 @@ class Monitor(Serializable):
 
     def _claim_names(self, engine: Engine) -> None:
         """Remove what others have left under the names of this monitor, and set its attributes."""
-        for name in [name for name in engine.state.metrics if name.startswith(self._starts)]:
+        starts = tuple(f"{family}/" for family in self.families)
+        for name in [name for name in engine.state.metrics if name.startswith(starts)]:
             del engine.state.metrics[name]
         self.clear(engine)
 

@@ -63,15 +63,12 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
     monitors = [monitor for monitor in monitors if not monitor._is_resolved]
     groups = [[*(values for _, values in monitor._waiting), *monitor.deferred_tensors()] for monitor in monitors]
     for monitor, numbers in zip(monitors, transfer(groups), strict=True):
-        waiting = [names for names, _ in monitor._waiting]
-        monitor._waiting.clear()
-        monitor._is_resolved = True
-        latest = {
-            name: value for pair in zip(waiting, numbers, strict=False) for name, value in zip(*pair, strict=True)
-        }
+        waiting, monitor._waiting, monitor._is_resolved = monitor._waiting, [], True
+        latest: dict[str, float] = {}
+        for (names, _), values in zip(waiting, numbers, strict=False):
+            latest.update(zip(names, values, strict=True))
         # A number that was published after a tensor of the same name stays.
-        current = monitor.metrics
-        waits = [name for name in latest if isinstance(current.get(monitor._named(name)), Tensor)]
+        waits = [name for name in latest if isinstance(monitor.metrics.get(monitor._named(name)), Tensor)]
         monitor._put({name: latest[name] for name in waits})
         monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
 

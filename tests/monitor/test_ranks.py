@@ -153,7 +153,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "GradMonitor of a group": (lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD), (3, 40)),
     "GradMonitor per parameter of a group": (
         lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD, per_parameter=True),
-        (3, 112),
+        (3, 88),
     ),
     "GradMonitor with loss": (lambda m, o: im.GradMonitor(m, o, loss=lambda engine: 1.0), (1, 16)),
     "GradMonitor per parameter": (partial(im.GradMonitor, per_parameter=True), (0, 0)),

@@ -20,8 +20,6 @@ from tests._helpers import PUT
 from tests._models import TwoHeads
 from tests._truth import Event
 
-HEADS = ("a", "b")
-
 
 def make_net(frozen: str) -> TwoHeads:
     torch.manual_seed(0)
