@@ -28,15 +28,12 @@ def curves(run: Run) -> Iterator[Finding]:
             yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
     for name, series in run.losses.items():
         begun = series.part(series.steps >= run.first_made)
-        if len(begun.values) >= limits.LOSS_POINTS and np.isfinite(begun.values[-1]):
-            yield from _course(name, begun.finite, has_to_fall=name not in run.own and run.judges_loss)
+        if run.judges_loss and len(begun.values) >= limits.LOSS_POINTS and np.isfinite(begun.values[-1]):
+            yield from _course(name, begun.finite, has_to_fall=name not in run.own)
 
 
 def _course(name: str, series: Series, has_to_fall: bool) -> Iterator[Finding]:
-    """A loss that ended far above its best.
-
-    Unless it has to fall, only one that fell at first is a loss: others grow with the returns of a policy.
-    """
+    """A loss that ended far above its best; unless it has to fall, only one that fell at first is a loss."""
     begin, end, smooth = series.head.median, series.tail.median, _smoothed(series)
     lowest, best = int(smooth.values.argmin()), float(smooth.values.min())
     noise = float(np.median(np.abs(np.diff(series.values))))
@@ -68,7 +65,7 @@ def _smoothed(series: Series) -> Series:
 def learning(run: Run) -> Iterator[Finding]:
     """A recorded loss that does not fall, or that rises from the beginning; outputs that the loss cannot fit."""
     loss, name = run.loss.finite, run.loss_name
-    if len(loss.values) < limits.LEARNING_POINTS or not run.judges_loss:
+    if len(loss.values) < limits.LEARNING_POINTS or not (run.judges_loss and run.of("step")):
         return
     begin, end = loss.head.median, loss.tail.median
     values = {"first": begin, "last": end}

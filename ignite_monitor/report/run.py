@@ -201,10 +201,9 @@ class Run:
 
     @property
     def judges_loss(self) -> bool:
-        """Whether the loss has to fall: one model, whose batches the engine loads, unlike those of a GAN or DQN."""
-        return sum("norm" in it.series for it in self.of("grad")) == 1 and any(
-            monitor.get("items_per_s") for monitor in self.of("step")
-        )
+        """Whether losses are to fall: not those of a GAN or a DQN, with several models or no batches of the engine."""
+        models, steps = sum("norm" in it.series for it in self.of("grad")), self.of("step")
+        return models <= 1 and (not steps or any(monitor.get("items_per_s") for monitor in steps))
 
 
 def is_loss(name: str) -> bool:
