@@ -43,7 +43,7 @@ class HDF5Logger(BaseLogger):
         path: the file, in an existing directory.
         mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
             that resumes from iteration n replaces what the file holds after n; one from the beginning adds its steps.
-        flush_every: number of iterations that are collected in memory before they are written.
+        flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
         ranks: ``"first"``: rank 0 writes. ``"all"``: rank 1 writes ``run.rank1.h5`` beside ``run.h5``, and so on;
             whoever reads ``run.h5`` reads them together.
 

@@ -42,11 +42,12 @@ class RunTracker:
 
     def __init__(self, new_run: Callable[..., Run], flush_every: int) -> None:
         self._new_run, self._flush_every = new_run, flush_every
+        self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
         self._starts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # of runs that have no value or report yet
         self._runs: WeakKeyDictionary[Engine, Run] = WeakKeyDictionary()
         self._latest: Run | None = None
         self._trainer: weakref.ref[Engine] | None = None  # engine of the latest run, if possible one with monitors
-        self.written()
+        self._iterations, self._written = 0, time.monotonic()
 
     def start(self, engine: Engine) -> None:
         """Note that a run starts; its record is made with its first value or report."""
@@ -95,10 +96,11 @@ class RunTracker:
 
     def is_time(self) -> bool:
         """Return True if rows should be written: after enough iterations or seconds."""
-        return self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS
+        return self._iterations >= self._distance or time.monotonic() - self._written > SECONDS
 
     def written(self) -> None:
         """Count from now on."""
+        self._distance = min(max(1, 10 * self._distance), self._flush_every)
         self._iterations, self._written = 0, time.monotonic()
 
     def _begin(self, engine: Engine, start: int, is_rewound: bool = False) -> Run:

@@ -92,7 +92,9 @@ KINDS: dict[str, Kind] = {
     "not_monitored": _symptom(),
     "nonfinite_not_located": _symptom(),
     "stale_moments": _symptom("Lower beta2 (0.95), or clip updates as StableAdamW does."),
-    "large_logits": _symptom("Normalize queries and keys (QK-norm), or clip the logits (QK-clip)."),
+    "large_logits": _symptom(
+        "Normalize queries and keys (QK-norm), clip the logits (QK-clip), or lower the learning rate."
+    ),
     "spikes": _symptom(_INSPECT),
     "loss_spikes": _symptom("Inspect these batches."),
     "nonfinite_activations": _symptom("Inspect that module and its input."),

@@ -21,6 +21,7 @@ OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
 LOSS_POINTS = 10  # fewer values have no course
 LOST_GAIN = 0.5  # share of the gain that is lost again; noise at a plateau is far below
 LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-to-step noise above it
+RISE_NOISE = 4.0  # times the noise above the best value, of a loss that ends above its start
 LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning

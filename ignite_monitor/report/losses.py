@@ -42,7 +42,7 @@ def _course(name: str, series: Series, has_to_fall: bool) -> Iterator[Finding]:
         return
     much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
-    if end > begin and lost > limits.LOST_GAIN * max(abs(begin), gained):
+    if end > begin and lost > max(limits.LOST_GAIN * max(abs(begin), gained), limits.RISE_NOISE * noise):
         kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
     elif gained > 0 and (much or far):
         kind, severity = "loss_rose_again", "warning"

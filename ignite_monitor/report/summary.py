@@ -129,7 +129,7 @@ class Summary:
         if self.failed:
             return f"Nothing unusual, but {plural(len(self.failed), 'rule')} failed."
         if self.healthy is None:
-            return "Nothing unusual, but the gradients were not monitored."
+            return "Nothing unusual, but the gradients were not compared with a threshold."
         return "Healthy: nothing in this run needs attention."
 
     def as_json(self) -> dict[str, Any]:
