@@ -168,7 +168,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
         kind = "periodic_spikes" if period(norm, at) else "bad_batches"
         what = f"{what} The norm then returned below the threshold."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
-    yield Finding(kind, severity, what, (name, monitor.name("spike")), at, values, advice, onset)
+    yield Finding(kind, severity, what, (name, monitor.name("threshold")), at, values, advice, onset)
 
 
 def _passes(norms: Norms, at: Array) -> bool:
