@@ -96,8 +96,8 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             distance = max(limits.RATE_EFFECT, int(np.diff(rates.steps)[0]))
             if any(begin <= onset <= until + distance for onset in damage):
                 name, first, most = monitor.name(f"lr/{group}"), float(rates.values[low]), float(rates.values[end])
-                what = f"The learning rate of {_title(group)} rose from {number(first, 3)} to {number(most, 3)} ({name}) in "
-                what += f"{iterations(np.arange(begin, until + 1))}, and damage followed."
+                what = f"The learning rate of {_title(group)} rose from {number(first, 3)} to {number(most, 3)} "
+                what += f"({name}) in {iterations(np.arange(begin, until + 1))}, and damage followed."
                 yield Finding("rate_rose", "problem", what, (name,), (begin,), {"before": first, "largest": most})
                 return
 
