@@ -118,7 +118,7 @@ class SpikeDetector:
 
     def restore(self, earlier: SpikeDetector, when: Tensor) -> None:
         """Return to the state of an earlier copy where a 0-dim bool tensor is True."""
-        self.rule.restore(earlier.rule, when)
+        self.rule._restore(earlier.rule, when)
         self._state = {name: torch.where(when, earlier._state[name], value) for name, value in self._state.items()}
 
     def state_dict(self) -> dict[str, Any]:

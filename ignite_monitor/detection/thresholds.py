@@ -135,13 +135,8 @@ class ThresholdRule:
         new = torch.stack([after[name] for name in self._names])
         self._rows = new if when is None else torch.where(when, new, rows)
 
-    def restore(self, earlier: ThresholdRule, when: Tensor) -> None:
-        """Return to the state of an earlier copy where a bool tensor is True.
-
-        Args:
-            earlier: a copy of this rule, of the same device and shape.
-            when: 0-dim bool.
-        """
+    def _restore(self, earlier: ThresholdRule, when: Tensor) -> None:
+        """Return to the state of an earlier copy where a bool tensor is True."""
         self._rows = torch.where(when, earlier._rows, self._rows)
 
     def reset(self) -> None:

@@ -25,15 +25,6 @@ class GradientDetection(NamedTuple):
     names: tuple[str, ...] = ()  # those of the parameters
     origin: Tensor | None = None  # as of a RankNorm
 
-    def values(self) -> dict[str, Tensor]:
-        """Published values by name, but for counts."""
-        norm, loss = self.norm, self.loss
-        values = {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
-        values["spike"] = self.spike
-        if loss is not None:  # a loss without a logarithm is not compared
-            values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
-        return values
-
     def numbers(self) -> Tensor:
         """Collect the numbers that :meth:`to_spike` needs in a vector, without synchronization."""
         norm, loss, parameters = self.norm, self.loss, self.parameters

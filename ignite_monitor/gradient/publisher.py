@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -105,11 +106,14 @@ class GradientPublisher(DetectionMonitor):
         if self.metrics:  # of an earlier gradient of this iteration
             self.clear_metrics()
         self._now.published = detection
-        spikes, nonfinite, _ = self._detector.counts
-        values = detection.values() | self._action.counts | {"spike_count": spikes, "nonfinite_count": nonfinite}
+        norm, loss, counts = detection.norm, detection.loss, self._detector.counts
+        values = self._action.counts | {"spike_count": counts[0], "nonfinite_count": counts[1]}
+        values |= {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
+        if loss is not None:  # a loss without a logarithm is not compared
+            values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
         if self._now.scale is not None:
             values["scale"] = self._now.scale
-        self.publish(**values, stepped=self._now.stepped)
+        self.publish(**values, spike=detection.spike, stepped=self._now.stepped)
 
     def _possible_spike(self) -> GradientDetection | None:
         """The published detection, if it may be a spike with more to say than its values."""
