@@ -145,13 +145,12 @@ class GradientDetector:
 
     def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
         """Contexts of a train step that show which losses it uses, and whether it accumulates."""
-        if self.postponed is None:
-            return self.losses.contexts()
-        probe = self.postponed.probe
-        if probe is None or probe.accumulates is None:  # else it was measured in a backward under no_sync()
-            self.postponed.probe = AccumulationProbe(tracker, optimizer)
-            return [*self.losses.contexts(), self.postponed.probe]
-        return self.losses.contexts()
+        contexts, postponed = self.losses.contexts(), self.postponed
+        # It may have been measured in a backward under no_sync().
+        if postponed is not None and (postponed.probe is None or postponed.probe.accumulates is None):
+            postponed.probe = AccumulationProbe(tracker, optimizer)
+            contexts.append(postponed.probe)
+        return contexts
 
     def decide(self, postponed: PostponedSpike) -> Tensor:
         """A backward has come: undo the update of the postponed spike if that of any rank accumulates."""
