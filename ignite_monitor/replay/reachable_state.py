@@ -22,15 +22,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type)
 _SEQUENCES = (list, tuple, set, frozenset, deque, partial, MethodType, staticmethod, classmethod)
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the attributes of a module that are tensors, of a class that is not torch's."""
-    return {name: item for name, item in _attributes_of(module).items() if isinstance(item, Tensor)}
+def tensors_of(owner: Any) -> dict[str, Tensor]:
+    """Return the attributes that are tensors, of a module whose class is not torch's, or of the engine's state."""
+    return {name: item for name, item in _attributes_of(owner).items() if isinstance(item, Tensor)}
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    if type(module).__module__.startswith("torch."):  # DistributedDataParallel lists buffers
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    if type(owner).__module__.startswith("torch."):  # DistributedDataParallel lists buffers
         return {}
-    return {name: item for name, item in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    return {name: item for name, item in vars(owner).items() if name not in MODULE_ATTRIBUTES}
 
 
 class ReachableState:

@@ -48,7 +48,7 @@ class SecondPass:
 
     def _read_state(self) -> ReachableState:
         attributes = vars(self._train_step.args[0].state).items()
-        state = {name: item for name, item in attributes if name not in self._owned}
+        state = {name: item for name, item in attributes if name not in self._owned and not isinstance(item, Tensor)}
         roots = [("engine.state", state), ("the train step", (self._train_step.func,))]
         return ReachableState([*roots, *((type(item).__name__, item) for item in self._objects)])
 
@@ -116,11 +116,11 @@ class SecondPass:
 
     def _saved(self) -> list[tuple[str, dict[Any, Any], Any, Tensor, Tensor]]:
         """Return name, dictionary, key, tensor and copy of tensors."""
+        owners = [(type(module).__name__, module) for module in self._modules]
+        owners += [("engine.state", self._train_step.args[0].state)]
         places: list[tuple[str, dict[Any, Any], Any]] = []
         places += [(name, {0: tensor}, 0) for name, tensor in self._state.tensors.values()]
-        places += [
-            (f"{type(item).__name__}.{key}", vars(item), key) for item in self._modules for key in tensors_of(item)
-        ]
+        places += [(f"{name}.{key}", vars(owner), key) for name, owner in owners for key in tensors_of(owner)]
         return [
             (name, holder, key, tensor, tensor.detach().clone())
             for name, holder, key in places
