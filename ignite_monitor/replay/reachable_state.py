@@ -10,6 +10,7 @@ from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,13 +19,13 @@ from ignite_monitor.model.isolation import generator_kinds
 
 _MAX_DEPTH, _MAX_MEMBERS, _MAX_SIZE = 6, 1000, 1 << 20  # larger containers, tensors and arrays hold data
 _LIBRARIES = {"torch", "ignite", "ignite_monitor", *sys.stdlib_module_names}  # other threads may use their objects
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, frozenset, deque, partial, MethodType, staticmethod, classmethod)
 
 
-def tensors_of(owner: Any) -> dict[str, Tensor]:
-    """Return the attributes that are tensors, of a module whose class is not torch's, or of the engine's state."""
-    return {name: item for name, item in _attributes_of(owner).items() if isinstance(item, Tensor)}
+def values_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes that are tensors or plain values, of a module or of the engine's state."""
+    return {name: item for name, item in _attributes_of(owner).items() if isinstance(item, (*_PLAIN, Tensor))}
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 class ReachableState:
-    """What named objects hold, except :func:`tensors_of` modules, compared without synchronization.
+    """What named objects hold, except :func:`values_of` modules, compared without synchronization.
 
     Of tensors versions are compared. Objects of torch, Ignite and the standard library are not read, but for modules,
     optimizers and schedulers.
@@ -79,7 +80,7 @@ def _name_of(value: Any, place: str) -> str:
 def _comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), version(value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (*_PLAIN, type)):
         return repr(value)
     if isinstance(value, Iterator):
         return object()  # a second pass may draw from it
@@ -90,7 +91,7 @@ def _comparable(value: Any) -> Any:
 
 def _members(value: Any) -> dict[Any, Any]:
     """Return what an object holds, by name or number."""
-    if isinstance(value, (*_PLAIN[:-1], Tensor, ModuleType)):
+    if isinstance(value, (*_PLAIN, Tensor, ModuleType)):
         return {}
     if isinstance(value, type):
         return {
@@ -106,7 +107,7 @@ def _members(value: Any) -> dict[Any, Any]:
         return _variables_of(value) if _is_read(value.__module__) else {}
     members: dict[Any, Any] = {"class": type(value)}
     if isinstance(value, nn.Module):
-        members |= {name: item for name, item in _attributes_of(value).items() if not isinstance(item, Tensor)}
+        members |= {name: item for name, item in _attributes_of(value).items() if name not in values_of(value)}
         members |= dict(value.named_parameters(recurse=False))
         members |= {name: "buffer" for name, _ in value.named_buffers(recurse=False)}
         members |= {name: id(module) for name, module in value.named_children()}

@@ -17,7 +17,7 @@ from ignite_monitor.model.dtensor import local, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import listed, named_parameters
 from ignite_monitor.model.tensors import bits_of
-from ignite_monitor.replay.reachable_state import ReachableState, tensors_of
+from ignite_monitor.replay.reachable_state import ReachableState, values_of
 
 Flags = dict[str, bool | Tensor]
 
@@ -47,9 +47,9 @@ class SecondPass:
         self._earlier = {item: item.grad.clone() for item in model.parameters() if item.grad is not None}
 
     def _read_state(self) -> ReachableState:
-        attributes = vars(self._train_step.args[0].state).items()
-        state = {name: item for name, item in attributes if name not in self._owned and not isinstance(item, Tensor)}
-        roots = [("engine.state", state), ("the train step", (self._train_step.func,))]
+        state = self._train_step.args[0].state
+        own = {name: item for name, item in vars(state).items() if name not in {*self._owned, *values_of(state)}}
+        roots = [("engine.state", own), ("the train step", (self._train_step.func,))]
         return ReachableState([*roots, *((type(item).__name__, item) for item in self._objects)])
 
     def backward_ended(self) -> None:
@@ -105,27 +105,33 @@ class SecondPass:
                     reshard(self._model)
         finally:
             self._left, kept = 0, Flags()
-            for name, holder, key, tensor, copy in saved:
+            for name, holder, key, value, copy in saved:
                 kept[name] = differ(holder.get(key), copy) | kept.get(name, False)
-                holder[key] = tensor
-                tensor.data.copy_(copy)  # no version counter changes
+                holder[key] = value
+                if isinstance(copy, Tensor):
+                    value.data.copy_(copy)  # no version counter changes
         if not self._second:
             raise RuntimeError("it ended before the last backward")
         names = self.gradients | self._second
         return {name: differ(self.gradients.get(name), self._second.get(name)) for name in names}, kept
 
-    def _saved(self) -> list[tuple[str, dict[Any, Any], Any, Tensor, Tensor]]:
-        """Return name, dictionary, key, tensor and copy of tensors."""
+    def _saved(self) -> list[tuple[str, dict[Any, Any], Any, Any, Any]]:
+        """Return name, dictionary, key, value and copy of tensors, and of other attributes."""
         owners = [(type(module).__name__, module) for module in self._modules]
         owners += [("engine.state", self._train_step.args[0].state)]
         places: list[tuple[str, dict[Any, Any], Any]] = []
         places += [(name, {0: tensor}, 0) for name, tensor in self._state.tensors.values()]
-        places += [(f"{name}.{key}", vars(owner), key) for name, owner in owners for key in tensors_of(owner)]
+        places += [(f"{name}.{key}", vars(owner), key) for name, owner in owners for key in values_of(owner)]
         return [
-            (name, holder, key, tensor, tensor.detach().clone())
+            (name, holder, key, value, value.detach().clone() if isinstance(value, Tensor) else value)
             for name, holder, key in places
-            if has_local_data(tensor := holder[key]) and not (tensor.is_quantized or tensor.is_inference())
+            if not isinstance(value := holder[key], Tensor) or is_restorable(value)
         ]
+
+
+def is_restorable(tensor: Tensor) -> bool:
+    """Return True if the data of a tensor can be copied into it."""
+    return has_local_data(tensor) and not (tensor.is_quantized or tensor.is_inference())
 
 
 def copied_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -135,9 +141,9 @@ def copied_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differ(first: Any, second: Any) -> bool | Tensor:
-    """Return whether two values are not tensors of the same bits."""
+    """Return whether two tensors differ in any bit, or two other values."""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return True
+        return first is not second and repr(first) != repr(second)
     if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
         return True
     return (bits_of(first) != bits_of(second)).any()
