@@ -11,6 +11,7 @@ from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
 from torch import nn
 
 from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
+from ignite_monitor.monitor.handle import MonitorHandle
 from tests._handlers import ClippingMonitor
 from tests._helpers import footprint, make_batches, make_trainer
 
@@ -122,9 +123,26 @@ def test_an_error_at_the_end_of_a_with_block_detaches():
 
     model, optimizer, trainer = make_trainer()
     before = footprint(trainer, model, optimizer)["handlers"]
-    with pytest.raises(RuntimeError, match="device lost"), Lost(model).attach(trainer):
+    monitors = {name: (kind(model, name), Events.ITERATION_STARTED) for name, kind in (("a", Lost), ("b", Smallest))}
+    with pytest.raises(RuntimeError, match="device lost"), MonitorHandle(trainer, monitors):
         trainer.run(make_batches(1))
     assert footprint(trainer, model, optimizer)["handlers"] == before
+
+
+def test_an_error_of_one_monitor_detaches_the_others():
+    class Failing(Smallest):
+        def on_run_end(self):
+            raise RuntimeError("no report")
+
+    model, optimizer, trainer = make_trainer()
+    before = footprint(trainer, model, optimizer)
+    kinds = {"a": Failing, "b": Smallest, "c": Failing}
+    handle = MonitorHandle(
+        trainer, {name: (kind(model, name), Events.ITERATION_STARTED) for name, kind in kinds.items()}
+    )
+    with pytest.raises(RuntimeError, match="no report"):
+        handle.remove()
+    assert footprint(trainer, model, optimizer) == before
 
 
 def test_removing_a_progress_bar_keeps_the_user_s_own_closing_handler():
