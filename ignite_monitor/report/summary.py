@@ -132,12 +132,17 @@ class Summary:
             return "Nothing unusual, but the gradients were not compared with a threshold."
         return "Healthy: nothing in this run needs attention."
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """File, findings and failed rules, in JSON."""
+        findings = [finding.as_dict() for finding in self.findings]
+        return {"file": self.file, "findings": findings, "failed": self.failed}
+
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
-        head = {"version": VERSION, "file": self.file, "iterations": {"first": self.first, "last": self.last}}
-        said = {"healthy": self.healthy, "assessment": self.assessment, "measured": self.measured}
-        findings = [finding.as_dict() for finding in self.findings]
-        return dict(_json(head | said | {"findings": findings, "failed": self.failed, "metrics": self.metrics}))
+        head = {"version": VERSION, "iterations": {"first": self.first, "last": self.last}, "healthy": self.healthy}
+        words = {"assessment": self.assessment, "measured": self.measured}
+        return dict(_json(head | words | self.said | {"metrics": self.metrics}))
 
 
 def summarise(file: str, run: Run) -> Summary:
@@ -195,17 +200,8 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
-        runs = [
-            {
-                "file": run.file,
-                "last_iteration": run.last,
-                "findings": findings,
-                "failed": run.failed,
-                "only_here": only,
-            }
-            for run, only in zip(self.runs, self.only, strict=True)
-            for findings in [[finding.as_dict() for finding in run.findings]]
-        ]
+        both = zip(self.runs, self.only, strict=True)
+        runs = [{"last_iteration": run.last, "only_here": only} | run.said for run, only in both]
         head = {"version": VERSION, "compared_until": self.until}
         return dict(_json(head | {"runs": runs, "metrics": self.differences, "hashes": self.hashes}))
 
