@@ -278,7 +278,7 @@ def test_a_million_iterations_with_ten_thousand_spikes():
     run = runs.grad(norms, spikes, skipped=False) | {"grad/stepped": series(np.ones(count))}
     begin = time.process_time()
     findings = summary(run | {"train/loss": series(1 / norms)}).findings
-    assert time.process_time() - begin < 4  # about 1 s on a quiet machine
+    assert time.process_time() - begin < 2
     assert "10000 gradient spikes" in " ".join(finding.text for finding in findings)
 
 
