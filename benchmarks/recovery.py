@@ -1,6 +1,6 @@
 """Recovery from faults: held-out loss minus that of the undisturbed run, and steps lost, with and without handlers.
 
-    python benchmarks/recovery.py [--seeds 3] [--models mlp cnn gpt] [--faults ...] [--healthy]
+    python benchmarks/recovery.py [--seeds 3] [--models mlp cnn gpt] [--faults ...] [--regimes ...] [--pairs] [--limits]
     python benchmarks/recovery.py --draw docs/recovery.md docs/recovery.png     draw a table of this script
 
 Three models are trained on the same batches with one fault each, which begins at iteration 300 of 600. "Handlers" are
@@ -96,12 +96,11 @@ def damage(model: nn.Module, fault: str) -> None:
 
 
 class Outcome(NamedTuple):
-    """Result of a run, steps that are not in its final weights, rollbacks, and spikes."""
+    """Result of a run, steps that are not in its final weights, and rollbacks."""
 
     loss: float
     lost: float
     rollbacks: float
-    spikes: float
 
 
 def follow(training: Training, mode: str, length: int, prepare: Callable[..., None] | None = None) -> Outcome:
@@ -130,16 +129,11 @@ def follow(training: Training, mode: str, length: int, prepare: Callable[..., No
     model.eval()
     with torch.no_grad():
         loss = training.result()
-    metrics = trainer.state.metrics
-    return Outcome(
-        loss, length - float(model.steps_made), metrics.get("rollback/count", 0.0), metrics.get("grad/spike_count", 0.0)
-    )
+    return Outcome(loss, length - float(model.steps_made), trainer.state.metrics.get("rollback/count", 0.0))
 
 
-def train(
-    name: str, seed: int, faults: Mapping[int, str], mode: str, schedule: Any = None, sizes: Sequence[int] = (64,)
-) -> Outcome:
-    """Train a model with faults, each from its iteration on, and with each batch size in turn."""
+def train(name: str, seed: int, faults: Mapping[int, str], mode: str) -> Outcome:
+    """Train a model with faults, each from its iteration on."""
     (x, y), (test_x, test_y) = markov_text() if name == "gpt" else digit_images()
     torch.manual_seed(seed)
     model, optimizer = make_small(name)
@@ -148,39 +142,14 @@ def train(
     generator = torch.Generator().manual_seed(100 + seed)
 
     def loss_of(i: int) -> Tensor:
-        batch, extra = _draw(i), torch.zeros(())
+        place = torch.randint(len(x), (64,), generator=generator)
+        batch, extra = (x[place], y[place]), torch.zeros(())
         for start, fault in faults.items():
             batch, extra = disturb(fault, i - start, model, optimizer, rate, batch, extra)
         return F.cross_entropy(model(batch[0]), batch[1]) + extra
 
-    def _draw(i: int) -> Batch:
-        place = torch.randint(len(x), (sizes[(i - 1) * len(sizes) // length],), generator=generator)
-        return x[place], y[place]
-
-    def prepare(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:
-        if schedule is not None:
-            trainer.add_event_handler(Events.ITERATION_STARTED, schedule(optimizer, rate))
-
     training = Training(model, optimizer, loss_of, lambda: float(F.cross_entropy(model(test_x), test_y)))
-    return follow(training, mode, length, prepare)
-
-
-SCHEDULES: dict[str, Callable[[Any, float], Callable[[Engine], None]]] = {
-    "one cycle": lambda optimizer, rate: (
-        lambda e: set_rate(optimizer, 3 * rate * math.sin(math.pi * min(e.state.iteration / LENGTH, 0.999)) ** 2 + 1e-5)
-    ),
-    "warm restarts": lambda optimizer, rate: (
-        lambda e: set_rate(optimizer, rate * 0.5 * (1 + math.cos(math.pi * (e.state.iteration % 150) / 150)))
-    ),
-    "cyclic": lambda optimizer, rate: (
-        lambda e: set_rate(optimizer, rate * (1 + 2 * abs(e.state.iteration % 100 - 50) / 50))
-    ),
-}
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    return follow(training, mode, length)
 
 
 def draw(table: str, path: str) -> None:
@@ -224,7 +193,6 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", default=list(FAULTS))
     parser.add_argument("--pairs", action="store_true", help="two faults in one run, every pair")
     parser.add_argument("--regimes", nargs="*", help="only the regime changes, all or those named")
-    parser.add_argument("--healthy", action="store_true", help="only the healthy runs: rollbacks and spikes")
     parser.add_argument("--draw", nargs=2, metavar=("TABLE", "PICTURE"), help="draw a printed table; needs matplotlib")
     parser.add_argument("--limits", action="store_true", help="only halves and doubles of the policy's constants")
     parser.add_argument("--modes", nargs="+", choices=[*MODES], default=[*MODES])
@@ -242,15 +210,6 @@ def main() -> None:
         quick()
         return
     seeds = range(args.first, args.first + args.seeds)
-    if args.healthy:
-        print_header("schedule", "model", "rollbacks", "false alarms in 1,000 iterations")
-        for name in args.models:
-            for schedule in (None, *SCHEDULES, "batches of 128, 4, 128"):
-                change, sizes = SCHEDULES.get(schedule or ""), (128, 4, 128) if "128" in (schedule or "") else (64,)
-                made = [train(name, seed, {}, "handlers", change, sizes) for seed in seeds]
-                alarms = 1000 * sum(m.spikes for m in made) / (LENGTH * len(made))
-                print_row(schedule or "constant", name, f"{sum(m.rollbacks for m in made):.0f}", f"{alarms:.2f}")
-        return
     if args.regimes is not None:
         print_header("regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
         for name in args.regimes or REGIMES:
@@ -270,12 +229,8 @@ def main() -> None:
             clean = [train(name, seed, dict.fromkeys(faults, ""), "nothing").loss for seed in seeds]
             made = {mode: [train(name, seed, faults, mode) for seed in seeds] for mode in MODES}
             above = [statistics.fmean(m.loss - c for m, c in zip(runs, clean, strict=True)) for runs in made.values()]
-            print_row(
-                fault,
-                name,
-                *(f"{mean:+.{3 if abs(mean) < 1e4 else 0}{'f' if abs(mean) < 1e4 else 'e'}}" for mean in above),
-                *_counts(made.get("handlers", [])),
-            )
+            cells = (f"{mean:+.3f}" if abs(mean) < 1e4 else f"{mean:+.0e}" for mean in above)
+            print_row(fault, name, *cells, *_counts(made.get("handlers", [])))
 
 
 def quick() -> None:
@@ -294,23 +249,17 @@ def vary_limits() -> None:
     names = [name for name, value in vars(limits).items() if name.isupper() and isinstance(value, int | float)]
     print_header("constant", "value", *(f"{case}, {number}" for case in LIMIT_CASES for number in ("above", "lost")))
     clean = train("mlp", 0, {}, "nothing").loss
-    for name in ["", *names]:
-        for factor in (0.5, 2.0) if name else (1.0,):
-            former = getattr(limits, name, 0)
-            value = 1.0 - (1.0 - former) * factor if name in ("DECAY", "PROGRESS") else type(former)(former * factor)
-            if name:
-                setattr(limits, name, value)
-            cells: list[str] = []
-            for case in LIMIT_CASES:
-                is_fault = case in (*FAULTS, *SLOW)
-                if is_fault:
-                    made = train("mlp", 0, {START: case}, "handlers")
-                else:
-                    made = follow(make_regime(case, 0), "handlers", REGIME, decay)
-                cells += [f"{made.loss - (clean if is_fault else 0.0):+.3f}", f"{made.lost:.0f}"]
-            print_row(name or "as they are", value, *cells)
-            if name:
-                setattr(limits, name, former)
+    for name, factor in [("", 1.0), *((name, factor) for name in names for factor in (0.5, 2.0))]:
+        former = getattr(limits, name, 0)
+        value = 1.0 - (1.0 - former) * factor if name == "DECAY" else type(former)(former * factor)
+        setattr(limits, name, value)
+        runs = [follow(make_regime(LIMIT_CASES[0], 0), "handlers", REGIME, decay)]
+        runs += [train("mlp", 0, {START: case}, "handlers") for case in LIMIT_CASES[1:]]
+        numbers = ((run.loss - clean * (k > 0), run.lost) for k, run in enumerate(runs))
+        print_row(
+            name or "as they are", value, *(f"{n:+.3f}" if n != int(n) else f"{n:.0f}" for two in numbers for n in two)
+        )
+        setattr(limits, name, former)
 
 
 def decay(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:

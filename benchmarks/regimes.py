@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,11 +16,17 @@ CLASSIFIERS = (
     *("labels shifted", "inputs mirrored", "inputs inverted", "inputs x 3", "noisy inputs", "five more classes"),
     *("five other classes", "smoothed labels", "mixup", "dropout", "loss summed", "loss + 1", "head reset"),
     *("half pruned", "body unfrozen", "rate x 5", "batches of 8", "domains in turn", "rare domain"),
+    *("one cycle", "warm restarts", "cyclic", "cnn: warm restarts"),
     *("cnn: inputs mirrored", "cnn: five more classes", "cnn: rare domain", "gpt: other text", "gpt: longer text"),
 )
 REGRESSIONS = ("targets shifted", "targets in turn", "heavy tails")
 OTHERS = ("reinforce", "reinforce, other rewards", "TD, a late reward", "GAN", "VAE, KL annealed")
 REGIMES = (*CLASSIFIERS, *REGRESSIONS, *OTHERS)
+SCHEDULES: dict[str, Callable[[int], float]] = {  # factor of the rate in an iteration, for the whole run
+    "one cycle": lambda i: 3.0 * math.sin(math.pi * min(i / LENGTH, 0.999)) ** 2 + 1e-3,
+    "warm restarts": lambda i: 0.5 + 0.5 * math.cos(math.pi * (i % 150) / 150),
+    "cyclic": lambda i: 1.0 + abs(i % 100 - 50) / 25,
+}
 
 
 class Training(NamedTuple):
@@ -72,6 +79,8 @@ def _classifier(name: str, generator: torch.Generator) -> Training:
     (x, y), (test_x, test_y) = markov_text() if kind == "gpt" else digit_images()
     model, optimizer = make_small(kind or "mlp")
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    group = optimizer.param_groups[0]
+    rate = group["lr"]
     masks: list[Tensor] = []
 
     def noisy(inputs: Tensor, labels: Tensor) -> Batch:
@@ -83,8 +92,10 @@ def _classifier(name: str, generator: torch.Generator) -> Training:
         is_on = i >= CHANGE
         if change == "body unfrozen" and i in (1, CHANGE):
             layers[0].requires_grad_(is_on)
+        if change in SCHEDULES:
+            group["lr"] = rate * SCHEDULES[change](i)
         if change == "rate x 5" and i == CHANGE:
-            optimizer.param_groups[0]["lr"] *= 5.0
+            group["lr"] *= 5.0
         if change == "head reset" and i == CHANGE:
             layers[-1].reset_parameters()
         if change == "half pruned" and is_on:
