@@ -1,6 +1,7 @@
 """One thread per process: the models here are tiny, and threads that wait for each other cost more than they add."""
 
 import gc
+import importlib
 
 import pytest
 import torch
@@ -14,11 +15,31 @@ if not torch.accelerator.is_available():
     torch.manual_seed = torch.default_generator.manual_seed
 
 
-def pytest_collection_finish():
+LIBRARIES: list[torch.library.Library] = []  # keeps the operators defined
+
+
+def import_torchvision():
+    """Import torchvision, without its operators if it is built for another torch: timm and transformers import it."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+        LIBRARIES.append(torch.library.Library("torchvision", "DEF"))
+        for name in ("nms", "qnms"):
+            LIBRARIES[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")
+
+
+def pytest_collection_finish(session):
     """Freeze imported and collected objects, so that the garbage collector does not traverse them again.
 
     It runs less often, too, which takes 3 to 5 % off the tests of monitors, gradients and files.
     """
+    if any(item.get_closest_marker("compatibility") for item in session.items):
+        import_torchvision()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
 

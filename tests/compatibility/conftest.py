@@ -6,9 +6,6 @@ import datetime
 import importlib.metadata
 from pathlib import Path
 
-import pytest
-import torch
-
 from tests.compatibility._cases import MIXTURES
 from tests.compatibility._more_cases import EVERY_CASE
 
@@ -50,7 +47,8 @@ A skipped step leaves no trace in {optimizers} optimizers of pytorch_optimizer, 
 weights, `state_dict()` and attributes are bitwise those of a run without the skipped batches,
 for one batch and for five.
 
-An optimizer step in an event handler is not monitored, and a warning reports it: tested with an actor-critic.
+An optimizer step in an event handler is not monitored, and after 20 iterations a report says so: tested with an
+actor-critic.
 
 Written on {date} with {versions}.
 
@@ -59,25 +57,6 @@ arithmetic, and of reported attention heads. A model with attention and without 
 `scaled_dot_product_attention` nor `nn.MultiheadAttention`.
 
 """
-
-
-LIBRARIES: list[torch.library.Library] = []  # keeps the operators defined
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _importable():
-    """Import torchvision, without its operators if it is built for another torch: timm and transformers import it."""
-    try:
-        importlib.import_module("torchvision")
-    except ModuleNotFoundError:
-        pass
-    except RuntimeError as error:
-        if "operator torchvision::nms does not exist" not in str(error):
-            raise
-        LIBRARIES.append(torch.library.Library("torchvision", "DEF"))
-        for name in ("nms", "qnms"):
-            LIBRARIES[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        importlib.import_module("torchvision")
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus) -> None:

@@ -125,8 +125,8 @@ def pipeline(
         given: "mesh", "stages" or "world" for the group of the monitor; "" for none.
         kwargs: further arguments of GradMonitor.
     """
-    if schedule == "1F1B" and not SHARDS:
-        raise RuntimeError(NEEDS_SHARDS)  # torch 2.6 does not end it, with four stages and gloo, without monitors too
+    if schedule != "GPipe" and not SHARDS:
+        raise RuntimeError(NEEDS_SHARDS)  # torch 2.6 does not end them on gloo, 1F1B without monitors too
     mesh = mesh_of(2, 2) if wrap else mesh_of(RANKS, 1)
     stages, place, replica = mesh["pp"].size(), mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     indices = [place, place + stages] if schedule == "interleaved" else [place]
