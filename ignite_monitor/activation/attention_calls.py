@@ -32,8 +32,8 @@ NOT_PLAIN = Reason(
     "no_local_data", "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
 )
 
-_PLAIN: Any = (Tensor, nn.Parameter)
-_FUNCTIONS = [getattr(kind.__torch_function__, "__func__", kind.__torch_function__) for kind in _PLAIN]
+# Other classes may decide what functions take as a tensor's elements.
+_KINDS = (Tensor, nn.Parameter, CausalBias)
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -80,7 +80,7 @@ class AttentionCalls(TorchFunctionMode):
     def _report_call(self, current: Any, read: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         with hidden_from_user_modes():
-            if not all(has_local_data(value) and _has_elements(value) for value in tensors):
+            if not all(type(value) in _KINDS and has_local_data(value) for value in tensors):
                 self._report(current, NOT_PLAIN)
                 return
             # The projections run in the user's autocast. It caches copies of weights that require gradients, and those
@@ -90,9 +90,8 @@ class AttentionCalls(TorchFunctionMode):
                 with torch.autocast(tensors[0].device.type, enabled=False):
                     result = (call,) if isinstance(call, Reason) else (call, attention_entropy(call))
             except Exception as error:  # noqa: BLE001 - training continues
-                result = (
-                    Reason("failed_attention", f"its attention can't be measured: {type(error).__name__}: {error}"),
-                )
+                text = f"its attention can't be measured: {type(error).__name__}: {error}"
+                result = (Reason("failed_attention", text),)
             with torch.autocast(tensors[0].device.type, enabled=False):
                 self._report(current, *result)
 
@@ -122,12 +121,6 @@ class AttentionCalls(TorchFunctionMode):
 def may_use_fast_path(model: nn.Module) -> bool:
     """Return True for transformer modules of torch in evaluation mode, whose fast path a mode would disable."""
     return any(isinstance(module, _WITH_FAST_PATH) and not module.training for module in model.modules())
-
-
-def _has_elements(tensor: Tensor) -> bool:
-    """Return False if a class decides what functions take as the tensor's elements; a CausalBias is known."""
-    function = type(tensor).__torch_function__
-    return isinstance(tensor, CausalBias) or getattr(function, "__func__", function) in _FUNCTIONS
 
 
 def _detached(value: Any) -> Any:

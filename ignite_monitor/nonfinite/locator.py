@@ -67,10 +67,10 @@ class NonFiniteLocator:
             self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, self._ranks.size == 1)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.newest = None
-            if is_overflow:
-                return None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
-            return f"the gradient is not finite; its source could not be located: {name}{error}"
+            return (
+                None if is_overflow else f"the gradient is not finite; its source could not be located: {name}{error}"
+            )
         finally:
             self.calls.backward_ended()
         return None if self.newest is None else f"the gradient is not finite. {self.newest.text}"
