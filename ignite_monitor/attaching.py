@@ -130,7 +130,9 @@ def attach_monitors(
     every = check_count("every", every, least=1)
     loggers = [loggers] if isinstance(loggers, (BaseLogger, str, os.PathLike)) else [*loggers]
     for logger in loggers:
-        check_type("loggers", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger, HDF5Logger('run.h5') say,")
+        check_type("loggers", logger, BaseLogger, "BaseLogger, for instance HDF5Logger('run.h5')")
+    if rollback is not None:
+        check_type("rollback", rollback, Mapping, "Mapping of names to models, optimizers and schedulers")
     check_type("prefix", prefix, str, "str")
     if flag is None:
         flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"

@@ -189,11 +189,18 @@ def test_leaves_as_it_came(parts):
         assert footprint(trainer, model, optimizer) == before
 
 
-@pytest.mark.parametrize("loggers", ["run.h5", ["run.h5"]])
-def test_a_path_is_no_logger(parts, loggers):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loggers": "run.h5"}, r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"),
+        ({"loggers": ["run.h5"]}, r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"),
+        ({"rollback": True}, "Argument rollback should be of type Mapping"),
+    ],
+)
+def test_arguments_of_another_type_are_named(parts, given, message):
     model, optimizer, trainer = parts
-    with pytest.raises(TypeError, match=r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"):
-        attach_monitors(trainer, model, optimizer, loggers=loggers)
+    with pytest.raises(TypeError, match=message):
+        attach_monitors(trainer, model, optimizer, **given)
     assert not trainer.state.metrics
 
 
