@@ -77,7 +77,7 @@ class Evidence:
 
     def note(self) -> None:
         """Note the mode, and the parameters that have a gradient."""
-        self.is_training |= any(module.training for module in unwrapped(self.model).modules())
+        self.is_training |= in_training_mode(self.model)
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
     def note_backward(self, norm: Tensor) -> None:
@@ -110,3 +110,8 @@ class Evidence:
         numbers = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
         numbers += [discarded, *(now != before for now, before in norms)]
         return torch.stack([move(number, device).float() for number in numbers])
+
+
+def in_training_mode(model: nn.Module) -> bool:
+    """True if any module of a model is in training mode."""
+    return any(module.training for module in unwrapped(model).modules())

@@ -45,7 +45,8 @@ def find_all(evidence: Evidence, numbers: Numbers, epoch_length: int | None) -> 
     if len(evidence.steps) > 1 and numbers.rate_is_zero:
         text = f"the learning rate of all parameter groups was 0 in {len(evidence.steps)} optimizer steps"
         yield Finding("zero_learning_rate", text, "warning")
-    yield from _evaluation_mode(evidence)
+    if evidence.seen and not evidence.is_training:
+        yield from evaluation_mode(evidence.model)
     if evidence.same and numbers.batch_repeats and epoch_length != 1:
         text = f"the first {len(evidence.same) + 1} batches are bitwise equal: check the data loader"
         yield Finding("batch_repeats", text, "warning")
@@ -133,9 +134,10 @@ def _gradients_not_zeroed(evidence: Evidence, numbers: Numbers) -> Iterator[Find
         yield Finding("gradients_not_zeroed", f"{text}: call optimizer.zero_grad()")
 
 
-def _evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
-    layers = tuple(name for name, module in named_modules(evidence.model) if _depends_on_mode(module))
-    if layers and evidence.seen and not evidence.is_training:
+def evaluation_mode(model: nn.Module) -> Iterator[Finding]:
+    """Find layers that depend on the mode, in a model that is trained in evaluation mode."""
+    layers = tuple(name for name, module in named_modules(model) if _depends_on_mode(module))
+    if layers:
         text = f"the model was trained in evaluation mode, on which {listed(layers, _NAMED)} depend: call model.train()"
         yield Finding("evaluation_mode", text, "warning", layers)
 

@@ -24,16 +24,26 @@ from ignite_monitor.model.forward import before_forward
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.reports import Report
-from ignite_monitor.setup_check.evidence import Evidence, Numbers
-from ignite_monitor.setup_check.findings import MOST, Finding, find_all, idle_parameters, unused_parameters
+from ignite_monitor.setup_check.evidence import Evidence, Numbers, in_training_mode
+from ignite_monitor.setup_check.findings import (
+    MOST,
+    Finding,
+    evaluation_mode,
+    find_all,
+    idle_parameters,
+    unused_parameters,
+)
+
+_MODE_EVERY = 50  # iterations, after the check
 
 
 class SetupCheck(Monitor):
     """Check model, optimizer and batches in the first iterations of a run.
 
-    The check ends after the first iterations with an optimizer step, at the latest after 100 iterations. Each finding
-    is reported with a kind of its own; the page of this monitor lists them. Only what is certain is reported. A run
-    from iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
+    The check ends after the first iterations with an optimizer step, at the latest after 100 iterations. After it one
+    iteration in 50 is checked for evaluation mode. Each finding is reported with a kind of its own; the page of this
+    monitor lists them. Only what is certain is reported. A run from iteration 1 is checked again. Nothing is published.
+    Host and device are synchronized once, when the check ends.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -64,7 +74,11 @@ class SetupCheck(Monitor):
         ]
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [(Events.STARTED, self._on_started), (Events.ITERATION_COMPLETED, self.on_host)]
+        return [
+            (Events.STARTED, self._on_started),
+            (Events.ITERATION_STARTED, self._on_iteration_started),
+            (Events.ITERATION_COMPLETED, self.on_host),
+        ]
 
     def on_run_end(self) -> None:
         if self.findings is not None and self._evidence is not None:
@@ -74,14 +88,27 @@ class SetupCheck(Monitor):
         self._evidence: Evidence | None = None
         self._probe: AccumulationProbe | None = None
         self._hooks, self._has_stepped = ExitStack(), False
+        self._has_gradient = self._in_training = False  # in an iteration after the check
+
+    @property
+    def _is_over(self) -> bool:
+        """True once the check has ended: after it only the mode is checked, which a validation may leave changed."""
+        return self.findings is not None and self._evidence is None
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
             self.findings, self.is_finished = None, False
 
+    def _on_iteration_started(self, engine: Engine) -> None:
+        if self._is_over:
+            self.is_finished = engine.state.iteration % _MODE_EVERY > 0
+
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         engine, source = self._attached_to(), self._source
         if engine is None or source is None:
+            return []
+        if self._is_over:
+            self._has_gradient, self._in_training = False, in_training_mode(self.model)
             return []
         reshard(self.model)
         if self._evidence is None:
@@ -105,6 +132,7 @@ class SetupCheck(Monitor):
         return before_forward([*wrappers, *(wrapper.module for wrapper in wrappers)], note)
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
+        self._has_gradient, self._in_training = True, self._in_training or in_training_mode(self.model)
         if self._evidence is not None:
             if self._probe is not None and self._probe.norm is not None:
                 self._evidence.note_backward(self._probe.norm)
@@ -124,6 +152,9 @@ class SetupCheck(Monitor):
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         evidence = self._evidence
+        if self._is_over and self._has_gradient and not (self._in_training or in_training_mode(self.model)):
+            known = {finding.kind for finding in self.findings or ()}
+            self._report(finding for finding in evaluation_mode(self.model) if finding.kind not in known)
         if evidence is None or not self._is_running:
             return
         reshard(self.model)

@@ -495,6 +495,26 @@ def test_later_iterations_are_not_monitored():
     assert running == [False, True, False, True, False, True, False, False, False, False]
 
 
+@pytest.mark.parametrize("calls_train", [False, True])
+def test_a_validation_that_leaves_evaluation_mode_on_is_reported_once(calls_train):
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.3), nn.Linear(7, 2))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+    def train_step(engine, batch):
+        if calls_train:
+            model.train()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    trainer, check = Engine(train_step), SetupCheck(model, optimizer)
+    check.attach(trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _: model.eval())
+    trainer.run(list(torch.randn(40, 6, 5)), max_epochs=4)
+    expected = [] if calls_train else [(50, "evaluation_mode", ("1", "3"))]
+    assert [(found.iteration, found.kind, found.names) for found in check.findings] == expected
+
+
 def test_wrong_arguments():
     model, optimizer, _ = make_trainer()
     for wrong in ({"iterations": 0}, {"prefix": "ä"}):
