@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ignite_monitor.checks import check_count, check_real, check_type
+from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.keys import MAXP
+from ignite_monitor.model._torch import has_step_hooks
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor
@@ -39,8 +40,9 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     {keys}
 
-    ``lr_prefactor`` may be set at any time; parameter schedulers take :meth:`as_optimizer`. A solve replaces rates that
-    other code has set, and synchronizes host and device once. If it fails, nothing changes, with one warning.
+    ``lr_prefactor`` may be set at any time; parameter schedulers take :meth:`as_optimizer`, whose rate is read before
+    each step of the optimizer while the scheduler is attached. A solve replaces rates that other code has set, and
+    synchronizes host and device once. If it fails, or a prefactor is invalid, nothing changes, with one warning.
 
     Args:
         parametrization: the parametrization of the trained model. Wrap or shard the model first.
@@ -60,7 +62,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an argument is invalid, or the optimizer has other groups, or an L2 penalty for weight decay.
+        ValueError: if an argument is invalid, or the optimizer has other groups, no step hooks, or an L2 penalty for
+            weight decay.
 
     Examples:
         .. code-block:: python
@@ -88,6 +91,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_optimizer(optimizer)
+        if not has_step_hooks(optimizer):
+            raise ValueError("Argument optimizer should call step hooks (if it wraps an optimizer, give that one)")
         super().__init__(parametrization.model, "maxp", reference, group=group)
         self.parametrization = parametrization
         self.optimizer = optimizer
@@ -100,7 +105,10 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.alignment = dict.fromkeys(parametrization.layers, FULL)
         self.solution = parametrization.solution
         self._steps = 0
-        self._prefactor = _PrefactorOptimizer(parametrization.lr_prefactor, weakref.WeakMethod(self._set_rates))
+        self._schedule = SGD([torch.zeros(1, device="cpu")], parametrization.lr_prefactor)
+        # Torch's schedulers warn if they step before their optimizer does.
+        self._schedule._opt_called = True  # type: ignore[attr-defined]
+        self._applied_prefactor = parametrization.lr_prefactor
         self._set_rates()
         layers = measurable_layers(self._reference.root, parametrization)
         self._calls = AlignmentCalls(self._reference, layers, sample_size)
@@ -109,15 +117,20 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     @property
     def lr_prefactor(self) -> float:
         """The factor of all learning rates; setting it sets them."""
-        return float(self._prefactor.param_groups[0]["lr"])
+        try:
+            return check_real("lr_prefactor", self._schedule.param_groups[0]["lr"], least=0.0)
+        except (TypeError, ValueError) as error:
+            self.report("invalid_prefactor", f"{error}; it remains {self._applied_prefactor:g}")
+            return self._applied_prefactor
 
     @lr_prefactor.setter
     def lr_prefactor(self, value: float) -> None:
-        self._prefactor.param_groups[0]["lr"] = value
+        self._schedule.param_groups[0]["lr"] = check_real("lr_prefactor", value, least=0.0)
+        self._set_rates()
 
     def as_optimizer(self) -> Optimizer:
         """Return an optimizer of one group, whose "lr" is ``lr_prefactor``, for schedulers of Ignite and torch."""
-        return self._prefactor
+        return self._schedule
 
     def state_dict(self) -> OrderedDict[str, Any]:
         return OrderedDict(
@@ -140,6 +153,16 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.lr_prefactor = state_dict["lr_prefactor"]
 
     # Events
+
+    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any]) -> None:
+        super()._connect(engine, event, replaced)
+        # Schedulers act at any moment, and in iterations that are not monitored too.
+        hook = torch.compiler.disable(weak_method(self._before_optimizer_step))
+        self._engine_handles.append(self.optimizer.register_step_pre_hook(hook))
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        if self.lr_prefactor != self._applied_prefactor:
+            self._set_rates()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         return super().train_step_contexts() if self._is_due() else []
@@ -198,46 +221,14 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
     def _set_rates(self) -> None:
         """Set each group's "lr" to prefactor * n^-c, its "c", and its "weight_decay" inversely."""
         layers, decay = self.parametrization.layers, self.parametrization.weight_decay
+        self._applied_prefactor = prefactor = self.lr_prefactor
         for key, group in self._groups():
             layer = layers.get(group["layer_name"])
             group["c"] = self.solution.c.get(key, 0.0)
             factor = 1.0 if layer is None else layer.width ** -group["c"]
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(self.lr_prefactor * factor)
+                group["lr"].fill_(prefactor * factor)
             else:
-                group["lr"] = self.lr_prefactor * factor
+                group["lr"] = prefactor * factor
             if decay and group.get("weight_decay"):  # not where the user has set it to 0
                 group["weight_decay"] = decay / factor
-
-
-class _PrefactorGroup(dict[str, Any]):
-    """A group of an optimizer that calls a function when a value is set; an invalid "lr" changes nothing."""
-
-    def __init__(self, values: Mapping[str, Any], changed: weakref.WeakMethod[Callable[[], None]]) -> None:
-        super().__init__(values)
-        self._changed = changed
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.update({name: value})
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        values = dict(*args, **kwargs)
-        if "lr" in values:
-            check_real("lr_prefactor", values["lr"], least=0.0)
-        super().update(values)
-        function = self._changed()
-        if function is not None:
-            function()
-
-
-class _PrefactorOptimizer(SGD):
-    """An optimizer without weights to train, and one group, whose "lr" is the prefactor."""
-
-    def __init__(self, lr: float, changed: weakref.WeakMethod[Callable[[], None]]) -> None:
-        super().__init__([torch.zeros(1, device="cpu")], lr)
-        self.param_groups = [_PrefactorGroup(self.param_groups[0], changed)]
-        self._opt_called = True  # torch's schedulers warn if they step before their optimizer does
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        (group,) = state_dict["param_groups"]
-        self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})

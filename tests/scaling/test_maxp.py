@@ -295,6 +295,9 @@ def test_bad_input():
         MaxPScheduler(parametrization.model, optimizer)
     with pytest.raises(ValueError, match="param_groups"):
         MaxPScheduler(parametrization, torch.optim.Adam(parametrization.model.parameters()))
+    wrapper = object.__new__(torch.optim.Adam)  # as one that has not called torch's constructor
+    with pytest.raises(ValueError, match="should call step hooks"):
+        MaxPScheduler(parametrization, wrapper)
     wrong = [("warmup_steps", -1), ("solve_interval", 0), ("freeze_after", 0), ("sample_size", 0), ("c_ema", 1.0)]
     for name, value in wrong:
         with pytest.raises(ValueError, match=name):
@@ -337,22 +340,48 @@ def test_prefactor_as_an_optimizer_is_the_schedulers_own():
     assert driven.param_groups[0]["lr"] == 0.5
     (group,) = driven.param_groups
     assert (group.get("lr"), {**group}["lr"], driven.state_dict()["param_groups"][0]["lr"]) == (0.5, 0.5, 0.5)
-    group["lr"] = 0.25
-    assert scheduler.lr_prefactor == 0.25
-    group.update(lr=0.125)
-    assert scheduler.lr_prefactor == 0.125
-    assert rates(optimizer) == expected_rates(scheduler.solution, 0.125, optimizer)
+    assert rates(optimizer) == expected_rates(scheduler.solution, 0.5, optimizer)
     saved = copy.deepcopy(driven.state_dict())
-    scheduler.lr_prefactor = 1.0
+    group["lr"] = 0.25
+    assert scheduler.lr_prefactor == scheduler.state_dict()["lr_prefactor"] == 0.25
     driven.load_state_dict(saved)
-    assert scheduler.lr_prefactor == driven.param_groups[0]["lr"] == 0.125
+    assert scheduler.lr_prefactor == 0.5
     for wrong, error in (("x", TypeError), (-1.0, ValueError), (math.nan, ValueError)):
         with pytest.raises(error, match="lr_prefactor"):
-            driven.param_groups[0]["lr"] = wrong
-    assert scheduler.lr_prefactor == 0.125
+            scheduler.lr_prefactor = wrong
+    assert scheduler.lr_prefactor == 0.5
     before = [parameter.clone() for parameter in parametrization.model.parameters()]
     driven.step()
     assert_same([*before], [*parametrization.model.parameters()])
+
+
+def test_the_prefactor_acts_on_the_next_step_until_the_scheduler_is_detached(caplog):
+    """Also before the second step of an iteration, and in iterations that are not monitored; hooks do not remain."""
+    parametrization, optimizer = make()
+    scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=100)
+    (group,), used = scheduler.as_optimizer().param_groups, []
+    values = iter([0.5, 0.25, "x", math.nan, 0.125, torch.ones(2), -1.0, 1.0])
+
+    def train_step(engine, batch):
+        for _ in range(2):
+            group["lr"] = next(values)
+            optimizer.step()
+            used.append(rates(optimizer))
+
+    engine = Engine(train_step)
+    handle = scheduler.attach(engine, Events.ITERATION_STARTED(every=3))
+    engine.run([0] * 4)
+    expected = [0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125, 1.0]
+    assert used == [expected_rates(scheduler.solution, prefactor, optimizer) for prefactor in expected]
+    assert [record.message for record in caplog.records if "lr_prefactor" in record.message] == [
+        "MaxPScheduler (maxp): iteration 2: Argument lr_prefactor should be a number, but given <class 'str'>; "
+        "it remains 0.25"
+    ]
+    handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    group["lr"] = 2.0
+    optimizer.step()
+    assert rates(optimizer) == used[-1]
 
 
 def cosine(target):
