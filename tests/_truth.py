@@ -169,7 +169,7 @@ class UpdateTruth:
             pairs = {name: (self._start[name], event.weights[name]) for name in self._moved}
             ratios = {name: update_ratio(*pair) for name, pair in pairs.items()}
             for name, ratio in ratios.items():
-                self._still[name] = self._still.get(name, 0) + 1 if ratio <= 1e-12 else 0
+                self._still[name] = self._still.get(name, 0) + 1 if ratio == 0.0 else 0
             values |= order_statistics("update_ratio", ratios.values())
             values["frozen_count"] = float(sum(self._still[name] >= 3 for name in ratios))
             lost = lost_update_fraction((*pairs[name], gradient) for name, gradient in self._moved.items())
