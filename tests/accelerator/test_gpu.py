@@ -69,7 +69,7 @@ def test_of_a_step_that_is_replayed_only_the_weights_are_known(device, caplog):
         Events.ITERATION_COMPLETED,
         lambda: rows.append({name: value for monitor in monitors for name, value in monitor.on_host().items()}),
     )
-    trainer.run([0, 1, 2])
+    trainer.run([batch] * 3)
     for row in without_machine(rows):
         others = [name for name in row if not name.startswith(OF_WEIGHTS)]
         counts = [name for name in others if name.endswith("count")]
