@@ -18,9 +18,11 @@ from ignite.handlers import Checkpoint
 from torch import nn
 
 from ignite_monitor import (
+    ActivationHandler,
     GradMonitor,
     HDF5Logger,
     MonitorEvents,
+    RCCHandler,
     SpikeMonitor,
     StaticThreshold,
     attach_monitors,
@@ -28,6 +30,7 @@ from ignite_monitor import (
 )
 from ignite_monitor.events.monitor_events import register_events
 from ignite_monitor.model.isolation import capture_rng_state, restore_rng_state
+from ignite_monitor.monitor.handle import MonitorHandle
 from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer, same
 from tests._models import GPT
 
@@ -326,6 +329,7 @@ def test_detached_in_a_handler_that_is_older(event):
         (torch.tensor(0.5, requires_grad=True), {"loss/value": 0.5}),
         (float("inf"), {"loss/value": float("inf")}),
         ({"kl": -1.5, "a b": torch.tensor(2.0), "y": torch.ones(3), "is": True}, {"loss/kl": -1.5, "loss/a_b": 2.0}),
+        ({"self": 1.0}, {"loss/self": 1.0}),
         (None, {}),
         ((1.0, 2.0), {}),
         (torch.ones(2), {}),
@@ -364,6 +368,18 @@ def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
     fresh.load_state_dict(saved)
     assert [message for message in caplog.messages if "differ" in message][-1].endswith("not loaded: spectral")
     assert same(fresh.state_dict(), {name: saved[name] for name in fresh.monitors})
+
+
+def test_a_refused_state_leaves_a_reference_as_it_was(parts):
+    model, _, trainer = parts
+    monitors = {"rcc": RCCHandler(model), "activation": ActivationHandler(model, activations=True)}
+    handle = MonitorHandle(trainer, {name: (item, Events.ITERATION_STARTED) for name, item in monitors.items()})
+    before, wrong = copy.deepcopy(handle.state_dict()), copy.deepcopy(handle.state_dict())
+    for tensor in wrong["rcc"]["reference"].values():
+        tensor.zero_()
+    with pytest.raises(ValueError, match="state_dict"):
+        handle.load_state_dict({**wrong, "activation": {}})
+    assert same(handle.state_dict(), before)
 
 
 def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():

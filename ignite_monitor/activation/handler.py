@@ -217,7 +217,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         if self._saw_attention is False and self.warns_without_attention:
             self.report(
                 "no_attention",
-                "attention=True saw no attention call (scaled_dot_product_attention, nn.MultiheadAttention)",
+                "attention=True measured no attention call (scaled_dot_product_attention, nn.MultiheadAttention)",
             )
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
@@ -248,7 +248,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         elif self.families == [self._named("recorded")] and not forward.skipped:
             self.report(
                 "no_metrics",
-                "nothing is measured, because no metrics are chosen and the model calls no record(): give "
+                "nothing was measured, because no metrics are chosen and no value was recorded with record(): give "
                 "activations=True, attention=True or another argument",
             )
 

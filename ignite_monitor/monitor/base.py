@@ -245,7 +245,7 @@ class Monitor(Serializable):
         """
         self._log_handlers += add_logger(self, logger, engine, event, tag, Selection(include, exclude))
 
-    def publish(self, **values: Tensor | float) -> None:
+    def publish(self, /, **values: Tensor | float) -> None:
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_resolved = False
         for name, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections import OrderedDict
@@ -84,7 +85,7 @@ class MonitorHandle(Serializable):
         with ExitStack() as undo:
             for name in both:
                 monitor = self.monitors[name]
-                undo.callback(monitor.load_state_dict, monitor.state_dict())
+                undo.callback(monitor.load_state_dict, copy.deepcopy(monitor.state_dict()))
                 monitor.load_state_dict(state_dict[name])
             undo.pop_all()
 

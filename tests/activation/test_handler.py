@@ -464,7 +464,7 @@ def test_recorded_values_weigh_by_elements_and_names_are_checked(caplog):
 def test_one_warning_where_nothing_is_measured(given, warned, caplog):
     published = run(mlp(), batches=3, **given)
     assert [bool(values) for values in published] == [not warned] * 3
-    assert sum("nothing is measured, because no metrics" in text for text in caplog.messages) == warned
+    assert sum("nothing was measured, because no metrics" in text for text in caplog.messages) == warned
     caplog.clear()
     assert run(Recording(AROUND["nothing"], RECORDED["number"])) == [{"recorded/_root_/value": 3.0}]
     assert not any("nothing is measured" in text for text in caplog.messages)
@@ -520,7 +520,7 @@ def test_one_warning_where_no_attention_is_measured(kind, caplog):
 
     published = run(Gating(), batches=3, attention=True)
     assert [bool(item) for item in published] == [kind == "attention"] * 3
-    wanted = {"gating": ["attention=True saw no attention call"], "bias": ["skipped attention: ", "bias_k"]}.get(
+    wanted = {"gating": ["attention=True measured no attention call"], "bias": ["skipped attention: ", "bias_k"]}.get(
         kind, []
     )
     messages = [message for message in caplog.messages if "attention" in message]
