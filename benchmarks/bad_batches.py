@@ -21,6 +21,7 @@ from ignite.engine import Engine
 from torch import nn
 from trainings import (
     Training,
+    ZClip,
     batches,
     loss_of,
     make_model,
@@ -30,7 +31,7 @@ from trainings import (
     print_header,
     print_row,
     spoil,
-)  # fmt: skip
+)
 
 from ignite_monitor import GradMonitor, RobustThreshold
 
@@ -49,12 +50,6 @@ HELD_OUT = 100
 Reaction = Callable[[nn.Module, float, bool], bool]
 
 
-def scale(model: nn.Module, factor: float) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
-
-
 def nothing(model: nn.Module, norm: float, bad: bool) -> bool:
     return True
 
@@ -69,42 +64,27 @@ def clip_to_one(model: nn.Module, norm: float, bad: bool) -> bool:
 
 
 def zclip() -> Reaction:
-    """ZClip as its paper describes it (arXiv:2504.02507): z > 2.5 is scaled to mean + 2.5^2 / z * std."""
-    first: list[float] = []
-    mean = var = 0.0
+    clipped = ZClip()
 
     def react(model: nn.Module, norm: float, bad: bool) -> bool:
-        nonlocal mean, var
-        if len(first) < 25:
-            first.append(norm)
-            mean = fmean(first)
-            var = fmean((x - mean) ** 2 for x in first)
-            return True
-        z = (norm - mean) / (math.sqrt(var) + 1e-6)
-        if z > 2.5:
-            clipped = mean + 2.5**2 / z * math.sqrt(var)
-            scale(model, clipped / norm)
-            norm = clipped
-        mean = 0.97 * mean + 0.03 * norm
-        var = 0.97 * var + 0.03 * (norm - mean) ** 2
+        limit = clipped(norm)
+        for parameter in model.parameters() if limit < norm else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(limit / norm)
         return True
 
     return react
 
 
-REACTIONS: dict[str, Callable[[], Reaction]] = {
-    "nothing": lambda: nothing,
-    "`clip_grad_norm_(1.0)`": lambda: clip_to_one,
-    "ZClip": zclip,
-    "skip by the default rule": lambda: nothing,
-    "skip by `RobustThreshold()`": lambda: nothing,
-    "clip to the threshold": lambda: nothing,
-    "oracle's skip": lambda: oracle,
-}
-MONITORS: dict[str, dict[str, Any]] = {
-    "skip by the default rule": {"on_spike": "skip"},
-    "skip by `RobustThreshold()`": {"on_spike": "skip", "threshold": RobustThreshold()},
-    "clip to the threshold": {"on_spike": "clip"},
+# Name -> function that makes the reaction, and arguments of GradMonitor.
+REACTIONS: dict[str, tuple[Callable[[], Reaction], dict[str, Any]]] = {
+    "nothing": (lambda: nothing, {}),
+    "`clip_grad_norm_(1.0)`": (lambda: clip_to_one, {}),
+    "ZClip": (zclip, {}),
+    "skip by the default rule": (lambda: nothing, {"on_spike": "skip"}),
+    "skip by `RobustThreshold()`": (lambda: nothing, {"on_spike": "skip", "threshold": RobustThreshold()}),
+    "clip to the threshold": (lambda: nothing, {"on_spike": "clip"}),
+    "oracle's skip": (lambda: oracle, {}),
 }
 
 
@@ -114,7 +94,8 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
     draw = batches(training, torch.Generator().manual_seed(seed), end=0.8)
     draw_held_out = batches(training, torch.Generator().manual_seed(0), start=0.8)
     model, noise = make_model(training), torch.Generator().manual_seed(seed)
-    optimizer, react = make_optimizer(training, model), REACTIONS[name]()
+    (make_reaction, arguments), optimizer = REACTIONS[name], make_optimizer(training, model)
+    react = make_reaction()
     chance = random.Random(seed)
     # Fewer bad batches are a part of more.
     luck = [(chance.random(), chance.choice(BAD)) for _ in range(iterations)]
@@ -125,15 +106,14 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
         bad = iteration >= FIRST and share < rate
         if bad:
             inputs, labels = spoil(kind, inputs, labels, training.classes, noise)
-        for group in optimizer.param_groups:
-            group["lr"] = training.lr * training.lr_factor(iteration, iterations)
+        training.set_lr(optimizer, iteration, iterations)
         optimizer.zero_grad()
         (loss_of(model(inputs), labels) * (10.0 if bad and kind == "loss_x10" else 1.0)).backward()
         if react(model, float(engine.state.grad_norm), bad):
             optimizer.step()
 
     trainer = Engine(step)
-    GradMonitor(model, optimizer, **MONITORS.get(name, {})).attach(trainer)
+    GradMonitor(model, optimizer, **arguments).attach(trainer)
     trainer.run(range(iterations), max_epochs=1)
     model.eval()
     with torch.no_grad():
@@ -150,7 +130,7 @@ def cell(rises: list[float]) -> str:
 def main() -> None:
     args = options(__doc__, (training.name for training in TRAININGS), seeds=3, iterations=300).parse_args()
     if args.quick:
-        args.only, args.seeds, args.iterations = ["mlp"], 1, 60
+        args.only, args.seeds, args.iterations = ["mlp"], 1, 90
     print_header("training", "bad batches", *REACTIONS)
     for training in (training for training in TRAININGS if training.name in args.only):
         clean = [final_loss(training, seed, args.iterations, 0.0, "nothing") for seed in range(args.seeds)]

@@ -27,17 +27,8 @@ from trainings import Batches, Training, batches, digits, loss_of, make_model, m
 
 EVERY, AFTER, FIRST = 55, 50, 150
 KINDS = (
-    "random_labels",
-    "one_tensor_x10",
-    "shifted_labels",
-    "constant_input",
-    "control",
-    "loss_x3",
-    "half_random_labels",
-    "one_tensor_x10",
-    "loss_x10",
-    "one_bad_input",
-    "one_tensor_x30",
+    *("random_labels", "one_tensor_x10", "shifted_labels", "constant_input", "control", "loss_x3"),
+    *("half_random_labels", "one_tensor_x10", "loss_x10", "one_bad_input", "one_tensor_x30"),
 )
 TRAININGS = (
     Training("gpt_adamw", 40, 2, 6, "AdamW", 2e-3, 50, "cosine", {"weight_decay": 0.1}),
@@ -54,11 +45,6 @@ FALLS = (
     Training("fall_momentum", 32, 3, 64, "SGD", 3e-4, 0, "constant", {"momentum": 0.9}),
     Training("gpt_fall", 32, 2, 8, "AdamW", 1e-2, 0, "cosine"),
 )
-
-
-def set_lr(optimizer: torch.optim.Optimizer, training: Training, iteration: int, iterations: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = training.lr * training.lr_factor(iteration, iterations)
 
 
 def gradients(
@@ -94,9 +80,8 @@ class Recording(dict[str, Any]):
         arrays = {key: np.array(values, dtype=kinds.get(key)) for key, values in self.items()}
         file = directory / f"{self.meta['name']}_{self.meta['seed']}.npz"
         np.savez_compressed(file, meta=json.dumps(self.meta), **arrays)
-        print(
-            f"{file}: {len(self['loss'])} iterations, loss {self['loss'][0]:.3g} to {self['loss'][-1]:.3g}", flush=True
-        )
+        losses = self["loss"]
+        print(f"{file}: {len(losses)} iterations, loss {losses[0]:.3g} to {losses[-1]:.3g}", flush=True)
 
 
 def record(training: Training, seed: int, iterations: int) -> Recording:
@@ -104,15 +89,18 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model, draw = make_model(training), batches(training, generator)
+    is_healthy = training in FALLS
+    if is_healthy and not training.is_gpt:  # a regression with a large offset
+        draw, model[-1] = sums_of_pixels(training, generator), nn.Linear(training.width, 1)  # type: ignore[operator]
     optimizer, tensors = make_optimizer(training, model), len(list(model.parameters()))
     recording = Recording(training.name, seed, model)
     counterpart: tuple[nn.Module, torch.optim.Optimizer] | None = None
     rise: list[float] = []
     for iteration in range(iterations):
         inputs, labels = draw()
-        since = (iteration - FIRST) % EVERY if iteration >= FIRST else -1
+        since = (iteration - FIRST) % EVERY if iteration >= FIRST and not is_healthy else -1
         kind = KINDS[(iteration - FIRST) // EVERY % len(KINDS)] if since == 0 else ""
-        set_lr(optimizer, training, iteration, iterations)
+        training.set_lr(optimizer, iteration, iterations)
         if kind and iteration + AFTER >= iterations:  # too late to measure its harm
             break
         if kind:
@@ -122,7 +110,7 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
         loss = gradients(model, inputs, labels, factor, tensor, 30.0 if kind.endswith("x30") else 10.0)
         recording.add(loss, model)
         if counterpart is not None:
-            set_lr(counterpart[1], training, iteration, iterations)
+            training.set_lr(counterpart[1], iteration, iterations)
             if since <= AFTER:
                 rise.append(gradients(counterpart[0], inputs, labels).item() - loss.item())
                 counterpart[1].step()
@@ -146,34 +134,12 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
     return recording
 
 
-def record_fall(training: Training, seed: int, iterations: int = 700) -> Recording:
-    """A healthy run that starts far from its end: a GPT with a high rate, or a regression with a large offset."""
-    torch.manual_seed(seed)
-    draw, model = batches(training, torch.Generator().manual_seed(seed)), make_model(training)
-    if not training.is_gpt:
-        draw, model[-1] = sums_of_pixels(training, seed), nn.Linear(training.width, 1)  # type: ignore[operator]
-    optimizer = make_optimizer(training, model)
-    recording = Recording(training.name, seed, model)
-    for iteration in range(iterations):
-        inputs, targets = draw()
-        set_lr(optimizer, training, iteration, iterations)
-        optimizer.zero_grad()
-        output = model(inputs)
-        loss = loss_of(output, targets) if training.is_gpt else F.mse_loss(output.flatten(), targets)
-        loss.backward()
-        recording.add(loss, model)
-        optimizer.step()
-    return recording
-
-
-def sums_of_pixels(training: Training, seed: int) -> Batches:
+def sums_of_pixels(training: Training, generator: torch.Generator) -> Batches:
     """Images of digits with the sum of their pixels plus ten as the target."""
-    images, _ = digits()
-    generator = torch.Generator().manual_seed(seed)
 
     def draw() -> tuple[Tensor, Tensor]:
-        rows = torch.randint(len(images), (training.batch_size,), generator=generator)
-        return images[rows], images[rows].sum(1) + 10.0
+        images = digits()[0][torch.randint(len(digits()[0]), (training.batch_size,), generator=generator)]
+        return images, images.sum(1) + 10.0
 
     return draw
 
@@ -208,12 +174,10 @@ def main() -> None:
     if args.quick:
         args.only, args.iterations = [TRAININGS[-1].name, "gan"], FIRST + EVERY * 2
     args.directory.mkdir(parents=True, exist_ok=True)
-    for training in TRAININGS:
+    for training in TRAININGS + FALLS:
         if training.name in args.only:
-            record(training, args.seed, args.iterations).write(args.directory)
-    for training in FALLS:
-        if training.name in args.only:
-            record_fall(training, args.seed).write(args.directory)
+            iterations = 700 if training in FALLS else args.iterations
+            record(training, args.seed, iterations).write(args.directory)
     for recording in record_gan(args.seed, args.iterations) if "gan" in args.only else ():
         recording.write(args.directory)
 

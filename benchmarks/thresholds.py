@@ -17,12 +17,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, mean, pstdev, stdev
+from statistics import fmean, mean, stdev
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from trainings import options, print_header, print_row
+from trainings import ZClip, options, print_header, print_row
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
@@ -139,20 +139,8 @@ def olmo(recording: Recording) -> Flags:
 
 @without_overflows
 def zclip(recording: Recording) -> Flags:
-    """ZClip (arXiv:2504.02507): z > 2.5 with moving averages of 0.97; clipped values update them as clipped."""
-    first, flags, average, variance = [], [], 0.0, 0.0
-    for norm in recording.norms:
-        if len(first) < 25:
-            first.append(norm)
-            average, variance = fmean(first), pstdev(first) ** 2
-            flags.append(False)
-            continue
-        z = (norm - average) / (math.sqrt(variance) + 1e-6)
-        flags.append(z > 2.5)
-        clipped = average + 2.5**2 / z * math.sqrt(variance) if z > 2.5 else norm
-        average = 0.97 * average + 0.03 * clipped
-        variance = 0.97 * variance + 0.03 * (clipped - average) ** 2
-    return flags
+    clipped = ZClip()
+    return [clipped(norm) < norm for norm in recording.norms]
 
 
 @without_overflows
