@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from trainings import ZClip, options, print_header, print_row
 
 from ignite_monitor.detection.robust import RobustThreshold
@@ -45,15 +46,10 @@ class Recording(NamedTuple):
     tensors: np.ndarray  # iterations x tensors, norms
     events: dict[int, tuple[str, float]]
 
-
-class Score(NamedTuple):
-    """Counts of one rule on one recording; ``harm`` is NaN where there is none."""
-
-    alarms: int
-    healthy: int
-    detected: list[bool]
-    single: list[bool]
-    harm: float
+    def named_norms(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """The tensors' names and norms in each iteration."""
+        names = tuple(map(str, range(self.tensors.shape[1])))
+        return ((names, norms) for norms in torch.tensor(self.tensors).unbind())
 
 
 def read(file: Path) -> Recording:
@@ -65,31 +61,30 @@ def read(file: Path) -> Recording:
     return Recording(file.stem, norms, losses, np.exp(content["lg"].astype(float)), events)
 
 
-def detected(detector: SpikeDetector | LossDetector, values: list[float]) -> Flags:
+def detected(detector: Any, arguments: Iterable[tuple[Any, ...]]) -> Flags:
+    """Whether each value, of which these are the arguments, is a spike, or one of its elements."""
     flags = []
-    for value in torch.tensor(values, dtype=torch.float64).unbind():
-        detection = detector.detect(value)
-        detector.observe(detection)
-        flags.append(detection.spike)
-    return torch.stack(flags).tolist()
-
-
-def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
-    return lambda recording: detected(SpikeDetector(rule()), recording.norms)
-
-
-def by_loss(recording: Recording) -> Flags:
-    return detected(LossDetector(), recording.losses)
-
-
-def by_tensor(recording: Recording) -> Flags:
-    detector, flags = PerParameterDetector(), []
-    names = tuple(str(i) for i in range(recording.tensors.shape[1]))
-    for norms in torch.tensor(recording.tensors).unbind():
-        detection = detector.detect(names, norms)
+    for given in arguments:
+        detection = detector.detect(*given)
         detector.observe(detection)
         flags.append(detection.spike.any())
     return torch.stack(flags).tolist()
+
+
+def doubles(values: list[float]) -> Iterable[tuple[Tensor]]:
+    return zip(torch.tensor(values, dtype=torch.float64), strict=True)
+
+
+def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
+    return lambda recording: detected(SpikeDetector(rule()), doubles(recording.norms))
+
+
+def by_loss(recording: Recording) -> Flags:
+    return detected(LossDetector(), doubles(recording.losses))
+
+
+def by_tensor(recording: Recording) -> Flags:
+    return detected(PerParameterDetector(), recording.named_norms())
 
 
 def without_overflows(rule: Callable[[Recording], Flags]) -> Callable[[Recording], Flags]:
@@ -196,46 +191,42 @@ RULES: dict[str, tuple[Callable[[Recording], Flags], ...]] = {
 }
 
 
-def score(flags: Flags, recording: Recording) -> Score:
-    healthy = [i for i in range(WARMUP, len(flags)) if i not in recording.events]
-    faults = {i: event for i, event in recording.events.items() if event[0] != "control"}
-    total = sum(max(harm, 0.0) for _, harm in faults.values())
-    return Score(
-        sum(flags[i] for i in healthy),
-        len(healthy),
-        [flags[i] for i in faults],
-        [flags[i] for i, (kind, _) in faults.items() if kind.startswith("one_tensor")],
-        sum(max(harm, 0.0) for i, (_, harm) in faults.items() if flags[i]) / total if total > 0 else math.nan,
-    )
-
-
-def row(scores: list[Score]) -> list[str]:
-    rates = [1000 * s.alarms / s.healthy for s in scores]
-    pooled = 1000 * sum(s.alarms for s in scores) / sum(s.healthy for s in scores)
-    detected = [hit for s in scores for hit in s.detected]
-    single = [hit for s in scores for hit in s.single]
-    harms = [s.harm for s in scores if not math.isnan(s.harm)]
-    cells = [f"{fmean(detected):.2f}" if detected else "", f"{fmean(harms):.3f}" if harms else ""]
-    return [f"{pooled:.2f}", f"{max(rates):.1f}", *cells, f"{fmean(single):.2f}" if single else ""]
+def row(rule_flags: list[Flags], recordings: list[Recording]) -> list[str]:
+    """False alarms, pooled and of the worst recording, recall, damage-weighted recall, and recall of single tensors."""
+    alarms, healthy, harms = [], [], []
+    hits: dict[bool, list[bool]] = {False: [], True: []}  # by whether a single tensor was multiplied
+    for flags, recording in zip(rule_flags, recordings, strict=True):
+        quiet = [i for i in range(WARMUP, len(flags)) if i not in recording.events]
+        faults = {i: event for i, event in recording.events.items() if event[0] != "control"}
+        alarms.append(sum(flags[i] for i in quiet))
+        healthy.append(len(quiet))
+        for i, (kind, _) in faults.items():
+            hits[kind.startswith("one_tensor")].append(flags[i])
+        damage = {i: max(harm, 0.0) for i, (_, harm) in faults.items()}
+        if total := sum(damage.values()):
+            harms.append(sum(harm for i, harm in damage.items() if flags[i]) / total)
+    worst = max(1000 * count / total for count, total in zip(alarms, healthy, strict=True))
+    recall, single = (f"{fmean(values):.2f}" if values else "" for values in (hits[False] + hits[True], hits[True]))
+    weighted = f"{fmean(harms):.3f}" if harms else ""
+    return [f"{1000 * sum(alarms) / sum(healthy):.2f}", f"{worst:.1f}", recall, weighted, single]
 
 
 def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> tuple[str, str]:
     """The fraction of multiplied tensors that are found in healthy iterations, and of those named first."""
-    detected: list[bool] = []
+    found: list[bool] = []
     first: list[bool] = []
     detector = PerParameterDetector()
-    names = tuple(str(i) for i in range(recording.tensors.shape[1]))
-    for i, norms in enumerate(torch.tensor(recording.tensors).unbind()):
-        if i >= 100 and i % every == 0 and i not in recording.events:
-            for tensor in norms.nonzero().flatten().tolist():
-                spoilt = norms.clone()
-                spoilt[tensor] *= factor
-                detection = detector.detect(names, spoilt)
-                detected.append(bool(detection.spike[tensor]))
-                shares = named(culprits(detection).tolist(), detector.names)
-                first += [next(iter(shares), "") == names[tensor]] * detected[-1]
+    for i, (names, norms) in enumerate(recording.named_norms()):
+        is_healthy = i >= 100 and i % every == 0 and i not in recording.events
+        for tensor in norms.nonzero().flatten().tolist() if is_healthy else ():
+            spoilt = norms.clone()
+            spoilt[tensor] *= factor
+            detection = detector.detect(names, spoilt)
+            found.append(bool(detection.spike[tensor]))
+            if found[-1]:
+                first.append(next(iter(named(culprits(detection).tolist(), detector.names)), "") == names[tensor])
         detector.observe(detector.detect(names, norms))
-    return f"{fmean(detected):.2f}", f"{fmean(first) if first else math.nan:.2f}"
+    return f"{fmean(found):.2f}", f"{fmean(first) if first else math.nan:.2f}"
 
 
 def main() -> None:
@@ -257,11 +248,10 @@ def main() -> None:
         for rule in rules:
             if rule not in known:
                 known[rule] = [rule(recording) for recording in recordings]
-        scores = [
-            score([any(flags) for flags in zip(*(known[rule][i] for rule in rules), strict=True)], recording)
-            for i, recording in enumerate(recordings)
+        flags = [
+            list(map(any, zip(*flags, strict=True))) for flags in zip(*(known[rule] for rule in rules), strict=True)
         ]
-        print_row(name, *row(scores))
+        print_row(name, *row(flags, recordings))
 
 
 if __name__ == "__main__":
