@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import logging
 import math
 import sysconfig
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +42,7 @@ WIDTHS = (64, 256, 512)
 STEPS, BATCH, LENGTH, HELD_OUT = 120, 8, 32, 64
 HEAD = 8  # dimension of an attention head at all widths
 # log2 of the learning rate that the search starts at; under muP that of a layer of width 1.
-STARTS = {
-    ("llama", "standard"): -7,
-    ("llama", "mup"): -2,
-    ("vit", "standard"): -9,
-    ("vit", "mup"): -3,
-}
+STARTS = {("llama", "standard"): -7, ("llama", "mup"): -2, ("vit", "standard"): -9, ("vit", "mup"): -3}
 
 
 class Run(NamedTuple):
@@ -56,6 +53,9 @@ class Run(NamedTuple):
     width: int
     rate: int
     seed: int
+
+
+Results = dict[tuple[str, str, int, int], dict[int, float]]  # task, kind, width and seed -> rate -> loss
 
 
 @functools.cache
@@ -88,14 +88,8 @@ def make(task: str, width: int) -> torch.nn.Module:
             **sizes, num_attention_heads=width // HEAD, image_size=8, patch_size=2, num_channels=1, num_labels=10
         )
         return transformers.ViTForImageClassification(vit)
-    llama = transformers.LlamaConfig(
-        **sizes,
-        vocab_size=128,
-        num_attention_heads=width // HEAD,
-        num_key_value_heads=max(width // HEAD // 2, 1),
-        head_dim=HEAD,
-        pad_token_id=None,
-    )
+    heads = {"num_attention_heads": width // HEAD, "num_key_value_heads": max(width // HEAD // 2, 1), "head_dim": HEAD}
+    llama = transformers.LlamaConfig(**sizes, **heads, vocab_size=128, pad_token_id=None)
     return transformers.LlamaForCausalLM(llama)
 
 
@@ -143,120 +137,109 @@ def train(run: Run, steps: int = STEPS) -> float:
     return loss if math.isfinite(loss) else 100.0
 
 
-def wanted(results: dict[Run, float], seeds: int) -> Iterator[Run]:
-    """Runs until the best learning rate of each seed has neighbours: within a factor of four, at the last width two.
-
-    Wider models are also trained with the best rate of the first width.
-    """
-    for seed in range(seeds):
-        for width in WIDTHS:
-            for (task, kind), start in STARTS.items():
-                reach = 1 if width == WIDTHS[-1] else 2
-                missing = [start]
-                while missing:
-                    known = of(results, task, kind, width, seed)
-                    best = min(known, key=known.__getitem__, default=start)
-                    rates = [*range(best - reach, best + reach + 1), carried(results, task, kind, seed, default=best)]
-                    missing = [rate for rate in rates if rate not in known]
-                    yield from (Run(task, kind, width, rate, seed) for rate in missing[:1])
-
-
-def carried(results: dict[Run, float], task: str, kind: str, seed: int, default: int = 0) -> int:
-    """The best learning rate tried at the first width."""
-    losses = of(results, task, kind, WIDTHS[0], seed)
+def lowest(losses: dict[int, float], default: int = 0) -> int:
     return min(losses, key=losses.__getitem__, default=default)
 
 
-def of(results: dict[Run, float], *cell: Any) -> dict[int, float]:
-    """Learning rate -> loss of one task, kind, width and seed."""
-    task, kind, width, seed = cell
-    return {run.rate: loss for run, loss in results.items() if (*run[:3], run.seed) == (task, kind, width, seed)}
+def wanted(results: Results, seeds: int) -> Iterator[Run]:
+    """Runs until the best learning rate of each seed has neighbours: within a factor of four, at the last width two.
+
+    Wider models are also trained with the best rate of the first width. The caller adds each run to the results.
+    """
+    for seed, width, ((task, kind), start) in itertools.product(range(seeds), WIDTHS, STARTS.items()):
+        known, reach, missing = results[task, kind, width, seed], 1 if width == WIDTHS[-1] else 2, [start]
+        while missing:
+            best = lowest(known, start)
+            rates = [*range(best - reach, best + reach + 1), lowest(results[task, kind, WIDTHS[0], seed], best)]
+            missing = [rate for rate in rates if rate not in known]
+            yield from (Run(task, kind, width, rate, seed) for rate in missing[:1])
 
 
-def read(path: Path) -> dict[Run, float]:
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    return {Run(*line[:-1]): line[-1] for line in lines if isinstance(line, list)}
+def read(path: Path) -> tuple[Results, list[str]]:
+    """The runs of a file, and what they were measured with."""
+    results: Results = defaultdict(dict)
+    measured = []
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        if isinstance(line, list):
+            task, kind, width, rate, seed, loss = line
+            results[task, kind, width, seed][rate] = loss
+        else:
+            measured.append(line["measured"])
+    return results, measured
 
 
 def work(path: Path, seeds: int, minutes: float) -> None:
     """Train the missing runs and append a line for each, after one that says what they are measured with."""
     end = time.monotonic() + 60 * minutes
-    results = read(path)
-    with path.open("a") as file:
+    results, _ = read(path)
+    with path.open("a", buffering=1) as file:
         file.write(json.dumps({"measured": provenance()}) + "\n")
-    for run in wanted(results, seeds):
-        if time.monotonic() > end:
-            return
-        started = time.process_time()
-        results[run] = round(train(run), 5)
-        with path.open("a") as file:
-            file.write(json.dumps([*run, results[run]]) + "\n")
-        print(*run, results[run], f"{time.process_time() - started:.1f} s", flush=True)
+        for run in wanted(results, seeds):
+            if time.monotonic() > end:
+                return
+            started, loss = time.process_time(), round(train(run), 5)
+            results[run.task, run.kind, run.width, run.seed][run.rate] = loss
+            file.write(json.dumps([*run, loss]) + "\n")
+            print(*run, loss, f"{time.process_time() - started:.1f} s", flush=True)
 
 
-class Best(NamedTuple):
-    """Best learning rate of one seed and its loss: the vertex of a parabola through three runs."""
-
-    rate: float  # log2
-    loss: float
-
-
-def best(losses: dict[int, float]) -> Best | None:
-    """Fit log loss over log2 of the rate; None if the best rate has no neighbours."""
-    rate = min(losses, key=losses.__getitem__)
+def vertex(losses: dict[int, float]) -> tuple[float, float] | None:
+    """Vertex of a parabola of log loss over log2 of the rate, through the best; None if that has no neighbours."""
+    rate = lowest(losses)
     if not {rate - 1, rate + 1} <= losses.keys():
         return None
     left, middle, right = (math.log(losses[near]) for near in (rate - 1, rate, rate + 1))
     slope, curvature = (right - left) / 2, right - 2 * middle + left
-    return Best(rate - slope / curvature, math.exp(middle - slope**2 / (2 * curvature)))
+    return rate - slope / curvature, math.exp(middle - slope**2 / (2 * curvature))
 
 
-def bests(results: dict[Run, float], *cell: Any) -> dict[int, Best]:
-    """Fits of a task, kind and width by seed."""
-    seeds = sorted({run.seed for run in results if run[:3] == cell})
-    fits = {seed: best(of(results, *cell, seed)) for seed in seeds}
-    return {seed: fit for seed, fit in fits.items() if fit is not None}
+def by_seed(results: Results, *cell: object) -> dict[int, dict[int, float]]:
+    """Seed -> learning rate -> loss of a task, kind and width."""
+    return {seed: losses for (*key, seed), losses in sorted(results.items()) if tuple(key) == cell and losses}
 
 
-def table(results: dict[Run, float]) -> str:
+def table(results: Results) -> str:
     """Best learning rates and their losses: means over seeds and standard errors."""
     narrow, *wide = WIDTHS
     head = ["model", "parametrization", f"best at {narrow}", *(f"moved at {width}" for width in wide)]
     lines = [[*head, *(f"loss at {width}" for width in WIDTHS), f"at {wide[-1]} with the rate of {narrow}"]]
     lines.append(["---"] * len(lines[0]))
     for task, kind in STARTS:
-        fits = {width: bests(results, task, kind, width) for width in WIDTHS}
-        first = {seed: fit.rate for seed, fit in fits[narrow].items()}
-        moved = [[fit.rate - first[seed] for seed, fit in fits[width].items() if seed in first] for width in wide]
+        runs = {width: by_seed(results, task, kind, width) for width in WIDTHS}
+        fits = {
+            width: {seed: fit for seed, losses in seeds.items() if (fit := vertex(losses)) is not None}
+            for width, seeds in runs.items()
+        }
+        first = {seed: rate for seed, (rate, _) in fits[narrow].items()}
+        moved = [[rate - first[seed] for seed, (rate, _) in fits[width].items() if seed in first] for width in wide]
         cells = [f"2^{mean_and_error([*first.values()], 1)}", *(mean_and_error(shifts, 1, "+") for shifts in moved)]
-        losses = [mean_and_error([fit.loss for fit in fits[width].values()], 2) for width in WIDTHS]
-        runs = [Run(task, kind, wide[-1], carried(results, task, kind, seed), seed) for seed in first]
-        losses.append(mean_and_error([results[run] for run in runs if run in results], 2))
-        lines.append([TASKS[task], KINDS[kind], *cells, *losses])
+        losses = [mean_and_error([loss for _, loss in fits[width].values()], 2) for width in WIDTHS]
+        carried = [runs[wide[-1]].get(seed, {}).get(lowest(runs[narrow][seed]), math.nan) for seed in first]
+        lines.append([TASKS[task], KINDS[kind], *cells, *losses, mean_and_error(carried, 2)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(results: dict[Run, float], path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 5.6), dpi=100, layout="constrained", facecolor="white")
     grid = figure.subplots(len(TASKS), len(KINDS), sharey="row")
-    colours = dict(zip(WIDTHS, ("#e07b00", "#0b7a75", "#3a3f9e"), strict=True))
     for (task, kind), axes in zip(STARTS, grid.flat, strict=True):
-        for width, colour in colours.items():
-            seeds = sorted({run.seed for run in results if run[:3] == (task, kind, width)})
-            for seed in seeds:
-                losses = dict(sorted(of(results, task, kind, width, seed).items()))
-                label = f"width {width}" if seed == seeds[0] else None
-                axes.plot(losses.keys(), losses.values(), ".-", color=colour, linewidth=0.9, markersize=4, label=label)
-            for fit in bests(results, task, kind, width).values():
-                axes.plot(*fit, "*", color=colour, markersize=11, markeredgecolor="white", markeredgewidth=0.6)
-        axes.set_title(f"{TASKS[task]}: {KINDS[kind]}", loc="left", fontsize=10)
+        for width, colour in zip(WIDTHS, ("#e07b00", "#0b7a75", "#3a3f9e"), strict=True):
+            label: str | None = f"width {width}"
+            for losses in by_seed(results, task, kind, width).values():
+                points = sorted(losses.items())
+                axes.plot(*zip(*points, strict=True), ".-", color=colour, linewidth=0.9, markersize=4, label=label)
+                label = None
+                if (fit := vertex(losses)) is not None:
+                    axes.plot(
+                        *fit, "*", color=colour, markersize=11, markeredgecolor="white", markeredgewidth=0.6, zorder=3
+                    )
         ticks, limits = SHOWN[task]
-        axes.set_yscale("log")
+        axes.set_title(f"{TASKS[task]}: {KINDS[kind]}", loc="left", fontsize=10)
+        axes.set(yscale="log", ylim=limits)
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set_yticks([], minor=True)
-        axes.set_ylim(limits)
         axes.tick_params(labelsize=8)
         axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
@@ -273,18 +256,15 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, help="draw what there is, and print a table, instead of training")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to stop (default: 60)")
     args = parser.parse_args()
-    if args.draw:
-        results = read(args.runs)
-        draw(results, args.draw)
-        lines = map(json.loads, args.runs.read_text().splitlines())
-        print("\n".join(dict.fromkeys(line["measured"] for line in lines if isinstance(line, dict))) + "\n")
-        print(table(results))
-        return
     logging.getLogger("ignite_monitor").setLevel(logging.ERROR)
-    if args.quick:
+    if args.draw:
+        results, measured = read(args.runs)
+        draw(results, args.draw)
+        print("\n".join(dict.fromkeys(measured)), table(results), sep="\n\n")
+    elif args.quick:
         print(train(Run("vit", "mup", 64, -3, 0), steps=2))
-        return
-    work(args.runs, args.seeds, args.minutes)
+    else:
+        work(args.runs, args.seeds, args.minutes)
 
 
 if __name__ == "__main__":
