@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,20 +111,11 @@ def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.Repl
     return check
 
 
-def rollback(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RollbackHandler:
-    return im.RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: 1.0)
-
-
 def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """The checks of a checkpoint, without its file."""
     handler: Any = im.HealthyCheckpoint({"model": model, "optimizer": optimizer}, lambda *_: None)
     handler.attach, handler.on_host = lambda engine, event: engine.add_event_handler(event, handler), lambda: None
     return handler
-
-
-def setup_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.SetupCheck:
-    """A check that never ends; in a run it takes three iterations."""
-    return im.SetupCheck(model, optimizer, iterations=NEVER)
 
 
 def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RoutingHandler:
@@ -149,27 +141,23 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "ReplicaCheckHandler": (replica_check, CLONE),
     "ReplayCheckHandler": (im.ReplayCheckHandler, PASSES),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
-    "SetupCheck": (setup_check, CLIP),
+    "SetupCheck": (lambda m, o: im.SetupCheck(m, o, iterations=NEVER), CLIP),  # in a run it takes three iterations
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
     "DriftMonitor": (lambda m, _: im.DriftMonitor(lambda engine: 1.0), CLIP),
     "HealthyCheckpoint": (checkpoint, CLONE),
-    "RollbackHandler between snapshots": (rollback, CLONE),
+    "RollbackHandler between snapshots": (
+        lambda m, o: im.RollbackHandler({"model": m, "optimizer": o}, loss=lambda engine: 1.0),
+        CLONE,
+    ),
     NOISE: (lambda m, o: im.GradientNoiseScaleHandler(m, o, micro_batches=2), CLIP),
     CURVATURE: (lambda m, o: im.CurvatureHandler(m, o, loss=loss_of), PASSES),
 }
 
 
 class Runner:
-    """A trainer with one variant, and the times of its iterations.
+    """A trainer with one variant, a comparison or a monitor, and the times of its iterations; "" for none."""
 
-    Args:
-        setting: sizes of model and batches.
-        device: device of the model.
-        variant: a key of ``COMPARISONS`` or ``MONITORS``, ``CLOSURES``, or "" for none.
-        idle: skip forward and backward passes.
-    """
-
-    def __init__(self, setting: Setting, device: str, variant: str, idle: bool = False) -> None:
+    def __init__(self, setting: Setting, device: str, variant: str, passes: bool = True) -> None:
         torch.manual_seed(0)
         model = setting.model(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -177,7 +165,7 @@ class Runner:
         self._stamps: list[float] = []
         self._clock = _synchronized if device == "cuda" else time.thread_time
         self._batch = torch.randint(0, 50, (setting.sequences, setting.length), device=device)
-        chunks = 0 if idle else 2 if variant == NOISE else 1
+        chunks = (2 if variant == NOISE else 1) if passes else 0
 
         def train_step(engine: Engine, tokens: Tensor) -> None:
             optimizer.zero_grad()
@@ -215,7 +203,7 @@ def _synchronized() -> float:
 
 def unmonitored(setting: Setting, device: str, name: str, rounds: int) -> Cost:
     """Seconds that a monitor adds to an unmonitored iteration."""
-    plain, variant = (Runner(setting, device, kind, idle=True) for kind in ("", name))
+    plain, variant = (Runner(setting, device, kind, passes=False) for kind in ("", name))
     return Cost.of([median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(2 * rounds)])
 
 
@@ -238,9 +226,8 @@ def machine(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"one thread of {names[0] if names else platform.processor()}"
+    names = re.findall(r"model name\s*: (.*)", file.read_text(encoding="utf-8") if file.exists() else "")
+    return f"one thread of {[*names, platform.processor()][0]}"
 
 
 def report(device: str, rounds: int, only: list[str]) -> None:
