@@ -20,7 +20,7 @@ from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE_RECORD
 from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
-from ignite_monitor.model.modes import in_backward
+from ignite_monitor.model.modes import has_local_data, in_backward
 from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
@@ -111,7 +111,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     def before_train_step(self, engine: Engine) -> None:
         self._rng_state = capture_rng_state()
-        self._batch = KeptBatch(engine.state.batch) if self.batch else None
+        self._batch = self._saved("batch", lambda: KeptBatch(engine.state.batch)) if self.batch else None
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         return [recording(self._record)]
@@ -161,14 +161,19 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "source": None if spike.source is None else spike.source._asdict(),
             "lr": [float(rate) for rate in rates if rate is not None] or None,
             "batch": self._saved("batch", lambda: self._batch and self._batch.save(self.largest_batch)),
-            "losses": self._saved("losses", lambda: torch.cat(self._losses).cpu() if self._losses else None),
+            "losses": self._saved("losses", self._joined_losses),
             "random_state": self._rng_state,
         }
+
+    def _joined_losses(self) -> Tensor | None:
+        if any(losses.is_complex() or not has_local_data(losses) for losses in self._losses):
+            raise CannotBeSavedError("they are no dense real tensors")
+        return torch.cat(self._losses).as_subclass(Tensor).cpu() if self._losses else None
 
     def _saved(self, name: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
-        except Exception as error:  # noqa: BLE001 - a user's tensors may fail in any way; other fields are recorded
+        except Exception as error:  # noqa: BLE001 - a user's objects may fail in any way; other fields are recorded
             reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
-            self.report(f"{name}_not_recorded", f"the {name} of a spike is not recorded: {reason}; reported once")
+            self.report(f"{name}_not_recorded", f"the {name} of a spike can't be recorded: {reason}; reported once")
             return None

@@ -188,6 +188,26 @@ def test_what_is_not_finite_comes_first_and_several_losses_of_a_row_count_by_the
     assert (spike.losses.shape, spike.losses.requires_grad, spike.batch) == ((4, 2), False, None)
 
 
+class Subclass(torch.Tensor):
+    """A tensor of a class that torch.load(weights_only=True) refuses."""
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_kept"),
+    [
+        (torch.ones(3).as_subclass(Subclass), True),
+        (torch.ones(3, dtype=torch.complex64), False),
+        (torch.ones(3).to_sparse(), False),
+    ],
+)
+def test_losses_of_all_kinds_leave_a_file_that_can_be_read(tmp_path, losses, is_kept, caplog):
+    record_outputs(tmp_path, lambda engine, batch: record("losses", losses) or 1.0)[0].run([X])
+    spike = load_spike(tmp_path / "spike-00000001-rank0.spike.pt")
+    assert same(spike.batch, X)
+    assert same(spike.losses, torch.ones(3) if is_kept else None)
+    assert ("no dense real tensors" in caplog.text) != is_kept
+
+
 def test_the_oldest_go_and_files_of_others_stay(tmp_path):
     others = ["grad-00000001-rank1.spike.pt", "loss-00000001-rank0.spike.pt", "grad-00000001-rank0.spike.pt.bak"]
     for name in others:
@@ -334,12 +354,15 @@ def test_what_the_train_step_puts_in_the_batchs_containers_is_not_what_it_was_gi
 
 
 OTHER_TYPES = "only tensors, numbers and strings"
+CYCLE = {"x": X}
+CYCLE["batch"] = CYCLE
 
 
 @pytest.mark.parametrize(
     ("batch", "change", "text"),
     [
         *((batch, None, OTHER_TYPES) for batch in [(X, object()), np.zeros(3), {"x": X, "f": len}]),
+        *((CYCLE, None, "RecursionError"), (object.__new__(Sample), None, "AttributeError")),
         ({"x": X.clone()}, lambda given: given["x"].mul_(2), "the train step changes it in place"),
     ],
 )
