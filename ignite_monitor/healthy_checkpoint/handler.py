@@ -32,7 +32,7 @@ class HealthyCheckpoint(Checkpoint):
     the last file, or until there is one, of a copy in host memory. All ranks have to call it; they save together.
 
     Args:
-        to_save: name -> object with a ``state_dict``, as for Ignite's ``Checkpoint``.
+        to_save: name -> object with ``state_dict`` and ``load_state_dict``.
         save_handler: directory, or save handler.
         monitors: the monitors whose spikes count; None for all on the engine.
         quiet: number of iterations without a spike, at least 1.
@@ -102,9 +102,9 @@ class HealthyCheckpoint(Checkpoint):
         return self._copy or super()._setup_checkpoint()
 
     def _on_started(self, engine: Engine) -> None:
-        self._earlier.clear()
-        if engine.state.iteration < self._healthy:  # another run
-            self._healthy, self._copy = 0, {}
+        if engine.state.iteration == 0 or engine.state.iteration < self._healthy:  # another run
+            self._earlier.clear()
+            self._due, self._healthy, self._copy = None, 0, {}
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         iteration = engine.state.iteration

@@ -107,6 +107,26 @@ def test_a_second_run_keeps_copies_of_its_own():
     assert run.saved == ["checkpoint_45.pt", "checkpoint_15.pt"]
 
 
+def test_a_run_that_continues_knows_its_spikes():
+    run = Run({40: 1e4})
+    assert run.run(event=Events.ITERATION_COMPLETED(every=6))[-1] == 36
+    run.trainer.run(torch.randn(40, 8, 4), max_epochs=2)
+    assert run.saved[6:8] == ["checkpoint_45.pt", "checkpoint_48.pt"]
+
+
+def test_a_checkpoint_that_a_failed_run_postponed_is_not_saved_by_the_next_run():
+    run = Run(dict.fromkeys(range(8, 13), 1e4))
+    with (
+        run.trainer.add_event_handler(Events.ITERATION_STARTED(once=12), lambda _: 1 / 0),
+        pytest.raises(ZeroDivisionError),
+    ):
+        run.run()
+    run.scales = {}
+    vars(run.trainer.state).update(iteration=0, epoch=0, max_epochs=None)
+    run.trainer.run(torch.randn(20, 8, 4), max_epochs=1)
+    assert run.saved == ["checkpoint_10.pt", "checkpoint_20.pt"]
+
+
 def test_the_end_of_a_run_names_the_file_that_holds_the_newest_healthy_state(caplog):
     assert Run({39: 1e4}).run() == [10, 20, 30]
     assert caplog.messages[-1].endswith("in the last 5 iterations; the newest healthy state is that of iteration 30")
