@@ -190,8 +190,8 @@ DRIFT = Schema("drift", "drift", (
 
 ROLLBACK = Schema("rollback", "rollback", (
     Key("count", "number of rollbacks so far", chart="rollbacks"),
-    Key("restored_iteration", "iteration after which the restored snapshot was taken",
-        when="in iterations that are rolled back or discarded"),
+    Key("restored_iteration", "iteration after which the restored state was copied",
+        when="in iterations after which a state is restored"),
     Key("discarded_count", "number of iterations discarded during recovery so far", chart="rollbacks"),
 ))
 

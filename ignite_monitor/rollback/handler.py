@@ -37,7 +37,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     that time are discarded one by one, until eight in a row are healthy, and nothing is accepted. If four tests fail,
     older snapshots included, the data have changed: training continues with them, and returns to the snapshot if its
     data return. Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the
-    loss, non-finite state and :meth:`request`. A loss that changes sign or has never fallen triggers nothing.
+    loss, non-finite state and :meth:`request`. No rise of a loss that changes sign or has never fallen triggers one.
 
     {keys}
 
@@ -119,7 +119,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, those of the snapshots included."""
         self._policy.reset()
-        self._snapshots.aside = None
+        self._snapshots.resumable = None
         self._reset_thresholds()
         for snapshot in self._snapshots.all:
             snapshot["thresholds"] = self._thresholds()
@@ -136,6 +136,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.forget()
         self._triggers.start_run()
         self._policy.rollbacks.clear()
+        self._request = ""
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
@@ -145,7 +146,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        own = self._training.things.keys()
+        own = self._training.objects.keys()
         if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
         self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
@@ -201,7 +202,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
         if all(triggers.signs):
-            text = "the loss has been negative and positive: it measures no progress, and triggers nothing"
+            text = (
+                "the loss has been negative and positive: neither its rise nor a threshold's reset triggers a rollback"
+            )
             self.report("loss_changes_sign", text, severity="note")
         if signals.is_nonfinite:
             signals.ruin = self._ruin(iteration)
@@ -215,7 +218,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self.report("data_changed", text, once=False)
         elif action != Action.NONE:
             starts = was_phase == WATCHING
-            self._discarded_count += not starts
+            is_discarded = not (starts or action == Action.PROBE)  # a probe may continue from this iteration
+            self._discarded_count += is_discarded
+            policy.discarded += is_discarded
             snapshot = self._choose(action, iteration, signals, starts)
             values["restored_iteration"] = snapshot["iteration"]
             self._report(action, iteration, snapshot["iteration"], signals, starts)
@@ -238,11 +243,11 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _choose(self, action: Action, iteration: int, signals: Signals, starts: bool) -> Snapshot:
         policy, snapshots = self._policy, self._snapshots
         if action == Action.PROBE or (action == Action.ROLL_BACK and policy.may_continue):
-            snapshots.aside = snapshots.copy(iteration, self._training.state(), self._thresholds())
+            snapshots.resumable = snapshots.copy(iteration, self._training.state(), self._thresholds())
         if starts:
             snapshots.start(iteration, policy.first_sign, signals.margin)
-        if snapshots.aside and (action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)):
-            return snapshots.aside
+        if snapshots.resumable and (action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)):
+            return snapshots.resumable
         return snapshots.choose(iteration, policy.candidate)
 
     def _report(self, action: Action, iteration: int, restored: int, signals: Signals, starts: bool) -> None:
@@ -252,7 +257,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         text += f"; rolled back to iteration {restored}"
         if action == Action.ROLL_BACK:
             self._count += 1
-            text += f", {iteration - restored} batches skipped; restored {', '.join(self._training.things)}"
+            text += f", {iteration - restored} batches skipped; restored {', '.join(self._training.objects)}"
             self.report("rolled_back", text, once=False)
         elif action == Action.END:
             self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
@@ -284,7 +289,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._snapshots.clear()
         else:
             self._snapshots.drop_newer(self._snapshots.restored)
-            self._snapshots.aside = None
+            self._snapshots.resumable = None
         self._triggers.far.clear()
         self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, self._policy.discarded)
 

@@ -122,7 +122,6 @@ class RecoveryPolicy:
         if streak >= limits.PROBATION and not (self.nonfinite or signals.reasons):
             self.is_test = False  # in a long probation one such iteration is no sign
             return Action.NONE
-        self.discarded += 1
         if self.nonfinite:
             return Action.DISCARD
         if not was_test:
@@ -144,7 +143,6 @@ class RecoveryPolicy:
         is_worse = age == limits.TRIAL and _exceeds(self.recent, self.failed, limits.JUMP)
         if self.trials == 1 and (is_unstable or is_worse):
             self.phase, self.is_test, self.failed = RECOVERING, True, []
-            self.discarded += 1
             return Action.DISCARD
         if is_ruined:
             return Action.END
@@ -154,12 +152,10 @@ class RecoveryPolicy:
             self.phase, self.recent = WATCHING, []
         elif iteration >= self.probe_at and not self.usual:
             self.phase, self.passed_probes = PROBING, 0
-            self.discarded += 1
             return Action.PROBE
         return Action.NONE
 
     def _probe(self, signals: Signals, iteration: int) -> Action:
-        self.discarded += 1
         if not signals.is_healthy:
             self.phase, self.probe_at = ADAPTING, iteration + max(limits.PROBATION, (iteration - self.since) // 3)
             return Action.RESUME

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Snapshots:
         self.all: list[Snapshot] = []
         self.restored = 0  # iteration of the one restored last
         self.restored_at = -math.inf  # iteration in which it was restored
-        self.aside: Snapshot | None = None  # the state before a rollback or a probe
+        self.resumable: Snapshot | None = None  # the state before a rollback or a probe
 
     def copy(self, iteration: int, state: Any, thresholds: Any) -> Snapshot:
         """Copy a state after an iteration."""
@@ -86,25 +86,27 @@ class TrainingState:
     """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
-        kept = {name: thing for name, thing in to_save.items() if not isinstance(thing, Monitor)}
-        for name, thing in kept.items():
-            if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
-                raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(thing)}")
-        self.things = {name: _unwrapped(thing) for name, thing in kept.items()}
-        self.modules = [thing for thing in self.things.values() if isinstance(thing, nn.Module)]
-        inner = [thing.optimizer if isinstance(thing, Sharded) else thing for thing in self.things.values()]
-        self.optimizers = [thing for thing in inner if hasattr(thing, "register_step_post_hook")]
+        kept = {name: obj for name, obj in to_save.items() if not isinstance(obj, Monitor)}
+        for name, obj in kept.items():
+            if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
+        self.objects = {name: _unwrapped(obj) for name, obj in kept.items()}
+        self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
+        inner = [obj.optimizer if isinstance(obj, Sharded) else obj for obj in self.objects.values()]
+        self.optimizers = [obj for obj in inner if hasattr(obj, "register_step_post_hook")]
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
-        return {name: _state_of(thing) for name, thing in self.things.items()}
+        return {name: _state_of(obj) for name, obj in self.objects.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore an earlier state, and drop all gradients."""
-        for name, thing in self.things.items():
-            _restore(thing, state[name])
-        for thing in (*self.modules, *self.optimizers):
-            thing.zero_grad(set_to_none=True)
+        for name, obj in self.objects.items():
+            _restore(obj, state[name])
+        # Not by zero_grad(), which optimizers of the user's may define without set_to_none.
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for parameter in chain(*(module.parameters() for module in self.modules), *(g["params"] for g in groups)):
+            parameter.grad = None
 
     def layout(self) -> list[Any]:
         """Names and identities of all parameters; a faster ``named_parameters()``."""
@@ -116,9 +118,9 @@ class TrainingState:
         return layout
 
 
-def public(thing: object) -> dict[str, Any]:
+def public(obj: object) -> dict[str, Any]:
     """The attributes of a handler's part that change during a run."""
-    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}
+    return {name: value for name, value in vars(obj).items() if not name.startswith("_")}
 
 
 def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
@@ -128,7 +130,8 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
         known = into if isinstance(into, dict) else {}
         return kind([(key, clone(item, on_host, known.get(key))) for key, item in value.items()])
     if kind in (list, tuple):
-        return kind([clone(item, on_host) for item in value])
+        others = into[: len(value)] if isinstance(into, (list, tuple)) else ()
+        return kind([clone(item, on_host, other) for item, other in zip_longest(value, others)])
     if not isinstance(value, Tensor):
         return value if kind in _IMMUTABLE else copy.deepcopy(value)
     fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
@@ -151,44 +154,44 @@ def finite(state: Any) -> dict[str, bool]:
     return {path: bool(flag) for path, [flag] in zip(checked, flags, strict=True)}
 
 
-def _state_of(thing: Any) -> Any:
+def _state_of(obj: Any) -> Any:
     """The state itself, nothing copied; of modules with non-persistent buffers."""
-    if isinstance(thing, nn.Module):
+    if isinstance(obj, nn.Module):
         tensors, extra = dict[int, tuple[str, Tensor]](), dict[str, Any]()
-        for path, module in thing.named_modules():
+        for path, module in obj.named_modules():
             for name, tensor in chain(parameters_in(module).items(), buffers_in(module).items()):
                 if tensor is not None:
                     tensors.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 extra[path] = module.get_extra_state()
         return {"tensors": dict(tensors.values()), "extra": extra}
-    return thing.state_dict()
+    return obj.state_dict()
 
 
-def _restore(thing: Any, state: Any) -> None:
-    if isinstance(thing, nn.Module):
-        current = _state_of(thing)["tensors"]
+def _restore(obj: Any, state: Any) -> None:
+    if isinstance(obj, nn.Module):
+        current = _state_of(obj)["tensors"]
         for name, tensor in clone(state["tensors"], into=current).items():
             known = current.get(name)
             if isinstance(known, nn.Parameter) and tensor is not known:  # of another shape or dtype
                 known.data = tensor
             elif tensor is not known:
                 path, _, leaf = name.rpartition(".")
-                setattr(thing.get_submodule(path), leaf, tensor)
+                setattr(obj.get_submodule(path), leaf, tensor)
         for name, extra in clone(state["extra"]).items():
-            thing.get_submodule(name).set_extra_state(extra)
+            obj.get_submodule(name).set_extra_state(extra)
         return
-    current, in_place = thing.state_dict(), isinstance(thing, Optimizer)
-    if in_place and type(thing).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
+    current, in_place = obj.state_dict(), isinstance(obj, Optimizer)
+    if in_place and type(obj).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
         # In place, since load_state_dict() may change dtypes.
-        parameters = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
+        parameters = dict(enumerate(p for group in obj.param_groups for p in group["params"]))
         restored = clone(state, into=current)
-        thing.state.clear()
-        thing.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
-        for group, saved in zip(thing.param_groups, restored["param_groups"], strict=False):
+        obj.state.clear()
+        obj.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
+        for group, saved in zip(obj.param_groups, restored["param_groups"], strict=False):
             group.update({key: value for key, value in saved.items() if key != "params"})
     elif state:  # a disabled GradScaler has nothing to load
-        thing.load_state_dict(clone(state))
+        obj.load_state_dict(clone(state))
 
 
 class Sharded:
@@ -210,10 +213,10 @@ class Sharded:
             group.update(saved)
 
 
-def _unwrapped(thing: Any) -> Any:
+def _unwrapped(obj: Any) -> Any:
     """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
-    if isinstance(thing, Optimizer) and isinstance(getattr(thing, "optim", None), Optimizer):
-        return Sharded(thing)
-    inner = getattr(thing, "optimizer", None)
-    is_wrapper = isinstance(thing, Optimizer) and isinstance(inner, Optimizer)
-    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(thing) else thing
+    if isinstance(obj, Optimizer) and hasattr(obj, "consolidate_state_dict"):
+        return Sharded(obj)
+    inner = getattr(obj, "optimizer", None)
+    is_wrapper = isinstance(obj, Optimizer) and isinstance(inner, Optimizer)
+    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(obj) else obj

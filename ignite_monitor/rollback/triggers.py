@@ -165,6 +165,7 @@ class Triggers:
             signals.level = value
 
     def _note_loss(self, signals: Signals, loss: float, iteration: int) -> None:
+        self.unhealthy.setdefault("loss", 0)
         if not math.isfinite(loss):
             signals.is_nonfinite = True
             return

@@ -89,7 +89,8 @@ class Lookahead(torch.optim.Optimizer):
     """Wraps an optimizer, has its groups, and keeps slow weights in a state_dict of its own kind."""
 
     def __init__(self, optimizer, every=3, alpha=0.5):
-        self.optimizer, self.every, self.alpha = optimizer, every, alpha
+        self.optim = self.optimizer = optimizer
+        self.every, self.alpha = every, alpha
         super().__init__(optimizer.param_groups, {})
         self.param_groups = optimizer.param_groups
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
@@ -103,6 +104,9 @@ class Lookahead(torch.optim.Optimizer):
             fast = [p for group in self.param_groups for p in group["params"]]
             for slow, p in zip(self.slow, fast, strict=True):
                 p.copy_(slow.lerp_(p, self.alpha))
+
+    def zero_grad(self, *_):
+        self.optimizer.zero_grad()
 
     def state_dict(self):
         return {"fast": self.optimizer.state_dict(), "slow": self.slow, "steps": self.steps}
