@@ -8,9 +8,9 @@
 ``rows``    one row per write: ``count`` values from ``values[first_value]`` on, with names ``ids[first_id:]``;
             ``step``; ``time`` in milliseconds since 1970; the number of the ``run``; ``iteration`` of its engine;
             ``nested``, 1 where the values belong to another engine
-``runs``    ``run``, numbers from 0 on; ``session``, the number of the logger; ``start``, the iteration after which the
-            run starts; ``continues``, the run that it continues, ``after`` that run's iteration of this number. -1 and
-            -1 where it continues none; ``after`` is -1 where it replaces the whole run. The last record of a run counts
+``runs``    ``run``, numbers from 0 on; ``start``, the iteration after which the run starts; ``continues``, the run that
+            it continues, ``after`` that run's iteration of this number. -1 and -1 where it continues none; ``after`` is
+            -1 where it replaces the whole run. The last record of a run counts
 ``reports`` one JSON line per report of a monitor: ``[run, iteration, monitor, kind, severity, text, names]``
 =========== ==================================================================================================
 
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT, VERSION = "ignite_monitor", 3
+FORMAT, VERSION = "ignite_monitor", 4
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 LARGEST = 2**62  # number of a run or iteration
 SEVERITIES = ("problem", "warning", "note")
@@ -46,7 +46,7 @@ SETTINGS = "run_settings"
 ROW = np.dtype(
     [(field, "<i8") for field in ("step", "iteration", "time", "run", "nested", "first_id", "first_value", "count")]
 )
-RUN = np.dtype([(field, "<i8") for field in ("run", "session", "start", "continues", "after")])
+RUN = np.dtype([(field, "<i8") for field in ("run", "start", "continues", "after")])
 
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "names": (np.dtype("u1"), 4096),
@@ -104,7 +104,7 @@ def import_h5py() -> ModuleType:
     return h5py  # type: ignore[no-any-return, unused-ignore]
 
 
-def path_of_rank(path: Path, rank: int | str) -> Path:
+def path_of_rank(path: Path, rank: int) -> Path:
     """Return the file of a rank, from that of rank 0: ``run.rank1.h5`` beside ``run.h5``."""
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
@@ -231,7 +231,7 @@ def _runs(records: NDArray[Any]) -> NDArray[Any]:
     run, continues = records["run"], records["continues"]
     numbers, places = np.unique(run[::-1], return_index=True)
     in_range = _within(1 + continues, 1 + run) and _within(1 + records["after"], LARGEST + 2)
-    in_range &= _within(records["session"], LARGEST + 1) and _within(records["start"], LARGEST + 1)
+    in_range &= _within(records["start"], LARGEST + 1)
     _check(in_range and np.array_equal(numbers, np.arange(len(numbers))), "runs do not follow each other")
     return records[::-1][places]
 
@@ -248,9 +248,6 @@ def _check_rows(rows: NDArray[Any], runs: int, sizes: dict[str, int]) -> None:
         and (ends[-1] if len(ends) else 0) == sizes["values"],
         "rows and values do not agree",
     )
-    order = np.argsort(ids, kind="stable")
-    same = np.diff(ids[order]) == 0
-    _check(not np.diff(count[order])[same].any(), "a list of names has two lengths")
 
 
 def _within(numbers: NDArray[Any], end: Any) -> bool:

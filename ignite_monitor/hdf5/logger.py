@@ -206,7 +206,8 @@ class HDF5Logger(BaseLogger):
             if self._writer is not None:
                 self._reports.take(of_begun_runs=True)
                 self._tracker.start(engine)
-                self._reports.add(settings_of(engine), engine)
+                for report in settings_of(engine):
+                    self._reports.write(report, engine)
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
@@ -241,11 +242,14 @@ class ReportSources:
             while (taken := self._taken.get(key, 0)) < len(reports):
                 if of_begun_runs and not (engine is not None and self._tracker.has_run(engine)):
                     break
-                iteration, *parts = reports[taken]
                 self._taken[key] = taken + 1
-                self._writer.add_report(self._tracker.run_of_report(engine), iteration, *parts)
+                self.write(reports[taken], engine)
                 is_urgent |= reports[taken].severity == "problem"
         return is_urgent
+
+    def write(self, report: Report, engine: Engine | None) -> None:
+        """Give a report to the writer."""
+        self._writer.add_report(self._tracker.run_of_report(engine), *report)
 
 
 def _finish(writer: Writer, reports: ReportSources) -> None:

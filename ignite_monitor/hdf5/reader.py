@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import time
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport, opened, path_of_rank, printable, ranges
+from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport, opened, printable, ranges
 
 RETRIES = 50
 BLOCK = 2**17  # values
@@ -34,9 +33,10 @@ class Recording(dict[str, Series]):
 
     Args:
         series: name -> (steps, values).
-        rows: name -> step, iteration, time and session of each value.
+        rows: name -> step, iteration, time and run of each value.
         monitors: name -> the monitor that published it.
         reports: what monitors reported.
+        times: of all rows of the file.
 
     Attributes:
         reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
@@ -49,16 +49,16 @@ class Recording(dict[str, Series]):
         rows: dict[str, _Rows],
         monitors: dict[str, Name],
         reports: list[RecordedReport],
+        times: NDArray[np.int64],
     ) -> None:
         super().__init__(series)
-        self._rows, self._monitors = rows, monitors
+        self._rows, self._monitors, self._times = rows, monitors, times
         self.reports = [it for it in reports if it.kind != SETTINGS]
         self.settings = [it for it in reports if it.kind == SETTINGS]
 
     def _add_rank(self, rank: str, other: Recording) -> None:
         """Add what another rank has recorded in the same time and this one has not, under names of its own."""
-        known, times = set(self.reports), [next(iter(it._rows.values())).rows["time"] for it in (self, other) if it]
-        if len(times) == 2 and times[1].max() < times[0].min():
+        if len(self._times) and len(other._times) and other._times.max() < self._times.min():
             return  # left by an earlier training
         for name, series in other.items():
             if name in self and all(map(partial(np.array_equal, equal_nan=True), self[name], series)):
@@ -67,7 +67,8 @@ class Recording(dict[str, Series]):
             root = root if kind == "user" else f"{rank}/{root}".removesuffix("/")
             full = f"{rank}/{name}"
             self[full], self._rows[full], self._monitors[full] = series, other._rows[name], Name(full, kind, root)
-        new = [it for it in other.reports if it not in known]
+        known = {it[:-1] for it in self.reports}  # a rank may have a number of runs of its own
+        new = [it for it in other.reports if it[:-1] not in known]
         self.reports += [it._replace(monitor=f"{it.monitor} on {rank}") for it in new]
 
     def times(self, name: str) -> NDArray[np.datetime64]:
@@ -80,10 +81,6 @@ class Recording(dict[str, Series]):
         Where an engine was run again from the beginning, the iterations of its earlier runs are added.
         """
         return self._rows[name].field("iteration")
-
-    def sessions(self, name: str) -> NDArray[np.int64]:
-        """Return the number of the logger that wrote each value: 0 for the one that created the file."""
-        return self._rows[name].field("session")
 
     def runs(self, name: str) -> NDArray[np.int64]:
         """Return the number of the run that each value belongs to."""
@@ -119,7 +116,8 @@ def read_hdf5(
     Args:
         path: the file.
         metrics: a regular expression; only values of names in which it is found are kept in memory.
-        before_run: number of a run; read what the file held before this run. None for everything.
+        before_run: number of a run; read what the file held before this run, without the files of other ranks, whose
+            runs have numbers of their own. None for everything.
 
     Returns:
         A mapping: name -> (steps, values), two NumPy arrays of int64 and float64. Its list ``reports`` holds what
@@ -142,41 +140,49 @@ def read_hdf5(
     pattern = check_pattern("metrics", metrics)
     if before_run is not None:
         check_count("before_run", before_run, least=0)
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     recording = _read_again(path, pattern, before_run)
-    for other in sorted(path.parent.glob(path_of_rank(Path(glob.escape(path.name)), "*").name)):
-        rank = other.stem.removeprefix(f"{path.stem}.")
-        recording._add_rank(rank, _read_again(other, pattern, before_run))
+    for rank, other in _files_of_other_ranks(path) if before_run is None else ():
+        recording._add_rank(f"rank{rank}", _read_again(other, pattern, start=f"rank{rank}/"))
     return recording
 
 
-def _read_again(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -> Recording:
+def _files_of_other_ranks(path: Path) -> list[tuple[int, Path]]:
+    names = re.compile(rf"{re.escape(path.stem)}\.rank([1-9]\d*){re.escape(path.suffix)}", re.ASCII)
+    return sorted((int(match[1]), it) for it in path.parent.iterdir() if (match := names.fullmatch(it.name)))
+
+
+def _read_again(
+    path: Path, pattern: re.Pattern[str] | None, before_run: int | None = None, start: str = ""
+) -> Recording:
     for _ in range(RETRIES):
         with contextlib.suppress(BlockingIOError):  # opened just before it became the standby copy
-            return _read(path, pattern, before_run)
+            return _read(path, pattern, before_run, start)
         time.sleep(0.01)
     raise BlockingIOError(f"{printable(str(path))} is being written by a program other than HDF5Logger")
 
 
-def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None) -> Recording:
+def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None, start: str) -> Recording:
+    """Read the values of names in which a pattern is found when ``start`` precedes them."""
     with opened(path) as contents:
         runs = contents.runs[:before_run]
         lineage = _lineage(runs)
         kept = _current(contents.rows, contents.ids, runs, lineage)
-        wanted = np.array([pattern is None or pattern.search(name) is not None for name, _, _ in contents.names], bool)
-        found = _values(contents, wanted, kept)
+        names = [start + name.name for name in contents.names]
+        wanted = np.array([pattern is None or pattern.search(name) is not None for name in names], bool)
+        parts_by_name = _values(contents, wanted, kept)
         reports = _current_reports(contents.reports, lineage)
     rows, run = contents.rows, np.minimum(contents.rows["run"], max(0, len(runs) - 1))
     fields = {name: np.ascontiguousarray(rows[name]) for name in ("step", "time", "run")}
     if len(runs):
-        fields |= {"iteration": rows["iteration"] + lineage.shifts[run], "session": runs["session"][run]}
-    series, rows_of = {}, {}
-    for (name, _, _), parts in zip(contents.names, found, strict=True):
+        fields["iteration"] = rows["iteration"] + lineage.shifts[run]
+    series, rows_by_name = {}, {}
+    for (name, _, _), parts in zip(contents.names, parts_by_name, strict=True):
         if parts:
             which, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-            rows_of[name] = own = _Rows(fields, which)
+            rows_by_name[name] = own = _Rows(fields, which)
             series[name] = Series(own.field("step"), values)
-    return Recording(series, rows_of, {name.name: name for name in contents.names}, reports)
+    return Recording(series, rows_by_name, {name.name: name for name in contents.names}, reports, fields["time"])
 
 
 def _values(
@@ -187,7 +193,7 @@ def _values(
     The values of one block are in memory at a time.
     """
     rows = contents.rows
-    found: list[list[tuple[NDArray[np.intp], NDArray[np.float64]]]] = [[] for _ in wanted]
+    parts_by_name: list[list[tuple[NDArray[np.intp], NDArray[np.float64]]]] = [[] for _ in wanted]
     kind = np.min_scalar_type(len(wanted))  # NumPy sorts small integers in linear time
     ends = np.cumsum(rows["count"])
     begin = 0
@@ -205,9 +211,9 @@ def _values(
             last = np.cumsum(counts)
             for number in np.flatnonzero(counts).tolist():
                 part = slice(last[number] - counts[number], last[number])
-                found[number].append((which[part], values[part]))
+                parts_by_name[number].append((which[part], values[part]))
         begin = end
-    return found
+    return parts_by_name
 
 
 class _Lineage(NamedTuple):

@@ -46,7 +46,9 @@ class RunTracker:
         self._starts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # of runs that have no value or report yet
         self._runs: WeakKeyDictionary[Engine, Run] = WeakKeyDictionary()
         self._latest: Run | None = None
-        self._trainer: weakref.ref[Engine] | None = None  # engine of the latest run, if possible one with monitors
+        self._trainer: Callable[[], Engine | None] = lambda: (
+            None
+        )  # engine of the latest run, if possible one with monitors
         self._iterations, self._written = 0, time.monotonic()
 
     def start(self, engine: Engine) -> None:
@@ -65,11 +67,10 @@ class RunTracker:
     def position(self, engine: Engine, has_own_steps: bool = True) -> Position:
         """Return the position of a value of an engine; without steps of its own, it follows the latest trainer."""
         outermost = _outermost() or engine
-        latest = self._trainer() if self._trainer is not None else None
-        trainer = self._runs.get(latest) if latest is not None else None
-        is_other = outermost is engine and engine not in self._runs and EventSource.on(engine) is None
-        if trainer is not None and is_other and not has_own_steps:
-            return Position(trainer, trainer.last, True)
+        trainer = self._trainer()
+        is_other = not has_own_steps and outermost is engine and EventSource.on(engine) is None
+        if trainer is not None and is_other and (engine not in self._runs or EventSource.on(trainer) is not None):
+            return Position(self._runs[trainer], self._runs[trainer].last, True)
         run, iteration = self.run_of(outermost), max(0, outermost.state.iteration)
         if iteration < run.last:  # an engine that is not followed
             run = self._begin(outermost, max(0, iteration - 1), is_rewound=True)
@@ -88,7 +89,10 @@ class RunTracker:
         """Return the run that a report of an engine's monitor belongs to; the latest one if the engine is gone."""
         if engine is None or engine not in self._runs:
             engine = _outermost() or engine
-        return self._latest if engine is None and self._latest else self.run_of(engine or Engine(lambda *_: None))
+        if engine is not None:
+            return self.run_of(engine)
+        self._latest = self._latest or self._new_run(0)
+        return self._latest
 
     def has_run(self, engine: Engine) -> bool:
         """Return True if a run of the engine has a value or a report."""
@@ -109,7 +113,7 @@ class RunTracker:
             continued = {"continues": former.number, "after": start if start or is_rewound else former.last}
         run = self._latest = self._runs[engine] = self._new_run(start, **continued)
         self._starts.pop(engine, None)
-        trainer = self._trainer() if self._trainer is not None else None
+        trainer = self._trainer()
         if trainer is None or EventSource.on(trainer) is None or EventSource.on(engine) is not None:
             self._trainer = weakref.ref(engine)
         return run

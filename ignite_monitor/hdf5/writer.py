@@ -56,7 +56,6 @@ class Writer:
             undo.pop_all()
         self._first_run = len(runs)
         self._runs: list[Run] = []  # of this session
-        self._session = int(runs["session"].max(initial=-1)) + 1
         self._names = {name.name: name for name in names}
         self._ids = {name: index for index, name in enumerate(self._names)}
         self._lists: dict[tuple[str | None, tuple[str, ...]], tuple[int, NDArray[np.int32]]] = {}  # names -> place, ids
@@ -112,7 +111,7 @@ class Writer:
         pending.bytes += ROW_BYTES + values.nbytes
 
     def add_report(self, run: Run, iteration: int, *parts: Any) -> None:
-        """Take a report: monitor, kind, severity, text, names."""
+        """Take a report: iteration, monitor, kind, severity, text, names."""
         if self._has_room(1):
             line = json.dumps([run.number, max(0, iteration), *parts]) + "\n"
             self._pending.reports.append(line)
@@ -168,7 +167,7 @@ class Writer:
         rows["first_value"] = pending.sizes["values"] + np.cumsum(rows["count"]) - rows["count"]
         lines = "".join(json.dumps(self._names[name]) + "\n" for name in islice(self._ids, pending.names, None))
         runs = [*self._runs[pending.runs :], *pending.changed_runs]
-        records = [(run.number, self._session, run.start, run.continues, run.after) for run in runs]
+        records = [(run.number, run.start, run.continues, run.after) for run in runs]
         additions: dict[str, NDArray[Any]] = {
             "names": np.frombuffer(lines.encode("ascii"), np.uint8),
             "ids": np.concatenate([np.empty(0, np.int32), *pending.ids]),

@@ -291,7 +291,7 @@ class Monitor(Serializable):
         self._reported_kinds.add(kind)
         engine = self._attached_to()
         iteration = 0 if engine is None else engine.state.iteration
-        self.reports.append(Report(iteration, self._title, kind, severity, text, tuple(names)))
+        self.reports.append(Report(iteration, self._title, str(kind), severity, str(text), tuple(map(str, names))))
         place = f"iteration {iteration}: " if iteration else ""
         self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
 

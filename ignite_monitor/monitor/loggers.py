@@ -61,7 +61,9 @@ class Values:
         if monitor is None:
             return {}
         if not monitor.metrics and monitor._attached_to() is None:
-            monitor.report("not_attached", "log_to() was called, but attach() was not, so nothing is measured")
+            monitor.report(
+                "not_attached", "log_to() was called, but the monitor is not attached, so nothing is measured"
+            )
         own = {name: value for name, value in monitor.on_host().items() if name.startswith(self._start)}
         return {name[len(self._start) :]: value for name, value in own.items() if name in self._selection}
 

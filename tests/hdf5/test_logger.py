@@ -142,7 +142,9 @@ def test_reports_are_recorded_once_whenever_they_were_made(path):
         with early.attach(trainer):
             for monitor in (early, early, setup):
                 monitor.log_to(logger, trainer)
-            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: setup.report("two", "at 2"))
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED(once=2), lambda: setup.report("two", Exception("at 2"), names=[0])
+            )
             trainer.add_event_handler(
                 Events.ITERATION_STARTED(once=3), lambda: early.report("three", "at 3", severity="problem")
             )
@@ -157,7 +159,7 @@ def test_reports_are_recorded_once_whenever_they_were_made(path):
     early_title, setup_title = "GradMonitor (grad)", "SetupCheck (setup)"
     recorded = [
         (0, early_title, "early", "note", "before\\x1b[2J", ("a.weight",), 0),
-        (2, setup_title, "two", "warning", "at 2", (), 0),
+        (2, setup_title, "two", "warning", "at 2", ("0",), 0),
         (3, early_title, "three", "problem", "at 3", (), 0),
         *2 * [(0, early_title, "late", "warning", "after the run", (), 0)],
     ]
@@ -294,6 +296,7 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
         monitor.log_to(logger, trainer)
         for _ in range(2):
             trainer.run([(torch.ones(3, 2), torch.ones(3, 1))] * 2)
+        assert len(logger._reports._sources) == 1  # not one more per run
     recording = read_hdf5(tmp_path / "run.h5")
     assert recording.reports == []
     assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from contextlib import contextmanager, suppress
@@ -127,6 +128,10 @@ def test_rank_zero_writes_or_every_rank_a_file_and_they_are_read_together(tmp_pa
     assert read.iterations("rank1/spike/value").tolist() == [1, 2, 3, 4]
     assert reports == [*of_first, ("SpikeMonitor (spike) on rank1", "rank 1")]
     assert [*read_hdf5(tmp_path / "run.rank1.h5", "output")] == ["train/output"]
+    path.with_name("latest").symlink_to(path)
+    shutil.copy(path, tmp_path / "run.ranked.h5")  # of another training
+    assert [*read_hdf5(tmp_path / "latest", "^rank.*output")] == ["rank1/train/output"]
+    assert read_hdf5(path, before_run=1).keys() == {name for name in read if not name.startswith("rank1/")}
     assert {"spike/value", "rank1/spike/value"} <= summarise("run.h5", Run(read)).metrics.keys()
     time.sleep(0.01)
     with HDF5Logger(path, "w") as logger:  # a later training, of one rank
@@ -134,14 +139,15 @@ def test_rank_zero_writes_or_every_rank_a_file_and_they_are_read_together(tmp_pa
         logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda x: x)
         engine.run(range(2))
     assert [*read_hdf5(path)] == ["train/output"]
+    assert [*read_hdf5(path, "spike")] == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_does_not_write(tmp_path):
     """Workers of a DataLoader are forked with a copy of the pending rows."""
     engine, logger = Engine(lambda engine, batch: None), HDF5Logger(tmp_path / "run.h5")
-    engine.state.iteration = 1
-    logger._write(engine, 1, {"a": 1.0})
+    for engine.state.iteration in (1, 2):  # the first value is written at once
+        logger._write(engine, engine.state.iteration, {"a": 1.0})
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -150,11 +156,11 @@ def test_a_forked_process_does_not_write(tmp_path):
         os.read(read, 1)
         os._exit(0)
     os.close(read)
-    assert read_hdf5(tmp_path / "run.h5") == {}
+    assert read_hdf5(tmp_path / "run.h5")["a"].steps.tolist() == [1]
     with pytest.raises(BlockingIOError):
         HDF5Logger(tmp_path / "run.h5", "a")
     logger.close()
-    assert read_hdf5(tmp_path / "run.h5")["a"].values.tolist() == [1.0]
+    assert read_hdf5(tmp_path / "run.h5")["a"].steps.tolist() == [1, 2]
     HDF5Logger(tmp_path / "run.h5", "a").close()  # the forked process, still there, does not hold it
     os.close(write)
     assert os.waitpid(child, 0)[1] == 0

@@ -157,7 +157,7 @@ def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, same
 
 
 @pytest.mark.parametrize("is_attached", [True, False])
-def test_sessions_and_iterations(path, is_attached):
+def test_runs_and_iterations(path, is_attached):
     """An evaluator's steps are epochs; iterations of the trainer are stored, attached to the logger or not."""
     for mode, start in (("x", 0), ("a", 10)):
         trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
@@ -172,10 +172,10 @@ def test_sessions_and_iterations(path, is_attached):
     recording = read_hdf5(path)
     assert recording["valid/accuracy"].steps.tolist() == [1, 2, 3]
     assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30]
-    assert recording.sessions("valid/accuracy").tolist() == [0, 1, 1]
+    assert recording.runs("valid/accuracy").tolist() == [0, 1, 1]
     if is_attached:
         assert recording.iterations("train/loss").tolist() == [5, 10, 15, 20, 25, 30]
-        assert recording.sessions("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
+        assert recording.runs("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
 
 
 def test_an_evaluator_of_a_trainer_that_is_not_attached_and_is_rewound(path):
@@ -204,15 +204,17 @@ def test_evaluators_between_runs_of_the_trainer(path, sessions):
             first = max(0, 3 * session - 1)  # resumed one epoch before the last
             if first:
                 trainer.load_state_dict({"iteration": 5 * first, "epoch_length": 5, "max_epochs": first})
+            else:
+                follower.run(range(3))  # before the first iteration
             for epoch in range(first, 3 * session + 3):
                 trainer.run(range(5), max_epochs=epoch + 1)
                 own.run(range(2))
                 follower.run(range(3))
     read, count = read_hdf5(path), 3 * sessions
     assert read["train/loss"].steps.tolist() == list(range(1, 5 * count + 1))
-    assert read["valid/accuracy"].steps.tolist() == list(range(1, count + 1))
-    assert read.iterations("valid/accuracy").tolist() == [5 * epoch for epoch in range(1, count + 1)]
-    assert read["valid/accuracy"].values.tolist() == [5 * epoch / 8 for epoch in range(1, count + 1)]
+    assert read["valid/accuracy"].steps.tolist() == list(range(count + 1))
+    assert read.iterations("valid/accuracy").tolist()[1:] == [5 * epoch for epoch in range(1, count + 1)]
+    assert read["valid/accuracy"].values.tolist() == [5 * epoch / 8 for epoch in range(count + 1)]
     runs = 3 if sessions == 1 else 4
     assert read.iterations("own/own").tolist() == [2 * (i + 1) for i in range(runs)]
 

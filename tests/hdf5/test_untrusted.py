@@ -193,7 +193,7 @@ def test_a_file_with_another_layout(path, what):
     ("name", "field"),
     [
         *(("rows", name) for name in ("step", "iteration", "time")),
-        *(("runs", name) for name in ("session", "start", "after")),
+        *(("runs", name) for name in ("start", "after")),
     ],
 )
 def test_extreme_but_possible_rows_and_runs_are_read(path, name, field):

@@ -809,8 +809,8 @@ def test_a_logger_without_attach_is_reported_once(factory, caplog):
     monitor = factory(model, optimizer)
     monitor.log_to(logger, trainer)
     trainer.run(make_batches(3))
-    assert [element for element in caplog.messages if "attach() was not" in element] == [
-        f"{monitor._title}: log_to() was called, but attach() was not, so nothing is measured"
+    assert [element for element in caplog.messages if "is not attached" in element] == [
+        f"{monitor._title}: log_to() was called, but the monitor is not attached, so nothing is measured"
     ]
     assert not logger.written
 
