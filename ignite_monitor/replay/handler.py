@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import signal
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -65,13 +63,13 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
 
     def reset_run_state(self) -> None:
         self.is_finished, self._same_count = False, 0  # second passes that gave the same gradients
-        self._objects: weakref.WeakSet[Any] | None = None  # modules and optimizers of this process
+        self._objects: list[weakref.ref[Any]] | None = None  # modules and optimizers of this process
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         is_first = self._objects is None
         if self._objects is None:
             objects, kinds = gc.get_objects(), (nn.Module, Optimizer)
-            self._objects = weakref.WeakSet(item for item in objects if issubclass(type(item), kinds))
+            self._objects = [weakref.ref(item) for item in objects if issubclass(type(item), kinds)]
         # In the first train step DistributedDataParallel sets up its buckets.
         return [] if is_first and self.ranks.size > 1 else [self._watched(self._source)]
 
@@ -80,7 +78,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         """Replay the train step before its first optimizer step, or at its end if it makes none."""
         reshard(self.model)
         owned = ["dataloader", "metrics", *(name for monitor in source.monitors for name in monitor.attributes)]
-        objects = sorted(self._objects or (), key=lambda item: isinstance(item, nn.Module))  # whose names come first
+        alive = [item for reference in self._objects or () if (item := reference()) is not None]
+        objects = sorted(alive, key=lambda item: isinstance(item, nn.Module))  # whose names come first
         second = SecondPass(self.model, source.train_step, objects, owned)
 
         def replay(*step: Any) -> None:
@@ -113,22 +112,19 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             obstacle = obstacle or "another rank can't repeat its train step" * refused
         if obstacle or is_skipped:
             return "" if is_skipped else obstacle
-        error, differing, kept = "", Flags(), Flags()
+        differing, kept = Flags(), Flags()
         source.running = False  # no other monitor measures this pass
         try:
-            differing, kept = second.run()
-        except Exception as raised:
-            if is_from_signal_handler(raised):
-                raise
-            error = f"{type(raised).__name__}: {raised}"  # of a train step that was not written to run twice
+            with second.errors_noted():  # a train step may not be written to run twice
+                differing, kept = second.run()
         finally:
             source.running = True
         # After an overflow, which makes no step, a GradScaler has changed its scale.
         overflows = [] if makes_step else [~item.isfinite().all() for item in second.gradients.values()]
-        flags = differing.values(), [bool(error)], kept.values(), overflows
+        flags = differing.values(), [bool(second.error)], kept.values(), overflows
         differs, fails, keeps, is_skipped = self._on_any_rank(*flags)
         if fails:
-            return f"the second pass raised {error or 'an error on another rank'}"
+            return f"the second pass raised {second.error or 'an error on another rank'}"
         if is_skipped or keeps:
             return "" if is_skipped else f"the train step keeps state, which a second pass changes: {_named(kept)}"
         self.publish(reproducible=torch.full((), float(not differs), device=device_of(self.model)))
@@ -153,9 +149,3 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
 
 def _named(flags: Flags) -> str:
     return listed([name for name, flag in flags.items() if flag], 8) or "on another rank"
-
-
-def is_from_signal_handler(error: BaseException) -> bool:
-    """Return True if a handler of a signal raised an error, which is not one of the code that it interrupted."""
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))

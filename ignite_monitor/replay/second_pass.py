@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -39,12 +42,24 @@ class SecondPass:
         self.gradients, self._second = dict[str, Tensor](), dict[str, Tensor]()  # after the last backward, by name
         self._model, self._train_step, self._objects, self._owned = model, train_step, objects, owned
         self._modules = [item for item in objects if isinstance(item, nn.Module)]
-        self._state = self._read_state()
-        devices = {item.device for item in (*model.parameters(), *model.buffers())}
-        self._random = devices, [*self._state.generators, *isolation.generators_of(model).values()]
-        self._restore_rng = isolation.rng_restorer(*self._random)
-        self._buffers = isolation.copied_buffers(self._modules)
-        self._earlier = {item: item.grad.clone() for item in model.parameters() if item.grad is not None}
+        self.error = ""
+        with self.errors_noted():
+            self._state = self._read_state()
+            devices = {item.device for item in (*model.parameters(), *model.buffers())}
+            self._random = devices, [*self._state.generators, *isolation.generators_of(model).values()]
+            self._restore_rng = isolation.rng_restorer(*self._random)
+            self._buffers = isolation.copied_buffers(self._modules)
+            self._earlier = {item: item.grad.clone() for item in model.parameters() if item.grad is not None}
+
+    @contextmanager
+    def errors_noted(self) -> Iterator[None]:
+        """Note an error of the user's objects or of memory, after which training continues."""
+        try:
+            yield
+        except Exception as error:
+            if is_from_signal_handler(error):
+                raise
+            self.error = self.error or f"{type(error).__name__}: {error}"
 
     def _read_state(self) -> ReachableState:
         state = self._train_step.args[0].state
@@ -56,7 +71,8 @@ class SecondPass:
         """Copy the gradients; end a second pass after as many backward passes as in the first one."""
         if not self.is_replayed:
             self.passes += 1
-            self.gradients = copied_gradients(self._model)
+            with self.errors_noted():
+                self.gradients = copied_gradients(self._model)
         elif self._left:
             self._left -= 1
             if not self._left:
@@ -65,6 +81,12 @@ class SecondPass:
 
     def obstacle(self) -> str:
         """Return why the train step can't be run again now."""
+        changed: list[str] = []
+        if not self.error:
+            with self.errors_noted():
+                changed = self._state.changes_to(self._read_state())
+        if self.error:
+            return f"the state of the train step can't be read: {self.error}"
         # An autocast can't be entered again before it is left.
         if in_backward() or any(map(torch.is_autocast_enabled, {"cpu", device_of(self._model).type})):
             return "the first optimizer step is made inside of backward or autocast"
@@ -74,7 +96,6 @@ class SecondPass:
             isinstance(item, DistributedDataParallel) and has_communication_hook(item) for item in self._model.modules()
         ):
             return "a communication hook of DistributedDataParallel may keep state, as PowerSGD does"
-        changed = self._state.changes_to(self._read_state())
         return f"the train step keeps state: {listed(changed, 4)}" if changed else ""
 
     def run(self) -> tuple[Flags, Flags]:
@@ -106,7 +127,8 @@ class SecondPass:
         finally:
             self._left, kept = 0, Flags()
             for name, holder, key, value, copy in saved:
-                kept[name] = differ(holder.get(key), copy) | kept.get(name, False)
+                with self.errors_noted():
+                    kept[name] = differ(holder.get(key), copy) | kept.get(name, False)
                 holder[key] = value
                 if isinstance(copy, Tensor):
                     value.data.copy_(copy)  # no version counter changes
@@ -147,3 +169,9 @@ def differ(first: Any, second: Any) -> bool | Tensor:
     if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
         return True
     return (bits_of(first) != bits_of(second)).any()
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Return True if a handler of a signal raised an error, which is not one of the code that it interrupted."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))

@@ -216,7 +216,37 @@ def replacing(model, optimizer):
     return replace
 
 
+def reaching(kind):
+    """A train step that can reach an object which can't be read."""
+
+    def step_of(model, optimizer):
+        unreadable = kind()
+        return make_step(model, optimizer, loss_of=lambda *args: (unreadable, mse_loss(*args))[1])
+
+    return step_of
+
+
+class Unprintable(float):
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+class WithoutAttributes:
+    @property
+    def __dict__(self):
+        raise RuntimeError("no attributes")
+
+
+class WithoutClass:
+    @property
+    def __class__(self):
+        raise RuntimeError("no class")
+
+
 UNREPORTED = {
+    "repr": (reaching(Unprintable), "the state of the train step can't be read: RuntimeError: no text"),
+    "attributes": (reaching(WithoutAttributes), "the state of the train step can't be read: RuntimeError: no att"),
+    "class": (reaching(WithoutClass), "the state of the train step can't be read: RuntimeError: no class"),
     "drawing": (drawing, "the train step keeps state: <lambda>.noise"),
     "replacing": (replacing, "the train step keeps state: Sequential.0"),
     "inside autocast": (inside_autocast, "inside of backward or autocast"),
@@ -451,9 +481,13 @@ def test_handlers_of_events_do_not_see_the_second_pass():
 
 
 def test_what_only_the_train_step_knows_is_restored():
-    """A module and an optimizer that the handler was not given, and a generator that an iteration creates."""
+    """Modules and an optimizer that the handler was not given, and a generator that an iteration creates."""
+
+    class Comparable(nn.Module):
+        __hash__ = None
 
     def state(is_watched):
+        _unhashable = Comparable()
         encoder, model, generators = make_model(), nn.Linear(3, 3), []
         both = nn.Sequential(encoder, model)
         own, other = sgd(model), sgd(encoder)
