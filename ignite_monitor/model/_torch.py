@@ -254,13 +254,14 @@ def eager_functions(ran: Callable[[str], None], twice_differentiable: bool) -> I
     """
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     decide, stance = frames._callback_from_stance, frames._stance
+    calls_no_module = untraced(_calls_no_module)
 
     @untraced
     def decide_by_function(callback: Any) -> Any:
         names = sys._getframe(1).f_locals
         function: Any = inspect.unwrap(names["fn"])
         module = str(getattr(function, "__module__", ""))
-        is_apart = not twice_differentiable and _calls_no_module(function, names.get("args"), names.get("kwargs"))
+        is_apart = not twice_differentiable and calls_no_module(function, names.get("args"), names.get("kwargs"))
         if not (is_apart or module.startswith("torch.nn.attention")):
             if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
                 ran(f"{module}.{getattr(function, '__qualname__', '')}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
+from transformers.models.llama.modeling_llama import rotate_half
 
 from ignite_monitor import (
     ActivationHandler,
@@ -164,7 +165,7 @@ def test_only_functions_without_modules_stay_compiled_in_monitored_iterations(ki
 
     attention.__module__ = "torch.nn.attention.flex_attention"
     attention = torch.compile(attention, backend=counting["attention"], fullgraph=fullgraph)
-    library = torch.compile(nn.functional.softsign, backend=counting["library"])
+    library = torch.compile(rotate_half, backend=counting["library"])
 
     def run(make):
         torch._dynamo.reset()
