@@ -30,6 +30,7 @@ class RecurringSpikes:
     def observe(self, iteration: int, norm: Tensor, is_isolated: Tensor) -> Tensor:
         """Note the norm of an iteration if it is an isolated spike, 0-dim; return whether it is, and recurs."""
         spikes = move_like(self._spikes, norm)
+        spikes = spikes.masked_fill(spikes[0] > iteration, math.nan)  # of an earlier run
         first = torch.stack((torch.full_like(norm, iteration), norm)).view(2, 1)
         self._spikes = torch.where(is_isolated, torch.cat((first, spikes[:, :-1]), 1), spikes)
         return is_isolated & (self._similar(iteration).sum() >= _COUNT)

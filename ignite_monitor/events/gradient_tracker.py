@@ -170,6 +170,13 @@ class GradientTracker:
         if may_skip:
             self.statistics.keep(may_continue=self.accumulates)
 
+    @property
+    def is_passed_through(self) -> bool:
+        """Whether its forward passes belong to steps of others, as a discriminator's to those of its generator."""
+        if self.has_own_backward:
+            return False
+        return self.has_stepped or not any(map(attrgetter("requires_grad"), self.parameters))
+
     def step_completed(self, may_skip: bool) -> None:
         """Start another window."""
         self.accumulates, self.has_own_backward, self.has_stepped = False, False, True

@@ -150,7 +150,7 @@ class EventSource:
         for phase in PHASES.get(event._name_, ()):
             if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
                 flag = self._steps.act(self._stepping, self._requests)
-                if flag is not None:
+                if flag is not None and self._acting:  # else none are kept
                     self._restore_statistics(flag)
             if self._listeners[phase._name_]:
                 self._call(phase, engine, about)
@@ -249,9 +249,9 @@ class EventSource:
 
     def _restore_statistics(self, flag: Tensor) -> None:
         for tracker in self.trackers.values():
-            # Forward passes through a discriminator, after its step or before its own backward, are of its generator's.
+            # A discriminator that has seen backwards of its generator's loss alone is passed through too.
             is_shared = tracker.accumulates and not tracker.has_own_backward
-            if tracker in self._sharing or tracker.has_stepped or is_shared:
+            if tracker in self._sharing or tracker.is_passed_through or is_shared:
                 tracker.statistics.restore(flag)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -260,8 +260,9 @@ class EventSource:
         self._steps.release()
         if self._requests is not None:
             self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
-        for tracker in self._sharing:
-            tracker.step_completed(may_skip=bool(self._acting))
+        for tracker in self.trackers.values():
+            if tracker in self._sharing or tracker.is_passed_through:
+                tracker.step_completed(may_skip=bool(self._acting))
         self._stepping, self._sharing, self._requests, self._about = None, {}, None, {}
 
     def _has_handlers(self, *names: str) -> bool:

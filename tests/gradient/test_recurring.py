@@ -34,6 +34,7 @@ def observe(spikes):
         ([(40 * i, 1.0 * 1.18**i) for i in range(5)], [0, 40, 80, 120, 160]),  # within a factor of 1.94
         ([(40 * i, 1.0 * 1.2**i) for i in range(5)], None),  # of 2.07
         ([(40 * i, (3.0, 90.0)[i % 2]) for i in range(9)], [0, 80, 160, 240, 320]),  # others between them
+        ([(1100 * i, 3.0) for i in range(5)] + [(50, 3.0)], None),  # of an earlier run
     ],
 )
 def test_five_isolated_spikes_within_a_factor_of_two(spikes, shown):

@@ -9,7 +9,7 @@ import torch
 from ignite.engine import Engine, Events, create_supervised_trainer
 from torch import nn
 
-from ignite_monitor import GradMonitor, StaticThreshold
+from ignite_monitor import GradMonitor, Monitor, MonitorEvents, StaticThreshold
 from tests._helpers import assert_same, make_step, mse_loss, train, training_state
 
 LIMIT = 1e3
@@ -206,31 +206,35 @@ def test_a_state_that_is_loaded_within_an_accumulation_starts_a_window(set_to_no
     assert not torch.equal(train_with([], False)[0]["1.running_mean"], saved["1.running_mean"])
 
 
-@pytest.mark.parametrize(("frozen", "generator_first"), [(False, False), (True, False), (False, True)])
-def test_the_forward_pass_of_a_generators_skipped_step_leaves_no_trace_in_the_discriminator(frozen, generator_first):
+@pytest.mark.parametrize(
+    ("frozen", "generator_first", "steps"),
+    [(False, False, 1), (True, False, 1), (False, True, 1), (True, True, 1), (False, False, 2), (True, True, 2)],
+)
+def test_a_generators_skipped_step_leaves_no_trace_in_the_discriminator(frozen, generator_first, steps):
     def train_both(bad, monitored):
         torch.manual_seed(0)
         models = generator, discriminator = build("batch"), nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5))
         optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
 
-        def step_of_discriminator(iteration, batch, fake):
+        def step_of_discriminator(iteration, batch):
             optimizers[1].zero_grad()
-            (discriminator(batch[1]) - discriminator(fake.detach())).square().mean().backward()
+            (discriminator(batch[1]) - discriminator(generator(batch[0]).detach())).square().mean().backward()
             optimizers[1].step()
 
-        def step_of_generator(iteration, batch, fake):
-            optimizers[0].zero_grad()
+        def step_of_generator(iteration, batch):
             discriminator.requires_grad_(not frozen)
-            if iteration != 4 or monitored:
-                factor = math.nan if iteration == bad else 1.0
-                discriminator(factor * fake).square().mean().backward()
-                optimizers[0].step()
+            for place in range(steps):
+                if iteration != 4 or place != steps - 1 or monitored:
+                    optimizers[0].zero_grad()
+                    factor = math.nan if iteration == bad and place == steps - 1 else 1.0
+                    discriminator(factor * generator(batch[0])).square().mean().backward()
+                    optimizers[0].step()
             discriminator.requires_grad_(True)
 
         def step(engine, batch):
-            fake, steps = generator(batch[0]), (step_of_discriminator, step_of_generator)
-            for part in reversed(steps) if generator_first else steps:
-                part(engine.state.iteration, batch, fake)
+            parts = step_of_discriminator, step_of_generator
+            for part in reversed(parts) if generator_first else parts:
+                part(engine.state.iteration, batch)
 
         monitors = [
             GradMonitor(model, optimizer, on_spike="skip", prefix=name, flag=name)
@@ -240,3 +244,26 @@ def test_the_forward_pass_of_a_generators_skipped_step_leaves_no_trace_in_the_di
         return discriminator.state_dict(), dict(generator.named_parameters())
 
     assert_same(train_both(4, True), train_both(0, False))
+
+
+class SkipsUnasked(Monitor):
+    """Skips the step of iteration 5, but does not act on an optimizer."""
+
+    def handlers(self):
+        return [(MonitorEvents.OPTIMIZER_STEP_STARTED, self.skip_one)]
+
+    def skip_one(self, engine, step):
+        step.skip(engine.state.iteration == 5)
+
+
+def test_statistics_kept_in_another_iteration_are_not_restored():
+    def averages(every):
+        model = build("batch")
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-3), []
+        engine = Engine(make_step(model, optimizer, after_step=lambda _: seen.append(model[1].running_mean.clone())))
+        SkipsUnasked(model, "own").attach(engine)
+        GradMonitor(model, optimizer, on_spike="skip").attach(engine, Events.ITERATION_STARTED(every=every))
+        engine.run(batches_of(5))
+        return seen
+
+    assert_same(averages(3)[4], averages(10)[4])
