@@ -6,7 +6,7 @@ import torch
 
 from ignite_monitor import GradMonitor, StaticThreshold
 from tests._helpers import assert_same, mlp_batches, train, training_state
-from tests.gradient._optimizers import build
+from tests._optimizers import build
 
 LIMIT = 60.0
 

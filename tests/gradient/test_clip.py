@@ -12,8 +12,8 @@ from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold, Weigh
 from ignite_monitor.events.step_owner import scale
 from tests._helpers import assert_same, grad_norm, make_step, mlp_batches, moves_of, train, training_state
 from tests._models import make_mlp
+from tests._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 from tests._truth import norm
-from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 
 LIMIT = 50.0
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
 from tests._helpers import assert_same, make_step, mlp_batches, mse_loss, train, training_state
 from tests._models import make_mlp
-from tests.gradient._optimizers import MuonLike, build
+from tests._optimizers import MuonLike, build
 
 LIMIT = 60.0
 

@@ -20,7 +20,7 @@ from ignite_monitor import (
 )
 from tests._helpers import Recorder, assert_same, make_step, mlp_batches, moves_of, mse_loss, train, training_state
 from tests._models import make_mlp
-from tests.gradient._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
+from tests._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
 from tests.gradient._skipped import LIMIT, compare
 
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, RollbackHandler, StaticThreshold
 from tests._helpers import Recorder, assert_same, grad_norm, make_step, mlp_batches, train, training_state
-from tests.gradient._optimizers import FEW, FOREIGN, build
+from tests._optimizers import FEW, FOREIGN, build
 
 LIMIT = 60.0
 BOTH = [("skip", "skip"), ("skip", "clip"), ("clip", "skip")]
