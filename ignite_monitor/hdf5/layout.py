@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,7 +114,7 @@ def create(path: Path) -> None:
     # rows take 40 times as much. The format of HDF5 1.10 has checksums for all but the data.
     options = {"libver": ("v110", "v110"), "fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
     with import_h5py().File(path, "w", locking=False, **options) as file:
-        file.attrs.update(format=FORMAT, version=VERSION, created=time.time())
+        file.attrs.update(format=FORMAT, version=VERSION)
         for name, (dtype, chunk) in COLUMNS.items():
             file.create_dataset(
                 name, (0,), dtype, maxshape=(None,), chunks=(chunk,), shuffle=True, compression=1, fletcher32=True

@@ -28,8 +28,6 @@ from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.loggers import Values
 from ignite_monitor.monitor.reports import Report
 
-MakeOrigin = Callable[[str], Name]
-
 
 class HDF5Logger(BaseLogger):
     """Write metrics to one HDF5 file, which can be read at any time.
@@ -141,7 +139,7 @@ class HDF5Logger(BaseLogger):
         step: Any,
         values: dict[Any, Any],
         tag: str | None = None,
-        make_origin: MakeOrigin = Name,
+        make_origin: Callable[[str], Name] = Name,
         has_own_steps: bool = True,
     ) -> None:
         """Append the values of an engine at a step; names have the tag, and a slash, before them."""
@@ -150,7 +148,7 @@ class HDF5Logger(BaseLogger):
         try:
             names, numbers = flatten(values, self._skip)
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on
-            self.warn_once("write", f"HDF5Logger can not log what was given at step {step}: {one_line(error)}")
+            self._warn_once("write", f"HDF5Logger can not log what was given at step {step}: {one_line(error)}")
             return
         with self._one_thread:
             if names and self._writer is not None:
@@ -160,19 +158,7 @@ class HDF5Logger(BaseLogger):
                 if self._tracker.is_time():
                     self.flush()
 
-    @property
-    def is_writing(self) -> bool:
-        """False on ranks that do not write, in forked processes and after a close."""
-        self._warn_if_closed()
-        return self._writer is not None and self._writer.is_own and idist.get_rank() == self._rank
-
-    def warn_once(self, about: str, message: str) -> None:
-        """Give one warning per subject.
-
-        Args:
-            about: the subject.
-            message: the text.
-        """
+    def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(message, stacklevel=2)
@@ -219,7 +205,7 @@ class HDF5Logger(BaseLogger):
 
     def _skip(self, name: str, value: Any) -> None:
         described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
-        self.warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
+        self._warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
 
 
 class ReportSources:
@@ -228,7 +214,7 @@ class ReportSources:
     def __init__(self, writer: Writer, tracker: RunTracker) -> None:
         self._writer, self._tracker = writer, tracker
         self._sources: dict[int, tuple[list[Report], weakref.ref[Engine]]] = {}  # by the list's id
-        self._taken: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
 
     def add(self, reports: list[Report], engine: Engine) -> None:
         """Add a list, unless it is known."""
@@ -239,12 +225,12 @@ class ReportSources:
         is_urgent = False
         for key, (reports, reference) in self._sources.items():
             engine = reference()
-            while (taken := self._taken.get(key, 0)) < len(reports):
+            while (count := self._counts.get(key, 0)) < len(reports):
                 if of_begun_runs and not (engine is not None and self._tracker.has_run(engine)):
                     break
-                self._taken[key] = taken + 1
-                self.write(reports[taken], engine)
-                is_urgent |= reports[taken].severity == "problem"
+                self._counts[key] = count + 1
+                self.write(reports[count], engine)
+                is_urgent |= reports[count].severity == "problem"
         return is_urgent
 
     def write(self, report: Report, engine: Engine | None) -> None:
@@ -285,7 +271,7 @@ class OutputHandler(BaseOutputHandler):
         names = metrics if self.metric_names == "all" else self.metric_names or ()
         for name in names:
             if name not in metrics:
-                logger.warn_once(f"metric {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
+                logger._warn_once(f"metric {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
         published = {name: metrics[name] for name in names if name in metrics}
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
@@ -320,6 +306,8 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
 
 
 def _writes(handler: object, logger: HDF5Logger) -> bool:
+    """False on ranks that do not write, in forked processes and after a close."""
     if not isinstance(logger, HDF5Logger):
         raise RuntimeError(f"Handler {type(handler).__name__} works only with HDF5Logger")
-    return logger.is_writing
+    logger._warn_if_closed()
+    return logger._writer is not None and logger._writer.is_own and idist.get_rank() == logger._rank

@@ -31,13 +31,6 @@ class Series(NamedTuple):
 class Recording(dict[str, Series]):
     """Contents of a file: name -> (steps, values), in the order in which the names were first written.
 
-    Args:
-        series: name -> (steps, values).
-        rows: name -> step, iteration, time and run of each value.
-        monitors: name -> the monitor that published it.
-        reports: what monitors reported.
-        times: of all rows of the file.
-
     Attributes:
         reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
         settings: versions, torch's seed, and the arguments that each monitor was given, in the same form.

@@ -45,7 +45,7 @@ class RunTracker:
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
         self._starts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # of runs that have no value or report yet
         self._runs: WeakKeyDictionary[Engine, Run] = WeakKeyDictionary()
-        self._latest: Run | None = None
+        self._last_run: Run | None = None
         self._trainer: Callable[[], Engine | None] = lambda: (
             None
         )  # engine of the latest run, if possible one with monitors
@@ -91,8 +91,8 @@ class RunTracker:
             engine = _outermost() or engine
         if engine is not None:
             return self.run_of(engine)
-        self._latest = self._latest or self._new_run(0)
-        return self._latest
+        self._last_run = self._last_run or self._new_run(0)
+        return self._last_run
 
     def has_run(self, engine: Engine) -> bool:
         """Return True if a run of the engine has a value or a report."""
@@ -111,7 +111,7 @@ class RunTracker:
         former, continued = self._runs.get(engine), {}
         if former is not None:  # from the beginning: the iterations of both count
             continued = {"continues": former.number, "after": start if start or is_rewound else former.last}
-        run = self._latest = self._runs[engine] = self._new_run(start, **continued)
+        run = self._last_run = self._runs[engine] = self._new_run(start, **continued)
         self._starts.pop(engine, None)
         trainer = self._trainer()
         if trainer is None or EventSource.on(trainer) is None or EventSource.on(engine) is not None:

@@ -68,11 +68,6 @@ class Writer:
         """True in the process that made it, and not in one that was forked."""
         return os.getpid() == self._process
 
-    @property
-    def is_pending(self) -> bool:
-        """True if there is something to be written."""
-        return bool(self._pending.rows or self._pending.reports)
-
     def begin_run(self, start: int, continues: int = -1, after: int = -1) -> Run:
         """Return a new run, with the fields of :class:`Run`."""
         run = Run(self._first_run + len(self._runs), start, start, continues=continues, after=after)
@@ -119,7 +114,7 @@ class Writer:
 
     def flush(self) -> None:
         """Write what is pending."""
-        if self._file is None or not self.is_pending or not self.is_own:
+        if self._file is None or not self.is_own or not (self._pending.rows or self._pending.reports):
             return
         try:
             patch, after = self._patch()
