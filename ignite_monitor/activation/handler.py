@@ -34,6 +34,7 @@ from ignite_monitor.reference.passes import JOINED, Pause, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
 _COMPLEX = Reason("complex", "complex numbers have no built-in metrics")
+_OTHER_SHAPE = Reason("other_shape", "the reference's parameter has another shape, so there is no difference")
 
 Metrics = Mapping[str, Any] | bool | None
 
@@ -291,6 +292,9 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
             initial = {name: parameter for name, parameter, _ in named if not parameter.is_meta}
         for parameter, (name, tag) in self._parameters.items():
             compared = name in initial and difference.wants(name)
+            if compared and initial[name].shape != parameter.shape:  # the parameter was replaced
+                self._report_skipped(_OTHER_SHAPE, [tag])
+                compared = False
             if compared or current.wants(name):
                 whole = whole_tensor(parameter)
                 current.add(tag, name, whole)

@@ -102,7 +102,7 @@ class LayerChanges(Comparison):
     def _evaluated(self, call: Call) -> NormSums:
         weights, initial = self._weights(call)  # first, since FSDP2 may communicate
         inputs, reference_inputs = _inputs(call), [x for x in call.kept if x is not None]
-        _check(inputs, reference_inputs)
+        _check([*inputs, *weights.values()], [*reference_inputs, *initial.values()])
         dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
         if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
             dtype = wide_dtype(device)  # a user's forward may compute in another dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -236,3 +237,13 @@ def test_a_routed_expert_is_warned_of_once(caplog):
     assert "rcc/weight_update/head" in result
     assert len(caplog.records) == 1
     assert "expert is not compared: its tensors are" in caplog.text
+
+
+def test_a_layer_is_not_compared_with_one_of_another_shape():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    handlers = RCCHandler(model), ActivationHandler(model, parameter_differences=True, reference="init")
+    model[1] = nn.Linear(4, 3)
+    for handler in handlers:
+        layers = {part for name in measure(handler, [torch.randn(2, 4)]) for part in re.split("[/.]", name)}
+        assert "0" in layers
+        assert "1" not in layers
