@@ -6,7 +6,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -211,11 +210,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         was_phase, values = policy.phase, dict[str, float]()
         action = policy.next(signals, iteration)
         if action == Action.ACCEPT:
-            text = (
-                f"restored weights exceed the threshold on new batches too ({fmean(policy.failed):.3g}, threshold "
-                f"{triggers.former_limit:.3g}): the data have changed; training continues with them"
-            )
-            self.report("data_changed", text, once=False)
+            text = f"restored weights failed {policy.all_failed} tests on new batches: the data have changed"
+            self.report("data_changed", f"{text}; training continues with them", once=False)
         elif action != Action.NONE:
             starts = was_phase == WATCHING
             is_discarded = not (starts or action == Action.PROBE)  # a probe may continue from this iteration

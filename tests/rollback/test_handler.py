@@ -280,7 +280,7 @@ def test_weights_ruined_after_a_long_data_fault_are_restored():
 def test_changed_data_cost_at_most_15_steps(caplog):
     training = Training(monitor={}, names=["model", "optimizer"])
     training.run(make_batches(180, range(45, 181), factor=30.0))
-    assert len([text for text in messages(caplog) if "the data have changed" in text]) == 1
+    assert ["failed 4 tests on" in text for text in messages(caplog) if "the data have changed" in text] == [True]
     assert training.of("count")[180] == 1
     assert 180 - float(training.model.steps) == training.of("discarded_count")[180] <= 15
 
