@@ -59,7 +59,9 @@ def test_what_is_measured_is_that_of_the_same_model_unscripted(how):
     expected = train(plain, HANDLERS["ActivationHandler"])[1]
     for ours, theirs in zip(train(model, HANDLERS["ActivationHandler"])[1], expected, strict=True):
         inside = {name for name in theirs if name.startswith("activation/1.")}
-        units_unknown = {f"activation/{name}/dead_fraction" for name in ("1", "_root_")}  # of a scripted module's output
+        units_unknown = {
+            f"activation/{name}/dead_fraction" for name in ("1", "_root_")
+        }  # of a scripted module's output
         assert set(ours) == set(theirs) - inside - units_unknown
         assert ours == pytest.approx({name: theirs[name] for name in ours}, rel=1e-5, abs=1e-7)
 
