@@ -76,7 +76,8 @@ def leaves_of(value: Any, depth: int = 8) -> list[Any]:
         return [value]
     if callable(getattr(value, "tobytes", None)):  # arrays of NumPy, images of Pillow
         content = torch.frombuffer(bytearray(value.tobytes() or b"0"), dtype=torch.uint8)
-        return [type(value), str(getattr(value, "shape", "")), str(getattr(value, "dtype", "")), content[:, None]]
+        shape, dtype = str(getattr(value, "shape", "")), str(getattr(value, "dtype", ""))
+        return [type(value), shape, dtype, content.shape, content[:, None]]
     members = [*value.items()] if isinstance(value, Mapping) else value
     if not isinstance(members, (list, tuple)) and hasattr(members, "__dict__") and not isinstance(value, type):
         members = [*vars(value).items()]  # an object of a class of the user's

@@ -45,7 +45,6 @@ class Evidence:
 
     model: nn.Module
     optimizer: Optimizer
-    batch: Any  # the first one; then what is compared of it
     iterations: int = 0
     stepped: int = 0  # iterations with a step of the optimizer
     is_training: bool = False  # True if a module was in training mode at any event
@@ -54,6 +53,7 @@ class Evidence:
     is_torch: list[bool] = field(default_factory=list)  # of each step, whether the class that made it is torch's
     calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
     initial_norms: list[Tensor] = field(default_factory=list)  # of the gradients before each backward pass
+    first_batch: list[Any] = field(default_factory=list)  # what is compared of it
     same: list[Any] = field(default_factory=list)  # of each batch after the first, whether it is bitwise equal to it
 
     def __post_init__(self) -> None:
@@ -63,15 +63,19 @@ class Evidence:
         self.held = [item for item in self.parameters if id(item) in ids]
         rest = [item for item in self.parameters if id(item) not in ids and item.requires_grad and is_measurable(item)]
         self.others = [item for item in rest if local(item).numel()]
-        self.batch = leaves_of(self.batch)
         self._norms = total_norm(self.held), total_norm(self.others)
 
     def start(self, batch: Any, most: int) -> None:
         """Note the start of an iteration, and compare batches up to a number of iterations."""
-        if 0 < self.iterations < most:
-            self.same.append(is_same(self.batch, leaves_of(batch)))
-        elif self.iterations:
-            self.batch = []
+        try:
+            if self.iterations >= most:
+                self.first_batch = []
+            elif self.iterations:
+                self.same.append(is_same(self.first_batch, leaves_of(batch)))
+            else:
+                self.first_batch = leaves_of(batch)
+        except Exception:  # noqa: BLE001 - a batch may hold objects of any kind, and training continues
+            self.same.append(False)
         self.iterations += 1
         self.note()
 

@@ -112,7 +112,7 @@ class SetupCheck(Monitor):
             return []
         reshard(self.model)
         if self._evidence is None:
-            self._evidence = Evidence(self.model, self.optimizer, engine.state.batch)
+            self._evidence = Evidence(self.model, self.optimizer)
         self._evidence.start(engine.state.batch, self.iterations)
         self._hooks, self._has_stepped = ExitStack(), False
         if self.findings is None:  # else it waits for gradients only

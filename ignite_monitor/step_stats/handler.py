@@ -110,10 +110,14 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.reset_run_state()
 
     def before_train_step(self, engine: Engine) -> None:
-        self._items = self._count_items(engine.state.batch)  # now, since the train step may change the batch
-        floating = [
-            pair for pair in floating_tensors(engine.state.batch) if has_local_data(pair[1]) and pair[1].numel()
-        ]
+        try:
+            self._measure_batch(engine.state.batch)  # now, since the train step may change the batch
+        except Exception as error:  # noqa: BLE001 - a function and a batch of the user: training continues
+            self.report("unreadable_batch", f"the batch can't be measured: {type(error).__name__}: {error}")
+
+    def _measure_batch(self, batch: Any) -> None:
+        self._items = self._count_items(batch)
+        floating = [pair for pair in floating_tensors(batch) if has_local_data(pair[1]) and pair[1].numel()]
         for place, item in floating[:_MOST_TENSORS]:
             part = item.detach().reshape(-1)[: 2**20]
             self._early[f"batch_rms/{place or 0}"] = total_norm([part]) / len(part) ** 0.5

@@ -329,6 +329,13 @@ def master_weights():
     return model, optimizer, train_step
 
 
+class Image(list):
+    """Its bytes are made when they are asked for, as Pillow does."""
+
+    def tobytes(self):
+        return bytes(self)
+
+
 def other_batches(batches):
     """Batches that the train step does not train on."""
     used = itertools.cycle(make_batches(5))
@@ -388,6 +395,8 @@ HEALTHY = {
     "warm-up": lambda: warm_up(setup, lambda step: step / 10),
     "strings": lambda: other_batches([{"text": [f"item {i}"], "mask": torch.tensor([1, 0])} for i in range(5)]),
     "unknown objects": lambda: other_batches([(*make_batches(1)[0], object()) for _ in range(5)]),
+    "images": lambda: other_batches([[Image(range(i % 3 + 1))] for i in range(5)]),
+    "images that can't be read": lambda: other_batches([[Image("?")]] * 5),
     "placeholders": lambda: other_batches([torch.zeros(1)] * 5),
     "constant accuracy": lambda: setup(output=lambda loss: 0.1),
     "no loss": lambda: setup(output=lambda loss: {"loss": loss, "ids": ["a"], 3: None}),

@@ -47,6 +47,23 @@ def test_throughput_and_mfu_are_those_of_the_published_time(items, count):
         assert values["step/mfu"] == pytest.approx(rate * 6 * 5 * 7 / 1e9)
 
 
+@pytest.mark.parametrize(
+    ("batch", "items"),
+    [
+        (0, lambda batch: batch[0]),
+        (torch.ones(3), lambda batch: batch),
+        (torch.ones(2).to(torch.float8_e4m3fn), None),
+    ],
+)
+def test_a_batch_that_cannot_be_measured_does_not_end_training(batch, items, caplog):
+    model = nn.Linear(5, 7)
+    handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1), items=items)
+    rows = run_monitored(lambda *_: None, [batch] * 2, handler)
+    assert all("step/time_ms" in row and "step/batch_rms/0" not in row for row in rows)
+    (message,) = caplog.messages
+    assert "the batch can't be measured" in message
+
+
 def test_time_is_that_of_the_train_step():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
