@@ -52,7 +52,8 @@ def parametrize(
 
     Args:
         make_model: makes the model at a width.
-        widths: a small width, used for comparison only, and the width of the model to train.
+        widths: a small width, used for comparison only, and the width of the model to train, at least twice as large:
+            between closer widths factors such as a root can't be told from rounding.
         sample_input: an input for both: a tensor, a tuple of arguments, or a dict of keyword arguments; or a function
             that makes one for a width.
         lr_prefactor: the learning rate at width 1, and of parameters that are no layers.
@@ -89,8 +90,10 @@ def parametrize(
     if isinstance(make_model, nn.Module) or not callable(make_model):
         raise TypeError(f"Argument make_model should be a function of the width, but given {type(make_model)}")
     check_type("widths", widths, tuple, "a tuple of a small and a large width")
-    if len(widths) != 2 or check_count("widths", widths[0], least=1) >= check_count("widths", widths[1]):
-        raise ValueError(f"Argument widths should be a small and a large width, but given {widths!r}")
+    if len(widths) != 2 or 2 * check_count("widths", widths[0], least=1) > check_count("widths", widths[1]):
+        raise ValueError(
+            f"Argument widths should be a width and another, at least twice as large, but given {widths!r}"
+        )
     lr_prefactor = check_real("lr_prefactor", lr_prefactor, above=0.0)
     std_prefactor = check_real("std_prefactor", std_prefactor, above=0.0)
     weight_decay = None if weight_decay is None else check_real("weight_decay", weight_decay, least=0.0)

@@ -263,12 +263,14 @@ def log_ratio(small: Any, large: Any) -> float | None:
     """Logarithm of the ratio of two constants; None if it is not known.
 
     It is known of constants that are uniform or proportional to each other. Others count as equally large if their root
-    mean squares are, to 2^(1/4), half of the smallest factor that two widths make.
+    mean squares are, to 2^(1/4), half of the smallest factor, a root, that a width of at least twice the other makes.
     """
     one, other = (torch.as_tensor(value, device="cpu").double().abs() for value in (small, large))
-    means = [float(value.mean()) if value.numel() else math.nan for value in (one, other)]
-    if not all(math.isfinite(mean) and mean > 0 for mean in means):
+    means = [float(value.mean()) if value.numel() else 0.0 for value in (one, other)]
+    if means[0] == means[1]:  # also 0 or infinite
         return 0.0
+    if not all(0.0 < mean < math.inf for mean in means):
+        return None
     scaled = [value / mean for value, mean in zip((one, other), means, strict=True)]
     is_uniform = all(float((value - 1).abs().max()) < 1e-5 for value in scaled)
     is_alike = one.shape == other.shape and float((scaled[0] - scaled[1]).abs().max()) < 1e-5

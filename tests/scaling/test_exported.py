@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
+from ignite_monitor.scaling.program import log_ratio
 from tests._models import Lambda
 from tests.scaling._models import multipliers, weight_of
 
@@ -280,6 +281,11 @@ def test_factors_of_no_layer_or_of_one_use_among_several_name_the_line(match, ru
     with pytest.raises(TracingError, match=match) as error:
         parametrize(lambda n: Factors(n, nn.Embedding, run), WIDTHS, sample_input=TOKENS)
     assert f"(test_exported.py:{Factors.forward.__code__.co_firstlineno + 1})" in str(error.value)
+
+
+def test_growth_of_a_constant_that_is_0_at_one_width_is_not_known():
+    assert log_ratio(torch.zeros(8), torch.zeros(32)) == 0.0
+    assert log_ratio(torch.zeros(8), torch.ones(32)) is None
 
 
 @pytest.mark.parametrize("shape", [lambda n: torch.linspace(0.2, 1.0, n), lambda n: 1.0 + torch.arange(n).cos()])

@@ -308,7 +308,7 @@ def odd_weight(n):
     ("make", "widths", "error", "match"),
     [
         (_models.mlp(8), (8, 16), TypeError, "make_model should be a function of the width"),
-        (_models.mlp, (16, 8), ValueError, "a small and a large width"),
+        (_models.mlp, (48, 64), ValueError, "a width and another, at least twice as large"),
         (_models.mlp, 8, TypeError, "a small and a large width"),
         (_models.mlp, (8.0, 16.0), TypeError, "widths should be an integer"),
         (lambda n: n, (8, 16), TypeError, "make_model should be of type a function that returns"),
