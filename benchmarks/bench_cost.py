@@ -51,9 +51,15 @@ class Cost(NamedTuple):
     def text(self, unit: float, digits: int = 2) -> str:
         return f"{self.seconds / unit:.{digits}f} ± {self.error / unit:.{digits}f}"
 
+    @property
+    def is_noise(self) -> bool:
+        return self.error > 0.25 * self.seconds
+
     def over(self, other: Cost) -> str:
-        is_noisy = any(cost.error > 0.25 * cost.seconds for cost in (self, other))
-        return "noise" if is_noisy else f"{self.seconds / other.seconds:.2f} x"
+        return "noise" if self.is_noise or other.is_noise else f"{self.seconds / other.seconds:.2f} x"
+
+    def share(self, step: float, digits: int = 1) -> str:
+        return "noise" if self.is_noise else f"{self.seconds / step:.{digits}%}"
 
 
 class Setting(NamedTuple):
@@ -241,12 +247,12 @@ def report(device: str, rounds: int, only: list[str]) -> None:
               f"{setting.sequences * setting.length} tokens, {1e3 * step:.0f} ms per step\n")  # fmt: skip
         print("| | ms | of a step | one in 100 | not monitored | compared |\n|---|---|---|---|---|---|")
         for name in compared:
-            print(f"| {name} | {added[name].text(1e-3)} | {added[name].seconds / step:.1%} | | | |")
+            print(f"| {name} | {added[name].text(1e-3)} | {added[name].share(step)} | | | |")
         for name in monitors:
             idle = unmonitored(setting, device, name, rounds)
             cost, comparison = added[name], MONITORS[name][1]
-            rare = (cost.seconds + 99 * idle.seconds) / 100 / step
-            cells = f"{cost.text(1e-3)} | {cost.seconds / step:.1%} | {rare:.2%} | {idle.text(1e-6, 0)} us"
+            rare = Cost(*((one + 99 * other) / 100 for one, other in zip(cost, idle, strict=True)))
+            cells = f"{cost.text(1e-3)} | {cost.share(step)} | {rare.share(step, 2)} | {idle.text(1e-6, 0)} us"
             print(f"| `{name}` | {cells} | {cost.over(added[comparison])} {comparison} |", flush=True)
 
 

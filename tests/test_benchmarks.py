@@ -56,6 +56,15 @@ def test_script_prints_a_table_and_its_provenance(run, name, count, number):
         assert any(re.search(number, cell) for cell in line[1:]), line
 
 
+def test_costs_within_their_noise_are_no_ratios(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    cost = runpy.run_path(str(BENCHMARKS / "bench_cost.py"))["Cost"]
+    quiet, noisy = cost.of([0.99, 1.0, 1.01]), cost.of([0.5, 1.0, 1.5])
+    assert (quiet.text(1.0), noisy.text(1.0)) == ("1.00 ± 0.01", "1.00 ± 0.54")
+    assert (quiet.over(quiet), quiet.share(4.0)) == ("1.00 x", "25.0%")
+    assert (noisy.over(quiet), quiet.over(noisy), noisy.share(4.0)) == ("noise",) * 3
+
+
 def test_diagnosis_plants_faults_and_counts_the_causes_that_are_found(run):
     output = run("diagnosis.py", "--quick")
     assert MEASURED.findall(output) == ["diagnosis.py"]
