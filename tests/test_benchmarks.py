@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import re
 import runpy
 import sys
@@ -29,7 +30,9 @@ def run(monkeypatch, capsys):
         runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
         return capsys.readouterr().out
 
-    return run
+    yield run
+    logging.disable(logging.NOTSET)  # as scripts leave it
+    logging.getLogger("ignite_monitor").setLevel(logging.NOTSET)
 
 
 def rows(output):
