@@ -206,10 +206,8 @@ class EventSource:
         # The step is reported after the hooks of the optimizer's own, which may change its gradients.
         if not self.running or (self._stepping is not None and is_nested(optimizer)):
             return None
-        self._sharing = {}
-        for tracker in self.trackers.values():
-            if parameters := tracker.parameters_of(optimizer):
-                self._sharing[tracker] = parameters
+        held = {tracker: tracker.parameters_of(optimizer) for tracker in self.trackers.values()}
+        self._sharing = {tracker: parameters for tracker, parameters in held.items() if parameters}
         if not self._sharing:
             return None
         self._stepping, self._requests = optimizer, None
@@ -304,8 +302,7 @@ class EventSource:
         self.train_step = functools.partial(original, engine, batch)
         self._acting = [monitor.acts_on for monitor in monitored if monitor.acts_on is not None]
         for tracker in self.trackers.values():
-            if self._acting or tracker.accumulates:
-                tracker.train_step_started(may_skip=bool(self._acting))
+            tracker.train_step_started(may_skip=bool(self._acting))
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:

@@ -205,7 +205,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         self._detector.losses.clear()
         if taken is None:
             return
-        self._now.stepped = self._now.stepped | (made := step.requests.made)
+        self._now.stepped = self._now.stepped | (made := step.made)
         if self.run_summary is not None:
             self.run_summary.step(step.optimizer, made)
         if taken.updates:
