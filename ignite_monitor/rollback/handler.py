@@ -94,7 +94,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         self.loss = loss
         self.every, self.max_rollbacks = every, check_count("max_rollbacks", max_rollbacks, least=1)
         self._policy = RecoveryPolicy(patience, max_rollbacks)
-        self._snapshots = Snapshots(every, keep, on_host=where == "host")
+        self._snapshots, self._on_host = Snapshots(every, keep), where == "host"
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
@@ -167,7 +167,12 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         kept, policy = self._snapshots.all, self._policy
         is_due = bool(kept) and stepped and policy.healthy and before - kept[-1]["iteration"] >= self.every
         if policy.watching and (is_due or not kept):
-            self._snapshots.add(self._snapshots.copy(before, self._training.state(), self._thresholds()))
+            self._snapshots.make_room()
+            self._snapshots.all.append(self._snapshot(before))
+
+    def _snapshot(self, iteration: int) -> Snapshot:
+        state = clone(self._training.state(), self._on_host)
+        return {"iteration": iteration, "state": state, "thresholds": self._thresholds()}
 
     def start_iteration(self, engine: Engine) -> None:
         self.run_summary = self.run_summary or RunSummary(self.run_totals())
@@ -239,7 +244,8 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _choose(self, action: Action, iteration: int, signals: Signals, starts: bool) -> Snapshot:
         policy, snapshots = self._policy, self._snapshots
         if action == Action.PROBE or (action == Action.ROLL_BACK and policy.may_continue):
-            snapshots.resumable = snapshots.copy(iteration, self._training.state(), self._thresholds())
+            snapshots.resumable = None  # its memory is free for the copy
+            snapshots.resumable = self._snapshot(iteration)
         if starts:
             snapshots.start(iteration, policy.first_sign, signals.margin)
         if snapshots.resumable and (action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)):

@@ -29,8 +29,8 @@ _IMMUTABLE = {float, int, bool, str, type(None)}  # deepcopy() is slower
 class Snapshots:
     """Snapshots in order of their iterations: the newest ones, and at most ``keep`` older ones."""
 
-    def __init__(self, every: int, keep: int, on_host: bool) -> None:
-        self._every, self._keep, self._on_host = every, keep, on_host
+    def __init__(self, every: int, keep: int) -> None:
+        self._every, self._keep = every, keep
         self.clear()
 
     def clear(self) -> None:
@@ -40,14 +40,9 @@ class Snapshots:
         self.restored_at = -math.inf  # iteration in which it was restored
         self.resumable: Snapshot | None = None  # the state before a rollback or a probe
 
-    def copy(self, iteration: int, state: Any, thresholds: Any) -> Snapshot:
-        """Copy a state after an iteration."""
-        return {"iteration": iteration, "state": clone(state, self._on_host), "thresholds": thresholds}
-
-    def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot, and drop another if there are too many."""
-        self.all.append(snapshot)
-        older = self.all[: -limits.RECENT]
+    def make_room(self) -> None:
+        """Drop a snapshot if one more would be too many."""
+        older = self.all[: 1 - limits.RECENT]
         if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < limits.SPACING * self._every:
             self.all.remove(older[-1])
         elif len(older) > self._keep:

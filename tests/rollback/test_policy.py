@@ -126,7 +126,7 @@ def test_it_continues_from_its_state(cut):
 
 @pytest.mark.parametrize(("first_sign", "margin", "restored"), [(95, 0, 90), (92, 0, 90), (91, 0, 85), (91, 18, 70)])
 def test_the_restored_snapshot_is_older_than_the_first_sign_and_the_margin(first_sign, margin, restored):
-    snapshots = Snapshots(every=5, keep=20, on_host=False)
+    snapshots = Snapshots(every=5, keep=20)
     snapshots.all = [{"iteration": i, "thresholds": {}} for i in range(0, 101, 5)]
     snapshots.start(100, first_sign, margin)
     assert snapshots.choose(100, 0)["iteration"] == restored
