@@ -139,10 +139,8 @@ class DoubleBuffer:
         with contextlib.suppress(OSError):  # it was removed, or the file system has no hard links
             shutil.copymode(self.path, self._standby)
             os.link(self.path, self._spare)
-        replacement = _identity(self._standby)
-        self._published.add(replacement)  # before the renaming: an interrupt may come right after
+        self._published.add(_identity(self._standby))  # before the renaming: an interrupt may come right after
         os.replace(self._standby, self.path)
-        self._published = {replacement}
         try:
             os.replace(self._spare, self._standby)
         except OSError:

@@ -235,7 +235,7 @@ class ReportSources:
 
     def write(self, report: Report, engine: Engine | None) -> None:
         """Give a report to the writer."""
-        self._writer.add_report(self._tracker.run_of_report(engine), *report)
+        self._writer.add_report(*self._tracker.place_of_report(engine, report.iteration), *report[1:])
 
 
 def _finish(writer: Writer, reports: ReportSources) -> None:

@@ -47,7 +47,11 @@ class Recording(dict[str, Series]):
         super().__init__(series)
         self._rows, self._monitors, self._times = rows, monitors, times
         self.reports = [it for it in reports if it.kind != SETTINGS]
-        self.settings = [it for it in reports if it.kind == SETTINGS]
+        settings: dict[Any, RecordedReport] = {}  # an evaluator records its own at every evaluation
+        for it in reports:
+            if it.kind == SETTINGS:
+                settings.setdefault((it.run, it.monitor, it.text), it)
+        self.settings = [*settings.values()]
 
     def _add_rank(self, rank: str, other: Recording) -> None:
         """Add what another rank has recorded in the same time and this one has not, under names of its own."""

@@ -85,14 +85,16 @@ class RunTracker:
             return self._begin(engine, max(0, engine.state.iteration - 1))
         return self._runs[engine]
 
-    def run_of_report(self, engine: Engine | None) -> Run:
-        """Return the run that a report of an engine's monitor belongs to; the latest one if the engine is gone."""
-        if engine is None or engine not in self._runs:
-            engine = _outermost() or engine
+    def place_of_report(self, engine: Engine | None, iteration: int) -> tuple[Run, int]:
+        """Return the run and its iteration that a report of an engine's monitor belongs to."""
+        outermost = None if engine in self._runs else _outermost()
+        if outermost is not None and outermost is not engine:
+            run = self.run_of(outermost)
+            return run, run.last
         if engine is not None:
-            return self.run_of(engine)
+            return self.run_of(engine), iteration
         self._last_run = self._last_run or self._new_run(0)
-        return self._last_run
+        return self._last_run, iteration
 
     def has_run(self, engine: Engine) -> bool:
         """Return True if a run of the engine has a value or a report."""

@@ -106,7 +106,7 @@ class Writer:
         pending.bytes += ROW_BYTES + values.nbytes
 
     def add_report(self, run: Run, iteration: int, *parts: Any) -> None:
-        """Take a report: iteration, monitor, kind, severity, text, names."""
+        """Take a report: monitor, kind, severity, text, names."""
         if self._has_room(1):
             line = json.dumps([run.number, max(0, iteration), *parts]) + "\n"
             self._pending.reports.append(line)

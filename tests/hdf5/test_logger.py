@@ -285,6 +285,21 @@ def test_without_h5py(path, monkeypatch):
             use(path)
 
 
+def test_reports_and_settings_of_an_evaluators_monitor(path):
+    """They belong to the trainer's iteration; settings are returned once per run."""
+    trainer, evaluator, monitor = engine_of(), engine_of(), GradMonitor(torch.nn.Linear(1, 1))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: evaluator.run(range(9)))
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: monitor.report("nine", "at 9"))
+    monitor.attach(evaluator)
+    with HDF5Logger(path) as logger:
+        log_output(logger, trainer)
+        monitor.log_to(logger, evaluator)
+        trainer.run(range(10))
+    recording = read_hdf5(path)
+    assert [(it.kind, it.iteration, it.run) for it in recording.reports if it.kind == "nine"] == [("nine", 5, 0)]
+    assert [it.monitor for it in recording.settings] == ["run", "GradMonitor (grad)"]
+
+
 def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
     torch.manual_seed(17)
     model = torch.nn.Linear(2, 1)
