@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
+from threading import Thread
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -91,7 +92,7 @@ def _comparable(value: Any) -> Any:
 
 def _members(value: Any) -> dict[Any, Any]:
     """Return what an object holds, by name or number."""
-    if isinstance(value, (*_PLAIN, Tensor, ModuleType)):
+    if isinstance(value, (*_PLAIN, Tensor, ModuleType, Thread)):  # another thread changes itself
         return {}
     if isinstance(value, type):
         return {

@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -68,6 +69,21 @@ def with_average(model, optimizer):
     return lambda engine, batch: (step(engine, batch), scheduler.step(), average.update_parameters(model))
 
 
+def with_thread(model, optimizer):
+    """A train step that can reach a thread, as that of a progress bar, which changes itself."""
+    step, watcher = make_step(model, optimizer), Watcher()
+
+    def watched(engine, batch):
+        watcher.woken += 1  # here in the same thread
+        return step(engine, batch)
+
+    return watched
+
+
+class Watcher(threading.Thread):
+    woken = 0
+
+
 def stepping_elsewhere(model, optimizer):
     """Another optimizer steps first; every error of the backward is ignored."""
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -103,6 +119,7 @@ STEPS = {
     "average": (make_model, sgd, with_average),
     "sparse": (lambda: nn.Embedding(5, 3, sparse=True), lambda m: torch.optim.SGD(m.parameters(), lr=0.05), halved),
     "another optimizer": (make_model, sgd, stepping_elsewhere),
+    "thread": (make_model, sgd, with_thread),
     "autocast": (Tied, sgd, functools.partial(make_step, parts=2)),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 3)), sgd, make_step),
 }
