@@ -114,7 +114,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             hashes = self._hashes(engine, device) if has_others or self.hashes else {}
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
             self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
-        if self.hashes and hashes is not None:
+        if self.hashes and hashes:
             names = tags(name for names, _ in hashes.values() for name in names)
             values = torch.cat([values for _, values in hashes.values()])
             self.publish_table([f"hash/{name}" for name in names], as_numbers(values))

@@ -44,7 +44,7 @@ def hashes_of(items: Mapping[str, Tensor | int], device: torch.device) -> Tensor
 
 def _words(tensor: Tensor) -> Tensor:
     """Return the bytes of a strided tensor as 64-bit words, the last one filled with zeros."""
-    data = bits_of(tensor).reshape(-1).view(torch.uint8)
+    data = bits_of(tensor).reshape(-1).contiguous().view(torch.uint8)
     missing = -len(data) % 8
     if missing or data.storage_offset() % 8:
         data = nn.functional.pad(data, (0, missing)) if missing else data.clone()

@@ -61,7 +61,9 @@ def test_it_is_the_sum_that_it_says(dtype, limit, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(hashes, "_WORDS_ON_CPU", limit)
     states = [some(dtype, 7), some(dtype, 3, 5).mT, some(dtype, 0), some(dtype, 1).squeeze(), some(dtype, 2_001)]
-    states = dict(zip("abcdef", [*states, some(dtype, 9)[3:]], strict=True))
+    states = dict(
+        zip("abcdefgh", [*states, some(dtype, 9)[3:], some(dtype, 9)[::2], some(dtype, 1).expand(9)], strict=True)
+    )
     assert hashes_of(states, CPU).tolist() == [by_hand(name, item) for name, item in states.items()]
     assert hashes_of({"count": -5}, CPU).tolist() == [by_hand("count", torch.tensor(-5))]
 
@@ -204,6 +206,13 @@ def test_collectives_and_python_do_not_grow_with_the_ranks(shape, monkeypatch):
     assert other == (collectives, calls)
     assert collectives["all_reduce"] == 3 * (2 if shape is None else 5)
     assert calls < 20_000
+
+
+def test_without_items_no_hash_is_published():
+    model, _, trainer = make_trainer()
+    ReplicaCheckHandler(model, exclude=".", hashes=True).attach(trainer)
+    trainer.run(make_batches(1))
+    assert trainer.state.metrics == {"replicas/in_sync": 1.0}
 
 
 @pytest.mark.parametrize("place", [None, 3])
