@@ -25,6 +25,7 @@ try:
     running_transform: Callable[[], Any] = _torch._C._functorch.peek_interpreter_stack
     function_modes: Callable[[], int] = _torch._C._len_torch_function_stack
     dispatch_modes: Callable[[], int] = _torch._C._len_torch_dispatch_stack
+    disabled_dispatch_modes: Callable[[], Any] = _torch.utils._python_dispatch._disable_current_modes
     unseen_by_dispatch: Callable[[], AbstractContextManager[Any]] = _torch._C._DisableTorchDispatch
     foreach_norm: Callable[..., list[Tensor]] = _torch._foreach_norm
     foreach_add: Callable[..., list[Tensor]] = _torch._foreach_add
@@ -35,6 +36,8 @@ try:
     _BACKWARD = _torch.autograd.graph._engine_run_backward.__code__
 except AttributeError as error:  # which an import from the package would hide
     raise ImportError(f"ignite_monitor does not support torch {torch.__version__}: {error}") from error
+# Missing in torch 2.6: there may be hooks.
+hooks_of_saved_tensors = getattr(_torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 pytree: Any = _pytree  # outputs are multiplied leaf by leaf
 
 

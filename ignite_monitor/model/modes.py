@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model._torch import (
+    disabled_dispatch_modes,
+    dispatch_modes,
     eager_functions,
+    hooks_of_saved_tensors,
     is_functorch_wrapped,
     unseen_by_dispatch,
     unseen_by_functions,
@@ -26,6 +29,17 @@ def hidden_from_user_modes() -> Iterator[None]:
     """Compute without a graph, hidden from the user's modes: selective checkpointing, counters of operations."""
     with unseen_by_functions(), unseen_by_dispatch(), torch.no_grad():  # in this order modes are not asked about it
         yield
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Compute hidden from the user's dispatch modes, with those that the code inside enters."""
+    return disabled_dispatch_modes() if dispatch_modes() else nullcontext()
+
+
+def without_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """Build a graph hidden from the user's hooks on saved tensors, as those of checkpointing; it has no backward."""
+    hidden = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+    return hidden if hooks_of_saved_tensors(False) else nullcontext()
 
 
 def has_local_data(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from ignite_monitor.model._torch import in_backward, module_call, running_transf
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.isolation import in_second_pass
+from ignite_monitor.model.modes import without_dispatch_modes
 from ignite_monitor.model.names import hookable, modules_by_name
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.ranks import Ranks
@@ -206,7 +207,7 @@ class ReferencePasses:
         name, current = self._model_names.get(module), self._pass
         if current is None or name is None:
             return
-        with self._excluding(name):
+        with self._excluding(name), without_dispatch_modes():
             call, kept = Call(name, module, args, kwargs), current.kept.get(name)
             if not kept or name in current.open:
                 raise NotComparableError(_OTHER_CALLS)
@@ -223,7 +224,7 @@ class ReferencePasses:
         call = current.open.pop(self._model_names.get(module, ""), None)
         if call is not None:
             call.output = output
-            with self._excluding(call.name), torch.no_grad():
+            with self._excluding(call.name), torch.no_grad(), without_dispatch_modes():
                 self.comparison.leave(call)
         if module is self._reference.root and module not in _calls_in_progress()[1:]:
             self._end(current)

@@ -22,6 +22,7 @@ from ignite_monitor.model.isolation import (
     preserved_rng_state,
     set_generator_state,
 )
+from ignite_monitor.model.modes import without_dispatch_modes, without_saved_tensors_hooks
 from ignite_monitor.model.names import first_difference, modules_by_name, named_modules, shapes, structure, unwrapped
 from ignite_monitor.monitor.arguments import check_whole
 
@@ -118,7 +119,8 @@ class Reference:
 
         Autocast, grad mode and RNG state are the model's too: the last bits depend on all of them.
         """
-        with isolated_pass(self.modules[name]):
+        # Checkpointing counts the tensors that its block saves and, if it is selective, its operations.
+        with isolated_pass(self.modules[name]), without_saved_tensors_hooks(), without_dispatch_modes():
             for copied in self.modules[name].modules():
                 path = self._names.get(copied)
                 if path is not None and copied.training != self._model_modules[path].training:

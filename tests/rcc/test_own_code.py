@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ignite_monitor import ActivationHandler, RCCHandler
 from ignite_monitor.scaling import AlignmentHandler
@@ -247,3 +249,40 @@ def test_a_layer_is_not_compared_with_one_of_another_shape():
         layers = {part for name in measure(handler, [torch.randn(2, 4)]) for part in re.split("[/.]", name)}
         assert "0" in layers
         assert "1" not in layers
+
+
+def selective():
+    """Contexts of a checkpoint that keeps every result, in the order of the operations."""
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+
+@pytest.mark.parametrize("differences", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("options", [{}, {"context_fn": selective}])
+def test_a_checkpoint_does_not_see_the_reference(options, whole, differences):
+    rerun = functools.partial(checkpoint, use_reentrant=False, **options)
+    block = Lambda(
+        lambda self, x: self.attention(self.linear(x), x, x)[0],
+        linear=nn.Linear(4, 4),
+        attention=nn.MultiheadAttention(4, 2),
+    )
+    model = Lambda(
+        lambda self, x: self.block(x) if whole else rerun(self.block, self.first(x)), first=nn.Linear(4, 4), block=block
+    )
+    initial, states = copy.deepcopy(model.state_dict()), []
+    for monitored in (False, True):
+        model.load_state_dict(initial)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = functools.partial(rerun, model) if whole else model
+        engine = Engine(make_step(model, optimizer, loss_of=lambda _, x, call=call: square_loss(call, x)))
+        if monitored:
+            handler = (
+                ActivationHandler(model, activation_differences=True, reference="init")
+                if differences
+                else RCCHandler(model)
+            )
+            handler.attach(engine)
+        engine.run([torch.full((5, 3, 4), value) for value in (1.0, 2.0, 3.0)])
+        states.append(dict(model.state_dict()))
+    assert same(*states)
+    assert [name for name in engine.state.metrics if "/block.attention" in name]
