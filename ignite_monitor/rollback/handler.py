@@ -166,7 +166,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._layout = layout
         kept, policy = self._snapshots.all, self._policy
         is_due = bool(kept) and stepped and policy.healthy and before - kept[-1]["iteration"] >= self.every
-        if policy.watching and (is_due or not kept):
+        if policy.phase == WATCHING and (is_due or not kept):
             self._snapshots.make_room()
             self._snapshots.all.append(self._snapshot(before))
 
@@ -219,14 +219,13 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self.report("data_changed", f"{text}; training continues with them", once=False)
         elif action != Action.NONE:
             starts = was_phase == WATCHING
-            is_discarded = not (starts or action == Action.PROBE)  # a probe may continue from this iteration
-            self._discarded_count += is_discarded
-            policy.discarded += is_discarded
+            # A probe may continue from this iteration.
+            self._discarded_count += not (starts or action == Action.PROBE)
             snapshot = self._choose(action, iteration, signals, starts)
             values["restored_iteration"] = snapshot["iteration"]
             self._report(action, iteration, snapshot["iteration"], signals, starts)
             self._restore(engine, snapshot, is_regime=action == Action.ADAPT)
-        elif policy.watching and was_phase != WATCHING:
+        elif policy.phase == WATCHING and was_phase != WATCHING:
             self._end_recovery(iteration, is_regime=was_phase == ADAPTING)
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
         if action == Action.ROLL_BACK and self._source is not None:
@@ -293,7 +292,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
             self._snapshots.drop_newer(self._snapshots.restored)
             self._snapshots.resumable = None
         self._triggers.far.clear()
-        self.logger.info("%s: iteration %d: recovered; %d discarded", self._title, iteration, self._policy.discarded)
+        self.logger.info(
+            "%s: iteration %d: recovered; %d discarded so far", self._title, iteration, self._discarded_count
+        )
 
     @property
     def _device(self) -> torch.device:

@@ -24,6 +24,7 @@ class Action(Enum):
     END = "end"  # restore a snapshot, and end the run
 
 
+# Phases; in the first one no recovery is in progress.
 WATCHING, RECOVERING, ADAPTING, PROBING = "watching", "recovering", "adapting", "probing"
 
 
@@ -53,17 +54,11 @@ class RecoveryPolicy:
 
     def _start_recovery(self, probation: int) -> None:
         self.probation = probation
-        self.discarded = 0  # iterations discarded
         self.is_test = True  # True in the first iteration after a restore
         self.failed: list[float] = []  # levels of the failed tests in a row
         self.tests = self.all_failed = self.retries = self.trials = self.passed_probes = self.usual = 0
         self.since = self.probe_at = 0  # iterations in which training on changed data began, and of the next probe
         self.may_continue = False  # True if the state before the rollback may be better than the snapshot
-
-    @property
-    def watching(self) -> bool:
-        """True if no recovery is in progress."""
-        return self.phase == WATCHING
 
     @property
     def candidate(self) -> int:

@@ -31,6 +31,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     A file holds the fields of a :class:`SpikeRecord`. With the weights from before the step, the loss can be reproduced
     to the last bit. The train step gives the losses by ``record("losses", losses)``; several calls are concatenated.
+    Of several spikes in an iteration the first one is recorded.
 
     Files are named ``{monitor's prefix}-{iteration}-rank{rank}.spike.pt``. Existing files are never overwritten: a
     number is added to the name. If a recorder has written more than ``keep`` files, its oldest one is deleted. On an

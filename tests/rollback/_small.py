@@ -62,12 +62,12 @@ class Training:
             self.model, self.optimizer, every=accumulate, loss_of=self.loss_of, scaler=self.scaler, zero_at="end"
         )
         self.trainer = Engine(self.train_step)
-        self.things = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        self.objects = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         self.monitor = None
         if monitor is not None:
             self.monitor = GradMonitor(self.model, self.optimizer, scaler=self.scaler, **monitor)
             self.monitor.attach(self.trainer)
-        self.rollback = RollbackHandler(self.things, **{"every": 10} | kwargs)
+        self.rollback = RollbackHandler(self.objects, **{"every": 10} | kwargs)
         if handler:
             self.rollback.attach(self.trainer)
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note_after)
@@ -78,13 +78,13 @@ class Training:
 
     def train_step(self, engine: Engine, batch: Batch) -> float:
         engine.state.loss = self.step(engine, batch) * (1.0 + 2.0 * 0.8**engine.state.iteration)
-        if engine.state.iteration % self.accumulate == 0 and "ema" in self.things:
+        if engine.state.iteration % self.accumulate == 0 and "ema" in self.objects:
             self.ema.update_parameters(self.model)
         return engine.state.loss.item()
 
     def state(self) -> dict[str, Any]:
         """All there is, copied, and buffers that no state_dict holds."""
-        state = {name: thing.state_dict() for name, thing in self.things.items()}
+        state = {name: item.state_dict() for name, item in self.objects.items()}
         return copy.deepcopy(state | {"steps": self.model.steps})
 
     def states(self) -> dict[int, Any]:

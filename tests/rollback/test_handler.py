@@ -362,7 +362,7 @@ def test_no_handler_of_iteration_completed_sees_discarded_iterations(tmp_path):
     training.trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda e: seen.update({e.state.iteration: training.state()})
     )
-    saver = Checkpoint(training.things, DiskSaver(tmp_path), filename_pattern="{name}.pt")
+    saver = Checkpoint(training.objects, DiskSaver(tmp_path), filename_pattern="{name}.pt")
     training.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=34), saver)
     training.rollback.attach(training.trainer)
     training.run(make_batches(40), request=[34])
@@ -421,7 +421,7 @@ def start_to_resume():
 
     training.trainer._process_function = seeded
     own = {"trainer": training.trainer, "rollback": training.rollback, "grad": training.monitor}
-    return training, training.things | own
+    return training, training.objects | own
 
 
 CUTS = (33, 46, 52, 57, 66)  # before the instability, during it, during the recovery, and after
@@ -492,7 +492,7 @@ def test_a_spike_right_after_resuming_a_recovery_is_seen():
     def start():
         training = Training(names=["model", "optimizer"], monitor={"threshold": 1e4}, loss=no_loss)
         own = {"trainer": training.trainer, "rollback": training.rollback, "grad": training.monitor}
-        return training, training.things | own
+        return training, training.objects | own
 
     batches, saved = make_batches(60, [43], factor=3e4), {}
     whole, to_save = start()
