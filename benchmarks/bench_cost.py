@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from trainings import options, provenance
+from trainings import options, print_head, print_row, provenance
 
 import ignite_monitor as im
 from ignite_monitor.replicas import handler as replicas
@@ -245,15 +245,16 @@ def report(device: str, rounds: int, only: list[str]) -> None:
         size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
         print(f"\n{label}: {setting.blocks} blocks of width {setting.width}, {size:.1f} million parameters, "
               f"{setting.sequences * setting.length} tokens, {1e3 * step:.0f} ms per step\n")  # fmt: skip
-        print("| | ms | of a step | one in 100 | not monitored | compared |\n|---|---|---|---|---|---|")
+        print_head("", "ms", "of a step", "one in 100", "not monitored", "compared")
         for name in compared:
-            print(f"| {name} | {added[name].text(1e-3)} | {added[name].share(step)} | | | |")
+            print_row(name, added[name].text(1e-3), added[name].share(step), "", "", "")
         for name in monitors:
             idle = unmonitored(setting, device, name, rounds)
             cost, comparison = added[name], MONITORS[name][1]
             rare = Cost(*((one + 99 * other) / 100 for one, other in zip(cost, idle, strict=True)))
-            cells = f"{cost.text(1e-3)} | {cost.share(step)} | {rare.share(step, 2)} | {idle.text(1e-6, 0)} us"
-            print(f"| `{name}` | {cells} | {cost.over(added[comparison])} {comparison} |", flush=True)
+            shares = cost.share(step), rare.share(step, 2)
+            ratio = f"{cost.over(added[comparison])} {comparison}"
+            print_row(f"`{name}`", cost.text(1e-3), *shares, f"{idle.text(1e-6, 0)} us", ratio)
 
 
 def main() -> None:

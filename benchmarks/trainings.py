@@ -55,6 +55,11 @@ def provenance() -> str:
 def print_header(*columns: str) -> None:
     """Print where a table comes from, and its head."""
     print(f"{provenance()}\n")
+    print_head(*columns)
+
+
+def print_head(*columns: str) -> None:
+    """Print the head of a table."""
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
@@ -150,17 +155,9 @@ def make_model(training: Training) -> nn.Module:
     if training.is_gpt:
         return GPT(width, training.depth)
     if training.name.startswith("cnn"):
-        return nn.Sequential(
-            nn.Unflatten(1, (1, 8, 8)),
-            nn.Conv2d(1, width, 3, padding=1),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(32 * width, 10),
-        )
+        first = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        second = [nn.Conv2d(width, 2 * width, 3, padding=1, stride=2), nn.BatchNorm2d(2 * width), nn.ReLU()]
+        return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * width, 10))
     sizes = [64, *[width] * training.depth]
     hidden = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
