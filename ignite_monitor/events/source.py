@@ -326,9 +326,9 @@ class EventSource:
         original(error)
 
     def _end(self, engine: Engine | None = None) -> None:
-        if engine is not None:  # after an error the device may not answer
-            log_run_summary(self.monitors)
         for monitor in self.monitors:
+            if engine is not None:  # after an error the device may not answer
+                log_run_summary(monitor)
             monitor.run_summary = None
             monitor.on_run_end()
         self._uninstall()

@@ -186,8 +186,6 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped = True
-        if self.run_summary is not None:
-            self.run_summary.step(optimizer)
 
     def handlers(self) -> Handlers:
         return [(Phase.SIGNALS_PUBLISHED, self._on_signals_published)]

@@ -48,15 +48,16 @@ def test_grad_monitor(on_spike, what, caplog):
     assert ", 1 spike, " in run(trainer, caplog, spikes=(40,))[0]
 
 
-def test_one_line_with_a_rollback_handler_and_other_monitors(caplog):
+def test_every_monitor_that_counts_logs_a_line(caplog):
     model, optimizer, trainer = make()
     rollback = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: None)
     for monitor in (rollback, GradMonitor(model, optimizer, on_spike="skip"), SpikeMonitor(lambda e: e.state.output)):
         monitor.attach(trainer)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
     assert run(trainer, caplog) == [
-        "GradMonitor (grad), RollbackHandler (rollback): end of run: 58 optimizer steps in monitored iterations, "
-        "2 spikes, 2 skipped, 1 rolled back, 0 discarded, learning rate 0.1 to 0.001."
+        "RollbackHandler (rollback): end of run: 1 rolled back, 0 discarded.",
+        "GradMonitor (grad): end of run: 58 optimizer steps in monitored iterations, 2 spikes, 2 skipped, "
+        "learning rate 0.1 to 0.001.",
     ]
 
 
@@ -65,10 +66,19 @@ def test_rollback_handler_alone_counts_every_run_anew(caplog):
     rollback = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: None)
     rollback.attach(trainer)
     handler = trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
-    line = "RollbackHandler (rollback): end of run: {} optimizer steps in monitored iterations, {} rolled back, "
-    assert run(trainer, caplog, ())[0].startswith(line.format(60, 1))
+    assert run(trainer, caplog, ()) == ["RollbackHandler (rollback): end of run: 1 rolled back, 0 discarded."]
     handler.remove()
-    assert run(trainer, caplog, (), 20)[0].startswith(line.format(20, 0))
+    assert run(trainer, caplog, (), 20) == []
+
+
+def test_monitors_of_other_iterations_count_their_own(caplog):
+    model, optimizer, trainer = make()
+    for every in (1, 10):
+        monitor = GradMonitor(model, optimizer, on_spike="skip", prefix=f"every_{every}", flag=f"flag_{every}")
+        monitor.attach(trainer, Events.ITERATION_STARTED(every=every))
+    first, second = run(trainer, caplog, (40,))
+    assert "59 optimizer steps in monitored iterations, 1 spike, 1 skipped" in first
+    assert "5 optimizer steps in monitored iterations, 0 spikes, 0 skipped" in second
 
 
 def test_no_line_without_a_step_or_after_an_error(caplog):
