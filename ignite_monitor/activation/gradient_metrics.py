@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Set
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.measurement import Measurement, values_of
+from ignite_monitor.activation.measurement import Measurement, collect_values
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.dtensor import is_dtensor, whole_tensor
@@ -101,7 +101,7 @@ class GradientMetrics:
                     wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
                     whole = (wide * inverse.to(whole.device, non_blocking=True)).to(whole.dtype)
                 measurement.add(tag, name, whole)
-        return values_of([measurement])
+        return collect_values([measurement])
 
 
 def _differing(before: NamedValues, after: NamedValues) -> NamedValues:

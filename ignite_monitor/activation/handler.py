@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from ignite_monitor.activation.attention_calls import Reason
 from ignite_monitor.activation.forward_metrics import ForwardMetrics, Layer
 from ignite_monitor.activation.gradient_metrics import GradientMetrics
-from ignite_monitor.activation.measurement import Measurement, OutputComparison, rows_of, values_of
+from ignite_monitor.activation.measurement import Measurement, OutputComparison, collect_rows, collect_values
 from ignite_monitor.activation.metric import AGGREGATES, MetricSet
 from ignite_monitor.activation.statistics import WITHOUT_STATISTICS
 from ignite_monitor.activation.units import UnitDimensions
@@ -178,12 +178,12 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
     # Events
 
     def handlers(self) -> Handlers:
-        of_gradients: Handlers = [
+        gradient_handlers: Handlers = [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
         ]
         completed: Handlers = [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
-        return [*(of_gradients if self._metrics["gradient"] else []), *completed]
+        return [*(gradient_handlers if self._metrics["gradient"] else []), *completed]
 
     def reset_run_state(self) -> None:
         self._known: list[nn.Parameter] | None = None  # the model's parameters when names were taken
@@ -194,7 +194,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._forward: ForwardMetrics | None = None
         self._gradients: GradientMetrics | None = None
         self._fewest: dict[nn.Parameter, int] = {}
-        self._of_parameters: list[NamedValues] = []
+        self._parameter_values: list[NamedValues] = []
         self._over_ranks = RankReduction(self.ranks)
         if self._differences is not None:
             self._differences.clear()
@@ -203,7 +203,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         if not self._is_running:
             return []
         self._update_names()
-        self._of_parameters = self._measure_parameters()
+        self._parameter_values = self._measure_parameters()
         if self._metrics["gradient"]:
             self._gradients = GradientMetrics(self._parameters, self._metrics["gradient"], self._fewest)
         self._units.clear()
@@ -234,13 +234,13 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._forward = self._gradients = None
         if not self._is_running or forward is None:
             return
-        results = self._forward_values(forward) + self._of_parameters
+        results = self._forward_values(forward) + self._parameter_values
         if gradients is not None:
             results += gradients.values()
             if gradients.unknown:
                 text = f"the gradients of {gradients.unknown} parameters are not known in this iteration, which had "
                 self.report("fewer_backwards", f"{text}fewer backward passes than earlier ones", severity="note")
-        self._of_parameters = []
+        self._parameter_values = []
         for reason, names in sorted(forward.skipped.items()):
             self._report_skipped(reason, sorted(names))
         self._saw_attention = bool(self._saw_attention) or forward.saw_attention
@@ -267,7 +267,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         if differences is not None:
             measurements.append(differences.measured)
         with hidden_from_user_modes():
-            rows = rows_of(measurements)
+            rows = collect_rows(measurements)
         if differences is not None and self._passes is not None:
             differences.put_incomplete(rows[0], self._passes.incomplete)
         if self.ranks.size > 1:
@@ -275,7 +275,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
                 self.report(*JOINED)
                 return []
             rows = self._over_ranks(*rows, device_of(self.model))
-        results = values_of(measurements, rows)
+        results = collect_values(measurements, rows)
         if differences is None:
             return results
         differences.clear()
@@ -301,7 +301,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
                 if compared:
                     other = whole_tensor(initial[name])
                     difference.add(tag, name, whole, minus=other.to(whole.device, non_blocking=True))
-        return values_of([current, difference])
+        return collect_values([current, difference])
 
     def _tagged(self, names: Iterable[str]) -> dict[str, Layer]:
         """The selected names, with those to show and those for loggers."""

@@ -150,7 +150,7 @@ def _summed(kind: str | int) -> int:
     return SUMMED if isinstance(kind, int) else AGGREGATIONS[kind].summed
 
 
-def rows_of(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
+def collect_rows(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
     """The rows of all measurements, as :meth:`Measurement.rows` has them."""
     sums, maxima = Rows(), Rows()
     for measurement in measurements:
@@ -160,9 +160,9 @@ def rows_of(measurements: Iterable[Measurement]) -> tuple[Rows, Rows]:
     return sums, maxima
 
 
-def values_of(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
+def collect_values(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] | None = None) -> list[NamedValues]:
     """The values of all measurements, from rows of this rank (None) or of all."""
-    rows = rows_of(measurements) if rows is None else rows
+    rows = collect_rows(measurements) if rows is None else rows
     return [values for measurement in measurements for values in measurement.values(*rows)]
 
 

@@ -33,7 +33,7 @@ class Moments(NamedTuple):
     nonfinite: Tensor  # number of non-finite elements
     squares: Tensor  # sum of squared differences from the mean of the part
     total: Tensor  # sum of all elements
-    of_means: Tensor  # sum over parts of their elements times their squared mean
+    squared_means: Tensor  # sum over parts of their elements times their squared mean
     units: Tensor
     dead: Tensor
     largest: Tensor
@@ -151,9 +151,9 @@ def statistics(parts: Sequence[NamedValues]) -> NamedValues:
     sums = Moments._make(rows.unbind(1))
     mean, info = sums.total / sums.elements, torch.finfo(rows.dtype)
     has_one_mean = sums.highest_mean + sums.lowest_mean == 0
-    between_parts = (sums.of_means - sums.total * mean).clamp_(min=0.0).masked_fill_(has_one_mean, 0.0)
+    between_parts = (sums.squared_means - sums.total * mean).clamp_(min=0.0).masked_fill_(has_one_mean, 0.0)
     squares = sums.squares + between_parts
-    is_exact = has_one_mean | (squares > info.eps**0.5 * sums.of_means)
+    is_exact = has_one_mean | (squares > info.eps**0.5 * sums.squared_means)
     # The squares of larger elements, and of the differences of smaller ones, leave the dtype's range.
     smallest = info.tiny**0.5 / info.eps
     in_range = torch.nn.functional.hardshrink(sums.largest, smallest).clamp_(max=1 / smallest) == sums.largest

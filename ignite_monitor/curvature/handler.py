@@ -27,7 +27,7 @@ from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
-from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy, user_forward_hooks
+from ignite_monitor.reference.reference import detached_copy, forbid_calls_to, separate_copy, user_forward_hooks
 
 _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
 
@@ -159,7 +159,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if len(own) < len(parameters):
             raise RuntimeError("the optimizer holds parameters of another model")
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
-        with isolated_pass(model), guarded(root, model), eager(True), second_derivatives, torch.enable_grad():
+        with isolated_pass(model), forbid_calls_to(root, model), eager(True), second_derivatives, torch.enable_grad():
             hessian = Hessian(self.loss(model, detached_copy(batch)), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}

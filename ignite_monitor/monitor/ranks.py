@@ -87,10 +87,10 @@ class Ranks:
             reshard(model)
         parameters: Any = (parameter for model in self._models for parameter in model.parameters())
         meshes = {parameter.device_mesh for parameter in parameters if is_dtensor(parameter)}
-        found = [wrapper.process_group for wrapper in self._wrappers]
-        found += [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-        wrapped, ranks_of = _union(found), dist.get_process_group_ranks
-        self.groups = wrapped if self._group is None else _union([*found, self._group])
+        wrapper_groups = [wrapper.process_group for wrapper in self._wrappers]
+        wrapper_groups += [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+        wrapped, ranks_of = _union(wrapper_groups), dist.get_process_group_ranks
+        self.groups = wrapped if self._group is None else _union([*wrapper_groups, self._group])
         self.replicas, self.size = (math.prod(map(dist.get_world_size, groups)) for groups in (wrapped, self.groups))
         across = [group for group in self.groups if ranks_of(group) not in map(ranks_of, wrapped)]
         self._stage = _index(across[::-1])

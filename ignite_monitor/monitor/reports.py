@@ -1,4 +1,4 @@
-"""Reports: what a monitor has found, as it is logged and recorded."""
+"""Reports: lines that monitors log and record."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ignite_monitor.model.names import named_modules, named_parameters, unwrappe
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
-from ignite_monitor.reference.reference import detached_copy, guarded, separate_copy
+from ignite_monitor.reference.reference import detached_copy, forbid_calls_to, separate_copy
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
@@ -101,9 +101,9 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, single_r
             return None
         if not all(map(_is_finite, used)):
             raise NotLocatedError("outputs of the model hold -inf, as a mask does")
-        of_loss = not all(_is_finite(extreme) for call in calls for both in call.received.values() for extreme in both)
+        is_loss = not all(_is_finite(extreme) for call in calls for both in call.received.values() for extreme in both)
         has_hooks = any(map(changes_gradients, root.modules())) or any(call.hooked & {*call.received} for call in calls)
-        if of_loss and not has_hooks:
+        if is_loss and not has_hooks:
             text = "It comes from the loss: the model's outputs are finite, and the gradient that they receive is not"
             return NonFiniteSource("", "loss", text)
         operation = trace.backward(used)
@@ -112,7 +112,7 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, single_r
         name = operation[0] or "_root_"
         text = f"It comes from the backward of {name}: {operation[1]} makes a non-finite gradient of a finite one"
         return NonFiniteSource(name, "backward", text)
-    if of_loss:
+    if is_loss:
         raise NotLocatedError("hooks may have changed the gradient of the model's outputs")
     text = "forward and backward of a copy of the model are finite"
     raise NotLocatedError(text if single_rank else f"{text} on this rank")
@@ -187,7 +187,7 @@ def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) ->
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     with (
         isolated_pass(model, devices),
-        guarded(root, model),
+        forbid_calls_to(root, model),
         eager(),
         torch.enable_grad(),
         _NoCollectives() if has_ranks else contextlib.nullcontext(),

@@ -109,7 +109,7 @@ class Reference:
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of a reference module, ``""`` for the whole, for inputs of the model, which are copied."""
-        with self.isolated(name), contextlib.nullcontext() if name else guarded(self.root, self.module):
+        with self.isolated(name), contextlib.nullcontext() if name else forbid_calls_to(self.root, self.module):
             args, kwargs = detached_copy((args, kwargs))
             return self.modules[name](*args, **kwargs)
 
@@ -190,7 +190,7 @@ def _is_of_library(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def guarded(model: nn.Module, other: nn.Module) -> Iterator[None]:
+def forbid_calls_to(model: nn.Module, other: nn.Module) -> Iterator[None]:
     """Stop a second pass of another model before it uses a module of the training model.
 
     A call raises a NotComparableError. Code beside the modules' calls finds no parameters and buffers.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ignite_monitor.activation import statistics
-from ignite_monitor.activation.measurement import Measurement, rows_of, values_of
+from ignite_monitor.activation.measurement import Measurement, collect_rows, collect_values
 from ignite_monitor.activation.metric import MetricSet
 from ignite_monitor.monitor.transfer import NamedValues
 from tests import _truth
@@ -70,7 +70,7 @@ def test_kurtosis_of_devices_without_float64(shift):
 
 def by_name(measurement, rows=None):
     result = {}
-    for names, values in values_of([measurement], rows):
+    for names, values in collect_values([measurement], rows):
         for name, value in zip(names, values.tolist(), strict=True):
             _, owner, kind = name.split("/")
             if math.isfinite(value):
@@ -146,7 +146,7 @@ def test_std_of_parts_far_from_0_on_several_ranks_is_right_or_not_reported(mean,
     for x in parts:
         measurement = Measurement("x", MetricSet("activations", True, "mean"))
         measurement.add("x", "x", x, unit=1)
-        ranks.append(rows_of([measurement]))
+        ranks.append(collect_rows([measurement]))
     reduced = ({}, {})
     for rows in ranks:
         for into, new, combine in zip(reduced, rows, (torch.add, torch.maximum), strict=True):
@@ -197,7 +197,7 @@ def test_aggregates(count):
     for how in ("mean", "sum", "max", "min"):
         for value, weight in zip(values, weights, strict=True):
             measurement.aggregate(how, how, value, weight)
-    result = {names[0]: float(number) for names, number in values_of([measurement])}
+    result = {names[0]: float(number) for names, number in collect_values([measurement])}
     numbers = values.tolist()
     assert result == pytest.approx({
         "own/mean": sum(v * w for v, w in zip(numbers, weights, strict=True)) / sum(weights),
