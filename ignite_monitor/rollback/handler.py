@@ -1,4 +1,4 @@
-"""RollbackHandler: restore a snapshot when training diverges, and skip the batches since."""
+"""RollbackHandler: restore a snapshot when training diverges, and skip the batches seen since that snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
 class RollbackHandler(Monitor, schema=ROLLBACK):
-    """Restore an in-memory snapshot when training diverges, and skip the batches since (PaLM, section 5.1).
+    """Restore an in-memory snapshot when training diverges, and skip the batches seen since that snapshot (PaLM, 5.1).
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. The next
@@ -46,7 +46,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     Args:
         to_save: name -> model, optimizer, scheduler, GradScaler, EMA: anything with ``state_dict`` and
             ``load_state_dict``. Engines and monitors in it are not restored.
-        every: distance of snapshots in iterations.
+        every: iterations between snapshots.
         keep: number of older snapshots; the three newest ones are kept as well.
         patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
             row if losses or gradients are not finite.
@@ -59,7 +59,7 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         prefix: first part of the keys.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of its range, or ``to_save`` has no model.
 
     Examples:
