@@ -38,8 +38,8 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 class ReachableState:
     """What named objects hold, except :func:`values_of` modules, compared without synchronization.
 
-    Of tensors versions are compared. Objects of torch, Ignite and the standard library are not read, but for modules,
-    optimizers and schedulers.
+    Versions of tensors are compared. Objects of torch, Ignite and the standard library are not read, except modules,
+    optimizers and schedulers. Hooks are not read either.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:

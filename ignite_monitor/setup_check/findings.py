@@ -63,8 +63,8 @@ def idle_parameters(evidence: Evidence) -> list[Any]:
         return []
     lists = [f"{path}." if path else "" for path, module in named_modules(evidence.model) if isinstance(module, _LISTS)]
     used = [name for key, name in evidence.names.items() if key in evidence.seen]
-    lazy = tuple(path for path in lists if any(name.startswith(path) for name in used))
-    idle = [item for item in idle if not evidence.names[id(item)].startswith(lazy)]
+    partly_used = tuple(path for path in lists if any(name.startswith(path) for name in used))
+    idle = [item for item in idle if not evidence.names[id(item)].startswith(partly_used)]
     return idle if sum(p.numel() for p in idle) >= _UNUSED_FROM * sum(p.numel() for p in trained) else []
 
 
