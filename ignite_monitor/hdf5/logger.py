@@ -192,12 +192,12 @@ class HDF5Logger(BaseLogger):
             if self._writer is not None:
                 self._reports.take(of_begun_runs=True)
                 self._tracker.start(engine)
-                for report in settings_of(engine):
-                    self._reports.write(report, engine)
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None:
+                for report in settings_of(engine) if self._tracker.is_first_iteration(engine) else ():
+                    self._reports.write(report, engine)
                 is_urgent = self._reports.take()
                 self._tracker.tick(engine)
                 if is_urgent or self._tracker.is_time():

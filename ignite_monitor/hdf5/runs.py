@@ -43,7 +43,9 @@ class RunTracker:
     def __init__(self, new_run: Callable[..., Run], flush_every: int) -> None:
         self._new_run, self._flush_every = new_run, flush_every
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
-        self._starts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # of runs that have no value or report yet
+        self._before_iterations: weakref.WeakSet[Engine] = weakref.WeakSet()  # have started, but no iteration of theirs
+        # Of runs without a value or report yet; None before the first iteration, as handlers may resume at STARTED.
+        self._starts: WeakKeyDictionary[Engine, int | None] = WeakKeyDictionary()
         self._runs: WeakKeyDictionary[Engine, Run] = WeakKeyDictionary()
         self._last_run: Run | None = None
         self._trainer: Callable[[], Engine | None] = lambda: (
@@ -53,7 +55,16 @@ class RunTracker:
 
     def start(self, engine: Engine) -> None:
         """Note that a run starts; its record is made with its first value or report."""
-        self._starts[engine] = engine.state.iteration
+        self._starts[engine] = None
+        self._before_iterations.add(engine)
+
+    def is_first_iteration(self, engine: Engine) -> bool:
+        """Note the start of a run in its first iteration, and return True then."""
+        is_first = engine in self._before_iterations
+        self._before_iterations.discard(engine)
+        if is_first and engine in self._starts:
+            self._starts[engine] = engine.state.iteration - 1
+        return is_first
 
     def tick(self, engine: Engine) -> None:
         """Count an iteration; an iteration that was counted before begins a run."""
@@ -80,7 +91,8 @@ class RunTracker:
     def run_of(self, engine: Engine) -> Run:
         """Return the current run of an engine."""
         if engine in self._starts:
-            return self._begin(engine, self._starts[engine])
+            start = self._starts[engine]
+            return self._begin(engine, engine.state.iteration if start is None else start)
         if engine not in self._runs:  # an engine that is not followed
             return self._begin(engine, max(0, engine.state.iteration - 1))
         return self._runs[engine]

@@ -46,6 +46,21 @@ def test_a_run_that_starts_over_takes_the_place_of_everything(path):
     assert as_lists(path) == {"train/loss": ([1, 2, 3, 4, 5], [0.0] * 5)}
 
 
+@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("has_monitor", [False, True])
+def test_a_handler_that_resumes_when_the_run_has_started(path, has_monitor, event):
+    for start, value in ((0, 1.0), (10, 2.0)):
+        engine = engine_of(lambda _, value=value: {"loss": value})
+        Monitor(NoModel(), "own").attach(engine) if has_monitor else None
+        with HDF5Logger(path, "a") as logger:
+            log_output(logger, engine, event, output_transform=lambda _, value=value: {"loss": value})
+            engine.add_event_handler(
+                Events.STARTED, lambda engine=engine, start=start: vars(engine.state).update(iteration=start)
+            )
+            engine.run(range(10), max_epochs=1 + start // 10)
+    assert 1.0 in as_lists(path)["train/loss"][1]
+
+
 @pytest.mark.parametrize("baseline", [False, True])
 @pytest.mark.parametrize("own_steps", [False, True])
 def test_resuming_with_an_evaluator(path, baseline, own_steps):
