@@ -8,8 +8,8 @@ import inspect
 import pytest
 import torch
 
+from tests import _optimizers
 from tests._helpers import make_step
-from tests.gradient import _optimizers
 from tests.gradient._skipped import compare
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
