@@ -82,7 +82,7 @@ class SpikeDetector:
 
     @property
     def was_normal(self) -> Tensor:
-        """Whether the value before was no spike, or the first one of another level."""
+        """True if the value before was no spike, or the first one of another level."""
         return self._state["was_normal"]
 
     def observe(self, detection: Detection) -> None:

@@ -172,7 +172,7 @@ class GradientTracker:
 
     @property
     def is_passed_through(self) -> bool:
-        """Whether its forward passes belong to steps of others, as a discriminator's to those of its generator."""
+        """True if its forward passes belong to steps of others, as a discriminator's to those of its generator."""
         if self.has_own_backward:
             return False
         return self.has_stepped or not any(map(attrgetter("requires_grad"), self.parameters))

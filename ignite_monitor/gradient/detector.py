@@ -28,7 +28,7 @@ from ignite_monitor.monitor.ranks import RankNorm, Ranks
 
 @dataclass(eq=False)
 class PostponedSpike:
-    """What was known before a spike that no step has used.
+    """State before a spike that no step has used.
 
     Its gradient was discarded, or the next backward accumulates into it: then its update of the statistics is undone.
     """
@@ -180,7 +180,7 @@ class GradientDetector:
 
     @property
     def was_normal(self) -> Tensor:
-        """Whether the norm of the step before was no spike, 0-dim."""
+        """True, as a 0-dim tensor, if the norm of the step before was no spike."""
         was_normal: Tensor = self._detectors["detector"].was_normal
         return was_normal
 

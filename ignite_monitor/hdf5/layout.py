@@ -139,7 +139,7 @@ def one_line(error: BaseException) -> str:
 
 
 class Contents(NamedTuple):
-    """What a file holds, checked; ``values`` is the dataset. All texts but names are safe to print."""
+    """Checked contents of a file; ``values`` is the dataset. All texts but names are safe to print."""
 
     sizes: dict[str, int]  # of the datasets
     names: list[Name]

@@ -214,7 +214,7 @@ def _values(
 
 
 class _Lineage(NamedTuple):
-    """Of every run."""
+    """Roots, limits and shifts, with one element for each run."""
 
     roots: NDArray[np.int64]  # the first run of the training
     limits: NDArray[np.int64]  # the last iteration that no later run replaces; -1 for none
@@ -222,7 +222,7 @@ class _Lineage(NamedTuple):
 
 
 def _lineage(runs: NDArray[Any]) -> _Lineage:
-    """Which part of every run is current: that from which the newest run with the same root descends."""
+    """Return the current part of every run: that from which the newest run with the same root descends."""
     roots, limits, shifts = [*range(len(runs))], [-1] * len(runs), [0] * len(runs)
     records = [*zip(*(runs[field].tolist() for field in ("start", "continues", "after")), strict=True)]
     for number, (start, continues, after) in enumerate(records):

@@ -213,7 +213,7 @@ def _generators_in(scope: Mapping[Any, Any], place: tuple[Any, ...], depth: int 
 
 
 def _members(value: Any) -> Mapping[Any, Any]:
-    """What a container holds, or a function refers to."""
+    """Members of a container, or objects that a function refers to."""
     if isinstance(value, dict):
         return value
     if isinstance(value, MethodType):

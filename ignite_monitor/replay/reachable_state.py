@@ -36,7 +36,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 class ReachableState:
-    """What named objects hold, except :func:`values_of` modules, compared without synchronization.
+    """Members of named objects, except :func:`values_of` modules, compared without synchronization.
 
     Versions of tensors are compared. Objects of torch, Ignite and the standard library are not read, except modules,
     optimizers and schedulers. Hooks are not read either.

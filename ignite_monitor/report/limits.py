@@ -11,7 +11,7 @@ SPIKE_RATE = 0.01  # spikes per norm that are still noise: twice the rules' own 
 SMALL_EXCESS = 1.5  # times the threshold; while norms rise, healthy ones exceed it by up to 1.4
 SMALL_EXCESS_RATE = 0.1  # spikes per norm of this size: twice those of a healthy run of 300 iterations whose norm rises
 PERIODIC, PERIODIC_SHARE = 4, 0.8  # spikes, and share of the periods with the largest value there, of a periodic fault
-LONGEST_PERIOD, PERIODIC_VALUES = 100, 5000  # steps, and values that are looked at
+LONGEST_PERIOD, PERIODIC_VALUES = 100, 5000  # steps, and values that are examined
 HUGE = 1e100  # in place of infinite values
 STEPLESS = 100  # monitored iterations without an optimizer step; gradients are accumulated over fewer
 OVERFLOW_RATE = 0.05  # of a GradScaler: 1 in 2,000 after the first ones
@@ -48,7 +48,7 @@ SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a 
 SUDDEN = 0.6  # share of a fall that is not weight decay's if it is between two measurements
 JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
 OTHER_MEANS = 10.0  # times what the steps between can move
-JUMPS, JUMP_MEMORY = 50, 100  # jumps that are looked at, and iterations before one whose gradients are usual
+JUMPS, JUMP_MEMORY = 50, 100  # jumps that are examined, and iterations before one whose gradients are usual
 
 # Layers.
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks

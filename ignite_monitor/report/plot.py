@@ -62,7 +62,7 @@ class Picture:
 
     panels: list[Panel]
     spikes: tuple[int, ...] = ()  # iterations with a gradient spike
-    events: Mapping[str, list[int]] = field(default_factory=dict)  # kind of report -> iterations; notes are left out
+    events: Mapping[str, list[int]] = field(default_factory=dict)  # kind of report -> iterations; without notes
     words: str = ""  # about the run and the omitted panels; empty if metrics were selected
 
 

@@ -201,7 +201,7 @@ class Run:
 
     @property
     def judges_loss(self) -> bool:
-        """Whether losses are to fall: not those of a GAN or a DQN, with several models or no batches of the engine."""
+        """True if losses have to fall: not those of a GAN or a DQN, with several models or no batches of the engine."""
         models, steps = sum("norm" in it.series for it in self.of("grad")), self.of("step")
         return models <= 1 and (not steps or any(monitor.get("items_per_s") for monitor in steps))
 

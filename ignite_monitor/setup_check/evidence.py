@@ -20,7 +20,7 @@ from ignite_monitor.model.tensors import is_same, leaves_of
 
 
 class Numbers(NamedTuple):
-    """What only the device knows before the check ends; the first three are 1 or 0."""
+    """Numbers that stay on the device until the check ends; the first three are 1 or 0."""
 
     batch_repeats: float  # all batches are bitwise those of the first iteration
     rate_is_zero: float  # all learning rates, in all steps

@@ -204,7 +204,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
 
 def _order_statistics(measured: Spectra, norms: Tensor) -> Sequence[Tensor]:
-    """Those of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
+    """Statistics of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
     divisors = move(torch.tensor(measured.scales, dtype=norms.dtype, device="cpu"), norms.device)
     ranks = (measured.frobenius / norms).square()
     return order_statistics(torch.stack([norms, measured.errors + 0 * norms, norms / divisors, ranks])).unbind()
