@@ -14,7 +14,8 @@ from ignite_monitor import GradMonitor
 from tests._helpers import make_step, square_loss
 
 ITERATION = 30
-LIMIT = 516  # in torch 2.6; 500 from 2.13 on. 292 are the hooks, one for each gradient
+# 292 are the hooks, one for each gradient. Optimizers of older releases run through more functions.
+LIMIT = 502 if torch.__version__ >= "2.13" else 518
 
 
 def calls(attach: Callable[[nn.Module, torch.optim.Optimizer, Engine], Any]) -> int:

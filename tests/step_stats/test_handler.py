@@ -319,7 +319,7 @@ def test_the_learning_rate_of_a_wrapped_optimizer_is_that_of_the_step(of_inner):
 def test_parameter_norm_and_the_memory_that_a_step_takes():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7).double())
     kept = []
-    trainer = Engine(lambda engine, _: kept.append(torch.ones(2**24)) if engine.state.iteration == 2 else None)
+    trainer = Engine(lambda engine, _: kept.append(torch.ones(2**26)) if engine.state.iteration == 2 else None)
     handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
     handler.attach(trainer)
     sizes = []
@@ -327,7 +327,7 @@ def test_parameter_norm_and_the_memory_that_a_step_takes():
         Events.ITERATION_COMPLETED, lambda _: sizes.append(float(handler.metrics["step/resident_memory_mb"]))
     )
     trainer.run([0, 1])
-    assert 60 < sizes[1] - sizes[0] < 70
+    assert 200 < sizes[1] - sizes[0] < 280  # 256, and what the process frees meanwhile
     assert 50 < sizes[1] <= float(handler.metrics["step/peak_memory_mb"]) < 1e6
     assert handler.metrics["step/parameter_norm"] == pytest.approx(norm(model.parameters()), rel=1e-6)
 
