@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ class HDF5Logger(BaseLogger):
             self._writer = _open(self.path, mode, self.logger)
             self._tracker = RunTracker(self._writer.begin_run, flush_every)
             self._reports = ReportSources(self._writer, self._tracker)
-            # Also at the exit of a program that forgot to close, or that an exception ends.
-            self._finalizer = weakref.finalize(self, _finish, self._writer, self._reports)
+            # Also where a program or a child process ends without closing: atexit does not run in the child.
+            self._finalizer = Finalize(self, _finish, (self._writer, self._reports), exitpriority=10)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
@@ -125,7 +126,7 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             writer, self._writer = self._writer, None
             if writer is not None:
-                self._finalizer.detach()
+                self._finalizer.cancel()
                 for engine in self._engines:
                     for event, handler in self._handlers().items():
                         if engine.has_event_handler(handler, event):
