@@ -3,8 +3,8 @@
 Every table has a file in ``benchmarks/results``: what its script has printed, provenance included. A page holds the
 table between two comments, ``<!-- results/NAME.md -->`` and ``<!-- end -->``.
 
-    python benchmarks/tables.py [--only NAME ...]    run the scripts (hours of one core), then write the pages
-    python benchmarks/tables.py --pages              write the pages from the recorded files alone
+    PYTHONPATH=. python benchmarks/tables.py [--only NAME ...]    run the scripts (an hour), then write the pages
+    python benchmarks/tables.py --pages                           write the pages from the recorded files alone
 """
 
 from __future__ import annotations
@@ -13,32 +13,30 @@ import argparse
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
-RECORDINGS = "RECORDINGS"  # a directory that record_harm.py fills first
 TABLES = {  # name -> command
     "bad_batches": ["bad_batches.py"],
     "bench_cost": ["bench_cost.py"],
     "diagnosis": ["diagnosis.py"],
     "early_warning": ["early_warning.py"],
-    "learning_rate_transfer": ["learning_rate_transfer.py", str(HERE / "learning_rate_transfer.jsonl"),
-                               "--draw", str(DOCS / "figures/learning_rate_transfer.png")],
-    "planted": ["thresholds.py", RECORDINGS, "--planted"],
-    "thresholds": ["thresholds.py", RECORDINGS],
-}  # fmt: skip
+    "learning_rate_transfer": [
+        *("learning_rate_transfer.py", str(HERE / "learning_rate_transfer.jsonl")),
+        *("--draw", str(DOCS / "figures/learning_rate_transfer.png")),
+    ],
+    "recovery": ["recovery.py"],
+    "regimes": ["recovery.py", "--regimes"],
+    "thresholds": ["thresholds.py"],
+}
 
 
-def measure(name: str, recordings: Path) -> None:
+def measure(name: str) -> None:
     """Run the script of a table, and record what it prints."""
-    command = [str(recordings) if part == RECORDINGS else part for part in TABLES[name]]
-    if str(recordings) in command and not recordings.exists():
-        for seed in ("35", "36"):
-            subprocess.run([sys.executable, HERE / "record_harm.py", recordings, "--seed", seed], check=True)
-    output = subprocess.run([sys.executable, HERE / command[0], *command[1:]], stdout=subprocess.PIPE, check=True)
-    text = output.stdout.decode().replace(str(recordings), RECORDINGS).replace(f"{HERE.parent}/", "")
+    script, *arguments = TABLES[name]
+    output = subprocess.run([sys.executable, HERE / script, *arguments], stdout=subprocess.PIPE, check=True)
+    text = output.stdout.decode().replace(f"{HERE.parent}/", "")
     (RESULTS / f"{name}.md").write_text(f"{text.strip()}\n", encoding="utf-8")
 
 
@@ -56,9 +54,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*TABLES], default=[*TABLES])
     parser.add_argument("--pages", action="store_true", help="run no script")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in [] if args.pages else args.only:
-            measure(name, Path(folder) / "recordings")
+    for name in [] if args.pages else args.only:
+        measure(name)
     for path in DOCS.rglob("*.md"):
         page = path.read_text(encoding="utf-8")
         if page != with_tables(page):

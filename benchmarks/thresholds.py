@@ -1,64 +1,40 @@
-"""False alarms, recall and damage-weighted recall of threshold rules over recorded training runs.
+"""False alarms, recall and damage-weighted recall of threshold rules over training runs with planted faults.
 
-Reads recordings of ``record_harm.py``. Prints for each rule the false alarms per 1,000 healthy iterations, pooled and
+Records the runs of ``recorded_harm.py``. Prints for each rule the false alarms per 1,000 healthy iterations, pooled and
 on the worst recording; recall, the fraction of faults found; damage-weighted recall, the fraction of all harm that is
 in the faults found, as the mean over recordings; and the fraction of multiplied single-tensor gradients found.
 
 The rules of other libraries are written from their descriptions, with their defaults; each is given what it asks for,
 norm or loss. All rules flag a value that is not finite, and none of their statistics includes it.
 
-    python benchmarks/thresholds.py DIRECTORY ... [--planted]
+    PYTHONPATH=. python benchmarks/thresholds.py [--seeds 35 36]
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from statistics import fmean, mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+from recorded_harm import Recording, record_all
 from torch import Tensor
 from trainings import ZClip, options, print_header, print_row
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
-from ignite_monitor.gradient.detection import culprits, named
 from ignite_monitor.gradient.loss import LossDetector
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 
 WARMUP = 20
 
 Flags = list[bool]
-
-
-class Recording(NamedTuple):
-    """One training run; ``events``: iteration -> kind and harm."""
-
-    name: str
-    norms: list[float]
-    losses: list[float]
-    tensors: np.ndarray  # iterations x tensors, norms
-    events: dict[int, tuple[str, float]]
-
-    def named_norms(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """The tensors' names and norms in each iteration."""
-        names = tuple(map(str, range(self.tensors.shape[1])))
-        return ((names, norms) for norms in torch.tensor(self.tensors).unbind())
-
-
-def read(file: Path) -> Recording:
-    content = np.load(file)
-    # A harm that is not a number is the largest possible.
-    harms = np.nan_to_num(content["ev_area50"].astype(float), nan=1.0, posinf=1.0).clip(max=1.0)
-    events = {int(i): (str(k), float(h)) for i, k, h in zip(content["ev_it"], content["ev_kind"], harms, strict=True)}
-    norms, losses = (content[key].astype(float).tolist() for key in ("gnorm", "loss"))
-    return Recording(file.stem, norms, losses, np.exp(content["lg"].astype(float)), events)
+Rule = Callable[[Recording], Flags]
 
 
 def detected(detector: Any, arguments: Iterable[tuple[Any, ...]]) -> Flags:
@@ -75,7 +51,7 @@ def doubles(values: list[float]) -> Iterable[tuple[Tensor]]:
     return zip(torch.tensor(values, dtype=torch.float64), strict=True)
 
 
-def by_norm(rule: Callable[[], ThresholdRule]) -> Callable[[Recording], Flags]:
+def by_norm(rule: Callable[[], ThresholdRule]) -> Rule:
     return lambda recording: detected(SpikeDetector(rule()), doubles(recording.norms))
 
 
@@ -84,65 +60,47 @@ def by_loss(recording: Recording) -> Flags:
 
 
 def by_tensor(recording: Recording) -> Flags:
-    return detected(PerParameterDetector(), recording.named_norms())
+    return detected(PerParameterDetector(), ((recording.names, norms) for norms in recording.tensors))
 
 
-def without_overflows(rule: Callable[[Recording], Flags]) -> Callable[[Recording], Flags]:
-    """Flag values that are not finite, and give the rule the previous finite value in their place."""
+def finite(rule: Callable[[list[float], list[float]], Flags]) -> Rule:
+    """Flag values that are not finite, and give a rule of norms and losses the previous finite value in their place."""
 
-    @functools.wraps(rule)
     def run(recording: Recording) -> Flags:
-        cleaned, overflows = [], np.zeros(len(recording.norms), bool)
-        for values in (recording.norms, recording.losses):
-            bad = ~np.isfinite(values)
-            before = np.maximum.accumulate(np.where(bad, 0, np.arange(len(bad))))
-            cleaned.append(np.array(values)[before].tolist())
-            overflows |= bad
-        flags = rule(recording._replace(norms=cleaned[0], losses=cleaned[1]))
-        return (overflows | np.array(flags)).tolist()
+        series = recording.norms, recording.losses
+        cleaned = [[*itertools.accumulate(v, lambda a, b: b if math.isfinite(b) else a)] for v in series]
+        flags = rule(*cleaned)
+        bad = [not (math.isfinite(norm) and math.isfinite(loss)) for norm, loss in zip(*series, strict=True)]
+        return [flag or overflow for flag, overflow in zip(flags, bad, strict=True)]
 
     return run
 
 
-@without_overflows
-def all_included(recording: Recording) -> Flags:
-    """Mean + 3 standard deviations; spikes update the statistics unchanged."""
-    flags, average, spread = [], 0.0, 0.0
-    for count, norm in enumerate(recording.norms):
-        flags.append(count >= WARMUP and norm > average + 3 * math.sqrt(spread / (count - 1)))
-        delta = norm - average
-        average += delta / (count + 1)
-        spread += delta * (norm - average)
-    return flags
-
-
-@without_overflows
-def olmo(recording: Recording) -> Flags:
+@finite
+def olmo(norms: list[float], losses: list[float]) -> Flags:
     """OLMo-core's SkipStepOptimizer: 6 standard deviations from the mean of the last 128 losses or norms, either side.
 
     The first value tested is the 64th; the window includes every value.
     """
-    flags = []
-    for i in range(len(recording.norms)):
-        far = False
-        for values in (recording.losses, recording.norms):
-            window = values[max(0, i - 128) : i]
-            far |= len(window) >= 63 and abs(values[i] - mean(window)) > 6 * stdev(window)
-        flags.append(far)
-    return flags
+
+    def is_far(values: list[float], i: int) -> bool:
+        window = values[max(0, i - 128) : i]
+        return len(window) >= 63 and abs(values[i] - mean(window)) > 6 * stdev(window)
+
+    return [is_far(losses, i) or is_far(norms, i) for i in range(len(norms))]
 
 
-@without_overflows
-def zclip(recording: Recording) -> Flags:
+@finite
+def zclip(norms: list[float], losses: list[float]) -> Flags:
     clipped = ZClip()
-    return [clipped(norm) < norm for norm in recording.norms]
+    return [clipped(norm) < norm for norm in norms]
 
 
-@without_overflows
-def lightning(recording: Recording) -> Flags:
+@finite
+def lightning(norms: list[float], losses: list[float]) -> Flags:
     """Lightning's SpikeDetection: a loss above the last one and off the mean of the last ten by twice that mean."""
     flags, window, last = [], deque[float](maxlen=10), 0.0
-    for loss in recording.losses:
+    for loss in losses:
         spike = bool(window) and loss > last and abs(loss - mean(window)) >= abs(2.0 * mean(window))
         flags.append(spike)
         if not spike:
@@ -151,27 +109,16 @@ def lightning(recording: Recording) -> Flags:
     return flags
 
 
-@without_overflows
-def foundry_loss(recording: Recording) -> Flags:
+@finite
+def foundry(norms: list[float], losses: list[float]) -> Flags:
     """llm-foundry's KillLossSpike: an outlier is twice the mean of the last hundred losses, outliers included."""
-    flags, window = [], deque[float](maxlen=100)
-    for loss in recording.losses:
-        flags.append(len(window) == 100 and loss >= 2.0 * mean(window))
-        window.append(loss)
-    return flags
-
-
-@without_overflows
-def foundry_norm(recording: Recording) -> Flags:
-    """llm-foundry's OutlierDetector: 7.5 times the mean of the norms 500 to 1,000 iterations ago."""
-    norms = recording.norms
-    return [i >= 500 and norms[i] > 7.5 * fmean(norms[max(0, i - 999) : i - 499]) for i in range(len(norms))]
+    return [i >= 100 and losses[i] >= 2.0 * mean(losses[i - 100 : i]) for i in range(len(losses))]
 
 
 default = by_norm(MeanStdThreshold)
 robust = by_norm(RobustThreshold)
 # A row flags what any of its rules flags.
-RULES: dict[str, tuple[Callable[[Recording], Flags], ...]] = {
+RULES: dict[str, tuple[Rule, ...]] = {
     "`MeanStdThreshold()`": (default,),
     "`MeanStdThreshold()`, or the loss": (default, by_loss),
     "`MeanStdThreshold()`, or any tensor": (default, by_tensor),
@@ -182,12 +129,10 @@ RULES: dict[str, tuple[Callable[[Recording], Flags], ...]] = {
     "any tensor alone": (by_tensor,),
     "the loss alone": (by_loss,),
     "`MeanStdThreshold(k=3, decay=None)`": (by_norm(lambda: MeanStdThreshold(k=3.0, decay=None)),),
-    "mean + 3 std, spikes included": (all_included,),
     "OLMo-core, skip step": (olmo,),
     "ZClip, z > 2.5": (zclip,),
     "Lightning, SpikeDetection": (lightning,),
-    "llm-foundry, KillLossSpike's outlier": (foundry_loss,),
-    "llm-foundry, OutlierDetector": (foundry_norm,),
+    "llm-foundry, outlier of KillLossSpike": (foundry,),
 }
 
 
@@ -211,47 +156,21 @@ def row(rule_flags: list[Flags], recordings: list[Recording]) -> list[str]:
     return [f"{1000 * sum(alarms) / sum(healthy):.2f}", f"{worst:.1f}", recall, weighted, single]
 
 
-def planted(recording: Recording, factor: float = 10.0, every: int = 11) -> tuple[str, str]:
-    """The fraction of multiplied tensors that are found in healthy iterations, and of those named first."""
-    found: list[bool] = []
-    first: list[bool] = []
-    detector = PerParameterDetector()
-    for i, (names, norms) in enumerate(recording.named_norms()):
-        is_healthy = i >= 100 and i % every == 0 and i not in recording.events
-        for tensor in norms.nonzero().flatten().tolist() if is_healthy else ():
-            spoilt = norms.clone()
-            spoilt[tensor] *= factor
-            detection = detector.detect(names, spoilt)
-            found.append(bool(detection.spike[tensor]))
-            if found[-1]:
-                first.append(next(iter(named(culprits(detection).tolist(), detector.names)), "") == names[tensor])
-        detector.observe(detector.detect(names, norms))
-    return f"{fmean(found):.2f}", f"{fmean(first) if first else math.nan:.2f}"
-
-
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIRECTORY", help="of recordings (*.npz)")
-    parser.add_argument("--planted", action="store_true", help="multiply single tensors instead")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[35, 36], help="of the recordings")
     args = parser.parse_args()
-    recordings = [read(file) for directory in args.directories for file in sorted(directory.glob("*.npz"))]
-    if args.planted:
-        print_header("recording", "one tensor x 10: found", "named first where found")
-        for recording in recordings:
-            print_row(recording.name, *planted(recording))
-        return
-    faults = sum(kind != "control" for r in recordings for kind, _ in r.events.values())
-    print(f"\n{len(recordings)} recordings, {sum(len(r.norms) for r in recordings)} iterations, {faults} faults\n")
+    recordings = [
+        recording for seed in args.seeds[: 1 if args.quick else None] for recording in record_all(seed, args.quick)
+    ]
     print_header("rule", "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30")
-    known: dict[Callable[[Recording], Flags], list[Flags]] = {}
+    flags_of = functools.cache(lambda rule: [rule(recording) for recording in recordings])
     for name, rules in RULES.items():
-        for rule in rules:
-            if rule not in known:
-                known[rule] = [rule(recording) for recording in recordings]
-        flags = [
-            list(map(any, zip(*flags, strict=True))) for flags in zip(*(known[rule] for rule in rules), strict=True)
-        ]
+        by_recording = zip(*map(flags_of, rules), strict=True)
+        flags = [[any(flags) for flags in zip(*of_rules, strict=True)] for of_rules in by_recording]
         print_row(name, *row(flags, recordings))
+    faults = sum(kind != "control" for r in recordings for kind, _ in r.events.values())
+    print(f"\n{len(recordings)} recordings, {sum(len(r.norms) for r in recordings)} iterations, {faults} faults.")
 
 
 if __name__ == "__main__":

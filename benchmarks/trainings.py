@@ -244,49 +244,18 @@ def spoil(kind: str, inputs: Tensor, labels: Tensor, classes: int, generator: to
     return inputs, labels
 
 
-class SmallGPT(nn.Module):
-    """Two pre-norm blocks over 28 characters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(28, 32), nn.Parameter(0.02 * torch.randn(32, 32))
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 28))
-        self.register_buffer("mask", torch.full((32, 32), -math.inf).triu(1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        hidden = self.tokens(x) + self.places[:length]
-        return self.head(self.blocks(hidden, mask=self.mask[:length, :length])).transpose(1, 2)
-
-
 @functools.cache
 def digit_images() -> tuple[Batch, Batch]:
+    """Images and labels to train on, and others."""
     x, y = digits()
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     return (x[order[:1397]], y[order[:1397]]), (x[order[1397:]], y[order[1397:]])
 
 
-@functools.cache
-def markov_text() -> tuple[Batch, Batch]:
-    """Characters of a second-order Markov chain."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.softmax(3.0 * torch.randn(28, 28, 28, generator=generator), -1).cumsum(-1)
-    noise, sequence = torch.rand(40_000, generator=generator), [0, 1]
-    for number in noise.tolist():
-        sequence.append(min(int(torch.searchsorted(table[sequence[-2], sequence[-1]], number)), 27))
-    rows = torch.tensor(sequence[:39_600]).view(-1, 33)
-    return (rows[:1000, :-1], rows[:1000, 1:]), (rows[1000:, :-1], rows[1000:, 1:])
-
-
 def make_small(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if name == "mlp":
-        model: nn.Module = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
+        model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
         return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if name == "cnn":
-        layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3)]
-        model = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
-        return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model = SmallGPT()
+    layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -1,31 +1,25 @@
-"""Record small training runs with planted faults whose harm is measured, and healthy runs that cause false alarms.
+"""Recordings of small training runs with planted faults whose harm is measured, and of healthy runs.
 
 Every ``EVERY`` iterations one batch or gradient is faulty. The recorded run skips that step; a copy of its state takes
 it, and both continue with the same batches. The mean rise of the copy's loss over the next ``AFTER`` batches is the
 harm of the fault. At a ``control`` nothing is faulty and the copy skips the step: its harm is what a false alarm costs.
 
-One .npz per run: per iteration ``loss``, ``gnorm`` and per tensor ``lg`` (natural logarithms of gradient norms); per
-event ``ev_it``, ``ev_kind``, ``ev_area50``, ``ev_tensor`` (index of the tensor whose gradient was multiplied, else -1);
-``meta`` (JSON): name, seed, names of the tensors. ``gan_*`` and ``*fall*`` are healthy throughout: both sides of a GAN,
-and runs of 700 iterations whose gradients fall steeply at first.
-
-    python benchmarks/record_harm.py DIRECTORY [--seed 1] [--iterations 1500] [--only gpt_adamw cnn ...]
+Healthy throughout are both sides of a GAN, and runs of 700 iterations whose gradients fall steeply at first.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Iterator
+from statistics import fmean
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainings import Batches, Training, batches, digits, loss_of, make_model, make_optimizer, options, spoil
+from trainings import Batches, Training, batches, digits, loss_of, make_model, make_optimizer, spoil
 
-EVERY, AFTER, FIRST = 55, 50, 150
+EVERY, AFTER, FIRST, ITERATIONS = 55, 50, 150, 1500
 KINDS = (
     *("random_labels", "one_tensor_x10", "shifted_labels", "constant_input", "control", "loss_x3"),
     *("half_random_labels", "one_tensor_x10", "loss_x10", "one_bad_input", "one_tensor_x30"),
@@ -47,41 +41,29 @@ FALLS = (
 )
 
 
-def gradients(
-    model: nn.Module, inputs: Tensor, labels: Tensor, factor: float = 1.0, tensor: int = -1, tensor_factor: float = 1.0
-) -> Tensor:
+class Recording:
+    """One run: losses, gradient norms and norms of single tensors by iteration; iteration -> kind and harm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.tensors: list[Tensor] = []
+        self.names = tuple(name for name, _ in model.named_parameters())
+        self.events: dict[int, tuple[str, float]] = {}
+
+    def add(self, loss: Tensor, model: nn.Module) -> None:
+        norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).double()
+        self.losses.append(loss.item())
+        self.norms.append(norms.norm().item())
+        self.tensors.append(norms)
+
+
+def gradients(model: nn.Module, inputs: Tensor, labels: Tensor, factor: float = 1.0) -> Tensor:
     """Run one backward pass of ``factor * loss`` and return the loss."""
     model.zero_grad()
     loss = loss_of(model(inputs), labels)
     (factor * loss).backward()
-    if tensor >= 0:
-        gradient = list(model.parameters())[tensor].grad
-        assert gradient is not None
-        gradient.mul_(tensor_factor)
     return loss.detach()
-
-
-class Recording(dict[str, Any]):
-    """The arrays of one file."""
-
-    def __init__(self, name: str, seed: int, model: nn.Module) -> None:
-        keys = ("loss", "gnorm", "lg", "ev_it", "ev_kind", "ev_area50", "ev_tensor")
-        super().__init__({key: [] for key in keys})
-        self.meta = {"name": name, "seed": seed, "names": [name for name, _ in model.named_parameters()]}
-
-    def add(self, loss: Tensor, model: nn.Module) -> None:
-        norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).double()
-        self["loss"].append(loss.item())
-        self["gnorm"].append(norms.norm().item())
-        self["lg"].append(norms.log().tolist())
-
-    def write(self, directory: Path) -> None:
-        kinds = {"lg": np.float32, "ev_it": int, "ev_kind": str, "ev_area50": float, "ev_tensor": int}
-        arrays = {key: np.array(values, dtype=kinds.get(key)) for key, values in self.items()}
-        file = directory / f"{self.meta['name']}_{self.meta['seed']}.npz"
-        np.savez_compressed(file, meta=json.dumps(self.meta), **arrays)
-        losses = self["loss"]
-        print(f"{file}: {len(losses)} iterations, loss {losses[0]:.3g} to {losses[-1]:.3g}", flush=True)
 
 
 def record(training: Training, seed: int, iterations: int) -> Recording:
@@ -92,8 +74,8 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
     is_healthy = training in FALLS
     if is_healthy and not training.is_gpt:  # a regression with a large offset
         draw, model[-1] = sums_of_pixels(training, generator), nn.Linear(training.width, 1)  # type: ignore[operator]
-    optimizer, tensors = make_optimizer(training, model), len(list(model.parameters()))
-    recording = Recording(training.name, seed, model)
+    optimizer, parameters = make_optimizer(training, model), list(model.parameters())
+    recording = Recording(model)
     counterpart: tuple[nn.Module, torch.optim.Optimizer] | None = None
     rise: list[float] = []
     for iteration in range(iterations):
@@ -105,32 +87,33 @@ def record(training: Training, seed: int, iterations: int) -> Recording:
             break
         if kind:
             inputs, labels = spoil(kind, inputs, labels, training.classes, generator)
-        factor = {"loss_x3": 3.0, "loss_x10": 10.0}.get(kind, 1.0)
-        tensor = int(torch.randint(tensors, (), generator=generator)) if kind.startswith("one_tensor") else -1
-        loss = gradients(model, inputs, labels, factor, tensor, 30.0 if kind.endswith("x30") else 10.0)
+        loss = gradients(model, inputs, labels, {"loss_x3": 3.0, "loss_x10": 10.0}.get(kind, 1.0))
+        if kind.startswith("one_tensor"):
+            gradient = parameters[int(torch.randint(len(parameters), (), generator=generator))].grad
+            assert gradient is not None
+            gradient.mul_(30.0 if kind.endswith("x30") else 10.0)
         recording.add(loss, model)
         if counterpart is not None:
             training.set_lr(counterpart[1], iteration, iterations)
-            if since <= AFTER:
-                rise.append(gradients(counterpart[0], inputs, labels).item() - loss.item())
-                counterpart[1].step()
+            rise.append(gradients(counterpart[0], inputs, labels).item() - loss.item())
+            counterpart[1].step()
             if since == AFTER:
-                recording["ev_area50"].append(float(np.mean(rise)))
+                harm = fmean(rise)  # not a number: the largest possible
+                fault = recording.events[iteration - AFTER][0]
+                recording.events[iteration - AFTER] = fault, min(harm, 1.0) if harm == harm else 1.0
                 counterpart = None
         if not kind:
             optimizer.step()
             continue
         # The counterpart has the state before the step; one of the two takes it.
         other = copy.deepcopy(model)
-        for parameter, own in zip(other.parameters(), model.parameters(), strict=True):
+        for parameter, own in zip(other.parameters(), parameters, strict=True):
             parameter.grad = None if own.grad is None else own.grad.clone()
         others = make_optimizer(training, other)
         others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         (optimizer if kind == "control" else others).step()
         counterpart, rise = (other, others), []
-        recording["ev_it"].append(iteration)
-        recording["ev_kind"].append(kind)
-        recording["ev_tensor"].append(tensor)
+        recording.events[iteration] = kind, math.nan
     return recording
 
 
@@ -151,7 +134,7 @@ def record_gan(seed: int, iterations: int, lr: float = 1e-3, width: int = 64) ->
     generator = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 64), nn.Tanh())
     discriminator = nn.Sequential(nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
     optimizers = [torch.optim.Adam(m.parameters(), lr=lr, betas=(0.5, 0.999)) for m in (generator, discriminator)]
-    recordings = [Recording("gan_g", seed, generator), Recording("gan_d", seed, discriminator)]
+    recordings = [Recording(generator), Recording(discriminator)]
     for _ in range(iterations):
         real, made = images[torch.randint(len(images), (32,))], generator(torch.randn(32, 16))
         discriminator.zero_grad()
@@ -167,20 +150,9 @@ def record_gan(seed: int, iterations: int, lr: float = 1e-3, width: int = 64) ->
     return recordings
 
 
-def main() -> None:
-    parser = options(__doc__, [*(training.name for training in TRAININGS + FALLS), "gan"], seed=1, iterations=1500)
-    parser.add_argument("directory", type=Path)
-    args = parser.parse_args()
-    if args.quick:
-        args.only, args.iterations = [TRAININGS[-1].name, "gan"], FIRST + EVERY * 2
-    args.directory.mkdir(parents=True, exist_ok=True)
-    for training in TRAININGS + FALLS:
-        if training.name in args.only:
-            iterations = 700 if training in FALLS else args.iterations
-            record(training, args.seed, iterations).write(args.directory)
-    for recording in record_gan(args.seed, args.iterations) if "gan" in args.only else ():
-        recording.write(args.directory)
-
-
-if __name__ == "__main__":
-    main()
+def record_all(seed: int, is_quick: bool) -> Iterator[Recording]:
+    """Every run with a seed; quickly, two of them for two faults."""
+    iterations = FIRST + 2 * EVERY if is_quick else ITERATIONS
+    for training in TRAININGS[-1:] if is_quick else TRAININGS + FALLS:
+        yield record(training, seed, 700 if training in FALLS else iterations)
+    yield from record_gan(seed, iterations)
