@@ -5,12 +5,10 @@
             the name, ``"user"`` for any other name; the monitor's key is what follows ``root/`` in the name
 ``ids``     indices of names; a list of indices is stored once, however many rows use it
 ``values``  float64
-``rows``    one row per write: ``count`` values from ``values[first_value]`` on, with names ``ids[first_id:]``;
-            ``step``; ``time`` in milliseconds since 1970; the number of the ``run``; ``iteration`` of its engine;
-            ``nested``, 1 where the values belong to another engine
-``runs``    ``run``, numbers from 0 on; ``start``, the iteration after which the run starts; ``continues``, the run that
-            it continues, ``after`` that run's iteration of this number. -1 and -1 where it continues none; ``after`` is
-            -1 where it replaces the whole run. The last record of a run counts
+``rows``    one row per write: its next ``count`` values, with names ``ids[first_id:]``; ``step``; ``time`` in
+            milliseconds since 1970; the number of the ``run``; ``iteration`` of the training
+``runs``    one row per run of the trainer, numbered from 0: ``offset``, the iterations of the training before the
+            trainer's own; ``after``, the iteration of the training after which it replaces earlier runs, -1 for all
 ``reports`` one JSON line per report of a monitor: ``[run, iteration, monitor, kind, severity, text, names]``
 =========== ==================================================================================================
 
@@ -35,17 +33,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT, VERSION = "ignite_monitor", 4
+VERSION = 5
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 LARGEST = 2**62  # number of a run or iteration
 SEVERITIES = ("problem", "warning", "note")
 SETTINGS = "run_settings"
 """Kind of the reports that hold the settings of a run: versions, seed, arguments of monitors."""
 
-ROW = np.dtype(
-    [(field, "<i8") for field in ("step", "iteration", "time", "run", "nested", "first_id", "first_value", "count")]
-)
-RUN = np.dtype([(field, "<i8") for field in ("run", "start", "continues", "after")])
+ROW = np.dtype([(field, "<i8") for field in ("step", "iteration", "time", "run", "first_id", "count")])
+RUN = np.dtype([(field, "<i8") for field in ("offset", "after")])
 
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "names": (np.dtype("u1"), 4096),
@@ -114,7 +110,7 @@ def create(path: Path) -> None:
     # rows take 40 times as much. The format of HDF5 1.10 has checksums for all but the data.
     options = {"libver": ("v110", "v110"), "fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
     with import_h5py().File(path, "w", locking=False, **options) as file:
-        file.attrs.update(format=FORMAT, version=VERSION)
+        file.attrs["version"] = VERSION
         for name, (dtype, chunk) in COLUMNS.items():
             file.create_dataset(
                 name, (0,), dtype, maxshape=(None,), chunks=(chunk,), shuffle=True, compression=1, fletcher32=True
@@ -145,7 +141,7 @@ class Contents(NamedTuple):
     names: list[Name]
     ids: NDArray[np.int32]
     rows: NDArray[Any]
-    runs: NDArray[Any]  # by number
+    runs: NDArray[Any]
     reports: list[RecordedReport]
     values: Any
 
@@ -163,14 +159,14 @@ def opened(path: Path) -> Iterator[Contents]:
     path.open("rb").close()  # the system's errors are clearer than h5py's
     try:
         with h5py.File(path, "r", locking="best-effort") as file:
-            _check_attributes(h5py, file)
+            _check_version(file)
             file_size = file.id.get_filesize()
             sizes = {name: _check_dataset(h5py, file, name, file_size) for name in COLUMNS}
-            rows, ids, names = file["rows"][()], file["ids"][()], _names(file["names"][()].tobytes())
-            runs = _runs(file["runs"][()])
-            _check_rows(rows, len(runs), sizes)
-            _check(_within(ids, len(names)), "ids refers to names that do not exist")
-            reports = [_report(entry, len(runs)) for entry in _json_lines("reports", file["reports"][()].tobytes())]
+            rows, runs, ids, lines = (file[name][()] for name in ("rows", "runs", "ids", "names"))
+            names = [Name(*map(_text, entry)) for entry in _json_lines(lines)]
+            _check(len({name.name for name in names}) == len(names), "names has a name twice")
+            _check_rows(rows, ids, sizes | {"name": len(names)})
+            reports = [_report(entry, len(runs)) for entry in _json_lines(file["reports"][()])]
             yield Contents(sizes, names, ids, rows, runs, reports, file["values"])
     except BlockingIOError:
         raise
@@ -192,14 +188,10 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_attributes(h5py: Any, file: Any) -> None:
-    text, number = (file.attrs.get_id(name) for name in ("format", "version"))
-    # The text itself is in a heap without a checksum, in which HDF5 can loop for ever if it is damaged: it is not read.
-    string = h5py.check_string_dtype(text.dtype)
-    _check(string is not None and string.length is None and text.shape == (), "it has another format")
-    version = file.attrs["version"] if number.dtype.kind in "iu" and number.shape == () else None
-    _check(version == VERSION, f"it is of version {version}, and this release of ignite_monitor reads {VERSION}")
-    _check(len(file) == len(COLUMNS) and set(file) == set(COLUMNS), f"it should hold {', '.join(COLUMNS)} only")
+def _check_version(file: Any) -> None:
+    # A text would be in a heap without a checksum, in which HDF5 can loop for ever if it is damaged: it is not read.
+    is_number = file.attrs.get_id("version").dtype.kind in "iu"
+    _check(is_number and file.attrs["version"] == VERSION, f"only files of version {VERSION} can be read")
 
 
 def _check_dataset(h5py: Any, file: Any, name: str, file_size: int) -> int:
@@ -225,53 +217,37 @@ def _check_dataset(h5py: Any, file: Any, name: str, file_size: int) -> int:
     return size
 
 
-def _runs(records: NDArray[Any]) -> NDArray[Any]:
-    """Return the last record of every run, after checking that a run continues an earlier one."""
-    run, continues = records["run"], records["continues"]
-    numbers, places = np.unique(run[::-1], return_index=True)
-    in_range = _within(1 + continues, 1 + run) and _within(1 + records["after"], LARGEST + 2)
-    in_range &= _within(records["start"], LARGEST + 1)
-    _check(in_range and np.array_equal(numbers, np.arange(len(numbers))), "runs do not follow each other")
-    return records[::-1][places]
-
-
-def _check_rows(rows: NDArray[Any], runs: int, sizes: dict[str, int]) -> None:
-    """Check that rows follow each other without a gap, and that their values, names and runs exist."""
-    first, count, ids = (rows[field] for field in ("first_value", "count", "first_id"))
-    limits = {"count": sizes["values"], "first_id": sizes["ids"], "nested": 1, "run": runs - 1, "iteration": LARGEST}
-    in_range = all(_within(rows[field], limit + 1) for field, limit in limits.items())
-    ends = np.cumsum(count)
+def _check_rows(rows: NDArray[Any], ids: NDArray[np.int32], sizes: dict[str, int]) -> None:
+    """Check that the values, names and runs of all rows exist."""
+    starts, counts = rows["first_id"], rows["count"]
     _check(
-        in_range
-        and bool((count > 0).all() and (ids + count <= sizes["ids"]).all() and (first == ends - count).all())
-        and (ends[-1] if len(ends) else 0) == sizes["values"],
-        "rows and values do not agree",
+        _are_within(ids, 0, sizes["name"])
+        and _are_within(rows["run"], 0, sizes["runs"])
+        and _are_within(counts, 1, sizes["values"] + 1)
+        and counts.sum() == sizes["values"]
+        and _are_within(starts, 0, sizes["ids"] + 1)
+        and _are_within(starts + counts, 0, sizes["ids"] + 1),
+        "rows, values and names do not agree",
     )
 
 
-def _within(numbers: NDArray[Any], end: Any) -> bool:
-    return bool(((numbers >= 0) & (numbers < end)).all())
+def _are_within(numbers: NDArray[Any], begin: int, end: int) -> bool:
+    return bool(((numbers >= begin) & (numbers < end)).all())
 
 
-def _json_lines(dataset: str, lines: bytes) -> list[Any]:
-    _check(not lines or lines.endswith(b"\n"), f"{dataset} has no end")
-    return [json.loads(line) for line in lines.split(b"\n")[:-1]]
+def _json_lines(lines: NDArray[np.uint8]) -> list[Any]:
+    return [json.loads(line) for line in lines.tobytes().splitlines()]
+
+
+def _text(value: Any) -> str:
+    _check(isinstance(value, str), "names and reports should hold texts")
+    return str(value)
 
 
 def _report(entry: Any, runs: int) -> RecordedReport:
-    types = [int, int, str, str, str, str, list]
-    _check(isinstance(entry, list) and [*map(type, entry)] == types, "reports has lines that are no reports")
-    run, iteration, monitor, kind, severity, text, names = entry
-    valid = 0 <= run < runs and 0 <= iteration <= LARGEST and severity in SEVERITIES
-    _check(valid and all(isinstance(name, str) for name in names), "reports has lines that are no reports")
-    monitor, kind, text = map(printable, (monitor, kind, text))
-    return RecordedReport(iteration, monitor, kind, severity, text, tuple(map(printable, names)), run)
-
-
-def _names(lines: bytes) -> list[Name]:
-    entries = _json_lines("names", lines)
-    valid = (isinstance(it, list) and len(it) == 3 and all(isinstance(part, str) for part in it) for it in entries)
-    _check(all(valid), "names has lines other than [name, kind, root]")
-    names = [Name(*entry) for entry in entries]
-    _check(len({name for name, _, _ in names}) == len(names), "names has a name twice")
-    return names
+    run, iteration, *texts, names = entry
+    monitor, kind, severity, text = (printable(_text(it)) for it in texts)
+    is_valid = 0 <= run < runs and 0 <= iteration <= LARGEST and severity in SEVERITIES
+    _check(is_valid, "reports should hold existing runs and severities")
+    shown = tuple(printable(_text(name)) for name in names)
+    return RecordedReport(int(iteration), monitor, kind, severity, text, shown, int(run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ from ignite.engine import Engine, Events
 from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
-from ignite_monitor.checks import check_choice, check_count
+from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, path_of_rank, printable
 from ignite_monitor.hdf5.runs import RunTracker
@@ -41,14 +42,18 @@ class HDF5Logger(BaseLogger):
     Args:
         path: the file, in an existing directory.
         mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
-            that resumes from iteration n replaces what the file holds after n; one from the beginning adds its steps.
+            of the trainer that resumes from iteration n replaces what the file holds after n.
+        trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger.
+            Values of other engines, as of an evaluator, are placed at its iteration. Without a trainer, values are
+            placed at the iteration of their own engine, and a resumed run replaces none.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
         ranks: ``"first"``: rank 0 writes. ``"all"``: rank 1 writes ``run.rank1.h5`` beside ``run.h5``, and so on;
             whoever reads ``run.h5`` reads them together.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if ``mode`` or ``ranks`` is another, or the file to be continued is damaged or not HDF5Logger's.
+        ValueError: if ``mode`` or ``ranks`` is another, or the file to be continued is damaged or not HDF5Logger's; by
+            ``log_to``, if a second engine has monitors and ``trainer`` does not say which one trains.
         FileExistsError: if the file is there already, in mode ``"x"``.
         FileNotFoundError: if its directory is not there.
         BlockingIOError: if another logger is writing it.
@@ -68,27 +73,42 @@ class HDF5Logger(BaseLogger):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], mode: str = "x", *, flush_every: int = 50, ranks: str = "first"
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "x",
+        *,
+        trainer: Engine | None = None,
+        flush_every: int = 50,
+        ranks: str = "first",
     ) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
         check_choice("mode", mode, "x", "w", "a")
         check_choice("ranks", ranks, "first", "all")
         check_count("flush_every", flush_every, least=1)
+        if trainer is not None:
+            check_type("trainer", trainer, Engine, "ignite.engine.Engine")
         self._rank = idist.get_rank()
         self.path = path_of_rank(Path(os.path.realpath(os.fspath(path))), self._rank if ranks == "all" else 0)
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._is_named = trainer is not None
+        self._trainer: weakref.ref[Engine] | None = None
+        self._engines: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # numbers
+        self._numbers = itertools.count()
+        self._described: weakref.WeakSet[Engine] = weakref.WeakSet()  # whose settings this run has
         self._warned: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
         if self._rank == 0 or ranks == "all":
             self._writer = _open(self.path, mode, self.logger)
-            self._tracker = RunTracker(self._writer.begin_run, flush_every)
+            self._tracker = RunTracker(self._writer, flush_every)
             self._reports = ReportSources(self._writer, self._tracker)
             # Also where a program or a child process ends without closing: atexit does not run in the child.
             self._finalizer = Finalize(self, _finish, (self._writer, self._reports), exitpriority=10)
+
+        if trainer is not None:
+            self._set_trainer(trainer)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
@@ -103,10 +123,27 @@ class HDF5Logger(BaseLogger):
         Args:
             reports: the list to which the monitor appends.
             engine: the engine that the monitor is attached to.
+
+        Raises:
+            ValueError: if another engine has monitors, and the logger's ``trainer`` does not say which one trains.
         """
         with self._one_thread:
+            if self._trainer is None:
+                self._set_trainer(engine)
+            elif not self._is_named and self._trainer() is not engine:
+                raise ValueError(
+                    f"HDF5Logger ({printable(str(self.path))}) records one training, and has the monitors of another "
+                    "engine. For a second training make a logger with another path; if this engine runs within a "
+                    "training, name the one that trains: HDF5Logger(path, trainer=trainer)"
+                )
             if self._writer is not None:
                 self._reports.add(reports, engine)
+
+    def _set_trainer(self, trainer: Engine) -> None:
+        self._trainer = weakref.ref(trainer)
+        if self._writer is not None:
+            self._tracker.name_trainer(self._trainer)
+            self._follow(trainer)
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
@@ -141,7 +178,6 @@ class HDF5Logger(BaseLogger):
         values: dict[Any, Any],
         tag: str | None = None,
         make_origin: Callable[[str], Name] = Name,
-        has_own_steps: bool = True,
     ) -> None:
         """Append the values of an engine at a step; names have the tag, and a slash, before them."""
         if not isinstance(step, int) or not -(2**63) <= step < 2**63:
@@ -154,8 +190,11 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                position = self._tracker.position(engine, has_own_steps)
-                self._writer.add(step, tag, names, numbers, position, make_origin)
+                if self._trainer is None and self._writer.last_run[0] >= 0:
+                    text = "a run that resumes replaces no values, since no trainer is known: "
+                    self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
+                position = self._tracker.position(engine)
+                self._writer.add(self._engines[engine], step, tag, names, numbers, position, make_origin)
                 if self._tracker.is_time():
                     self.flush()
 
@@ -171,18 +210,21 @@ class HDF5Logger(BaseLogger):
         return OptimizerParamsHandler(*args, **kwargs)
 
     def _warn_if_closed(self) -> None:
-        if self._is_closed and "closed" not in self._warned:
-            self._warned.add("closed")
-            text = "HDF5Logger (%s): the logger is closed; nothing is written. Close it after the last run."
-            self.logger.warning(text, printable(str(self.path)))
+        if self._is_closed:
+            self._log_once("the logger is closed; nothing is written. Close it after the last run.")
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.logger.warning("HDF5Logger (%s): %s", printable(str(self.path)), text)
 
     def _follow(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
-            self._engines.add(engine)
+            self._engines[engine] = next(self._numbers)
             for event, handler in self._handlers().items():
                 engine.add_event_handler(event, handler)
-            # First of all, or an evaluation at the start of a run would belong to the run before.
-            put_first(engine, Events.STARTED)
+                if event != Events.COMPLETED:
+                    put_first(engine, event)  # or values of these events would belong to the run before
 
     def _handlers(self) -> dict[Events, Callable[..., None]]:
         started, completed = Events.ITERATION_STARTED, Events.COMPLETED
@@ -190,18 +232,20 @@ class HDF5Logger(BaseLogger):
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
-            if self._writer is not None:
-                self._reports.take(of_begun_runs=True)
-                self._tracker.start(engine)
+            if self._writer is not None and self._tracker.is_trainer(engine):
+                self._reports.take()
+                self._tracker.start()
+                self._described.clear()
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None:
-                for report in settings_of(engine) if self._tracker.is_first_iteration(engine) else ():
-                    self._reports.write(report, engine)
-                is_urgent = self._reports.take()
                 self._tracker.tick(engine)
-                if is_urgent or self._tracker.is_time():
+                if engine not in self._described:
+                    self._described.add(engine)
+                    for report in settings_of(engine):
+                        self._reports.write(report, self._tracker.is_trainer(engine))
+                if self._reports.take() or self._tracker.is_time():
                     self.flush()
 
     def _skip(self, name: str, value: Any) -> None:
@@ -214,34 +258,31 @@ class ReportSources:
 
     def __init__(self, writer: Writer, tracker: RunTracker) -> None:
         self._writer, self._tracker = writer, tracker
-        self._sources: dict[int, tuple[list[Report], weakref.ref[Engine]]] = {}  # by the list's id
+        self._sources: dict[int, tuple[list[Report], bool]] = {}  # by the list's id; True for the trainer's monitors
         self._counts: dict[int, int] = {}
 
     def add(self, reports: list[Report], engine: Engine) -> None:
         """Add a list, unless it is known."""
-        self._sources.setdefault(id(reports), (reports, weakref.ref(engine)))
+        self._sources.setdefault(id(reports), (reports, self._tracker.is_trainer(engine)))
 
-    def take(self, of_begun_runs: bool = False) -> bool:
-        """Give new reports to the writer, or only those of engines with a run; return True if one is a problem."""
+    def take(self, at_end: bool = False) -> bool:
+        """Give new reports to the writer, once there is a run; return True if one is a problem."""
         is_urgent = False
-        for key, (reports, reference) in self._sources.items():
-            engine = reference()
-            while (count := self._counts.get(key, 0)) < len(reports):
-                if of_begun_runs and not (engine is not None and self._tracker.has_run(engine)):
-                    break
+        for key, (reports, is_trainers) in self._sources.items():
+            while (self._tracker.has_begun or at_end) and (count := self._counts.get(key, 0)) < len(reports):
                 self._counts[key] = count + 1
-                self.write(reports[count], engine)
+                self.write(reports[count], is_trainers)
                 is_urgent |= reports[count].severity == "problem"
         return is_urgent
 
-    def write(self, report: Report, engine: Engine | None) -> None:
+    def write(self, report: Report, is_trainers: bool) -> None:
         """Give a report to the writer."""
-        self._writer.add_report(*self._tracker.place_of_report(engine, report.iteration), *report[1:])
+        self._writer.add_report(self._tracker.position_of_report(is_trainers, report.iteration), *report[1:])
 
 
 def _finish(writer: Writer, reports: ReportSources) -> None:
     if writer.is_own:
-        reports.take()
+        reports.take(at_end=True)
     writer.close()
 
 
@@ -262,7 +303,6 @@ class OutputHandler(BaseOutputHandler):
 
     def __init__(self, tag: str | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(tag or "", *args, **kwargs)
-        self._has_own_steps = self.global_step_transform.__module__ == BaseOutputHandler.__module__  # Ignite's default
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
         if not _writes(self, logger):
@@ -279,7 +319,7 @@ class OutputHandler(BaseOutputHandler):
             own = (output if isinstance(output, dict) else {"output": output}) | own
         step = self.global_step_transform(engine, event_name)
         make_origin = functools.partial(self._make_origin, engine, published.keys() - own.keys())
-        logger._write(engine, step, published | own, self.tag or None, make_origin, self._has_own_steps)
+        logger._write(engine, step, published | own, self.tag or None, make_origin)
 
     def _make_origin(self, engine: Engine, published: set[str], name: str) -> Name:
         """The monitor that published a value: one of the engine's metrics, or the values of a monitor's ``log_to``."""

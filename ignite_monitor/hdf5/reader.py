@@ -18,7 +18,7 @@ from ignite_monitor.hdf5.layout import SETTINGS, Contents, Name, RecordedReport,
 
 RETRIES = 50
 BLOCK = 2**17  # values
-ENDLESS = 2**63 - 1
+ENDLESS = 2**63 - 1  # iterations
 
 
 class Series(NamedTuple):
@@ -47,11 +47,7 @@ class Recording(dict[str, Series]):
         super().__init__(series)
         self._rows, self._monitors, self._times = rows, monitors, times
         self.reports = [it for it in reports if it.kind != SETTINGS]
-        settings: dict[Any, RecordedReport] = {}  # an evaluator records its own at every evaluation
-        for it in reports:
-            if it.kind == SETTINGS:
-                settings.setdefault((it.run, it.monitor, it.text), it)
-        self.settings = [*settings.values()]
+        self.settings = [it for it in reports if it.kind == SETTINGS]
 
     def _add_rank(self, rank: str, other: Recording) -> None:
         """Add what another rank has recorded in the same time and this one has not, under names of its own."""
@@ -107,7 +103,7 @@ def read_hdf5(
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
 
     Values and reports that a later run has replaced are not returned: those after the iteration from which a run was
-    resumed, and those of a training that was started again from the beginning. What other ranks have recorded
+    resumed, all if it started from the beginning in a file that it continues. What other ranks have recorded
     (``HDF5Logger(ranks="all")``) and rank 0 has not is returned as well, under ``rank1/grad/norm``.
 
     Args:
@@ -162,17 +158,12 @@ def _read_again(
 def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None, start: str) -> Recording:
     """Read the values of names in which a pattern is found when ``start`` precedes them."""
     with opened(path) as contents:
-        runs = contents.runs[:before_run]
-        lineage = _lineage(runs)
-        kept = _current(contents.rows, contents.ids, runs, lineage)
+        rows, runs = contents.rows, contents.runs[:before_run]
         names = [start + name.name for name in contents.names]
         wanted = np.array([pattern is None or pattern.search(name) is not None for name in names], bool)
-        parts_by_name = _values(contents, wanted, kept)
-        reports = _current_reports(contents.reports, lineage)
-    rows, run = contents.rows, np.minimum(contents.rows["run"], max(0, len(runs) - 1))
-    fields = {name: np.ascontiguousarray(rows[name]) for name in ("step", "time", "run")}
-    if len(runs):
-        fields["iteration"] = rows["iteration"] + lineage.shifts[run]
+        parts_by_name = _values(contents, wanted, _current(rows, contents.ids, runs))
+        reports = _current_reports(contents.reports, _limits(runs))
+    fields = {name: np.ascontiguousarray(rows[name]) for name in ("step", "iteration", "time", "run")}
     series, rows_by_name = {}, {}
     for (name, _, _), parts in zip(contents.names, parts_by_name, strict=True):
         if parts:
@@ -213,56 +204,32 @@ def _values(
     return parts_by_name
 
 
-class _Lineage(NamedTuple):
-    """Roots, limits and shifts, with one element for each run."""
-
-    roots: NDArray[np.int64]  # the first run of the training
-    limits: NDArray[np.int64]  # the last iteration that no later run replaces; -1 for none
-    shifts: NDArray[np.int64]  # number of iterations before its own
+def _limits(runs: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the last iteration of each run that no later run replaces."""
+    limits: NDArray[np.int64] = np.minimum.accumulate(np.append(runs["after"], ENDLESS)[::-1])[-2::-1]
+    return limits
 
 
-def _lineage(runs: NDArray[Any]) -> _Lineage:
-    """Return the current part of every run: that from which the newest run with the same root descends."""
-    roots, limits, shifts = [*range(len(runs))], [-1] * len(runs), [0] * len(runs)
-    records = [*zip(*(runs[field].tolist() for field in ("start", "continues", "after")), strict=True)]
-    for number, (start, continues, after) in enumerate(records):
-        if continues >= 0:
-            roots[number] = roots[continues]
-            shifts[number] = shifts[continues] + after - start if after >= 0 else 0
-    for newest in {root: number for number, root in enumerate(roots)}.values():
-        number, limit = newest, ENDLESS
-        while number >= 0 and limit >= 0:
-            limits[number] = limit
-            start, number, after = records[number]
-            limit = after if start < after else min(limit, after)  # all of a run that starts at 0 once more is added
-    return _Lineage(np.array(roots), np.array(limits), np.array(shifts))
-
-
-def _current(rows: NDArray[Any], ids: NDArray[np.int32], runs: NDArray[Any], lineage: _Lineage) -> NDArray[np.bool_]:
+def _current(rows: NDArray[Any], ids: NDArray[np.int32], runs: NDArray[Any]) -> NDArray[np.bool_]:
     """Mask of the rows that no later run replaces.
 
     Rows between two iterations, as at the start of an epoch, are replaced only if the later run has written them again.
     """
-    kept = rows["run"] < len(runs)
-    if not len(runs):
-        return kept
-    run, iteration = np.where(kept, rows["run"], 0), rows["iteration"]
-    limit, is_resumed = lineage.limits[run], runs["continues"][run] >= 0
-    kept &= iteration <= limit
+    # One run more, for rows of the runs that are left out.
+    limits, after = np.append(_limits(runs), -2), np.append(runs["after"], -2)
+    run, iteration = np.minimum(rows["run"], len(runs)), rows["iteration"]
+    kept: NDArray[np.bool_] = iteration <= limits[run]
     again: dict[tuple[Any, ...], int] = {}  # content of a row -> the newest run that has it
-    for index in np.flatnonzero(kept & ((iteration == limit) | (is_resumed & (iteration == runs["start"][run]))))[::-1]:
+    for index in np.flatnonzero(kept & ((iteration == limits[run]) | (iteration == after[run])))[::-1]:
         row = rows[index]
         names = ids[row["first_id"] :][: row["count"]].tobytes()
-        at = lineage.shifts[row["run"]] + row["iteration"]
-        content = int(lineage.roots[row["run"]]), int(at), int(row["nested"]), int(row["step"]), names
+        content = int(row["iteration"]), int(row["step"]), names
         kept[index] = again.setdefault(content, int(row["run"])) == row["run"]
     return kept
 
 
-def _current_reports(reports: list[RecordedReport], lineage: _Lineage) -> list[RecordedReport]:
-    """The reports that no later run replaces, nor has made again; iterations are counted as those of values."""
-    limits, shifts = lineage.limits.tolist(), lineage.shifts.tolist()
+def _current_reports(reports: list[RecordedReport], limits: NDArray[np.int64]) -> list[RecordedReport]:
+    """The reports that no later run replaces, nor has made again."""
     kept = [it for it in reports if it.run < len(limits) and it.iteration <= limits[it.run]]
-    kept = [it._replace(iteration=it.iteration + shifts[it.run]) for it in kept]
-    newest = {(lineage.roots[it.run], it[:6]): it.run for it in kept}
-    return [it for it in kept if newest[lineage.roots[it.run], it[:6]] == it.run]
+    newest = {it[:6]: it.run for it in kept}
+    return [it for it in kept if newest[it[:6]] == it.run]

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.hdf5.double_buffer import DoubleBuffer, Patch
-from ignite_monitor.hdf5.layout import ROW, RUN, Contents, Name, one_line, opened, printable, ranges
-from ignite_monitor.hdf5.runs import Position, Run
+from ignite_monitor.hdf5.layout import ROW, RUN, Name, one_line, opened, printable
+from ignite_monitor.hdf5.runs import Position
 
 REMEMBERED = 64  # lists of names
 KEPT_BYTES = 2**27  # of rows kept in memory at most while writing fails
@@ -31,8 +31,7 @@ class PendingRows:
 
     sizes: dict[str, int]  # of the file's datasets
     names: int  # in the file
-    runs: int = 0  # of this session in the file
-    changed_runs: list[Run] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)  # fields of RUN
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     rows: list[tuple[tuple[int, ...], NDArray[np.float64]]] = field(default_factory=list)  # fields of ROW, and values
     reports: list[str] = field(default_factory=list)  # JSON lines
@@ -50,17 +49,18 @@ class Writer:
         with contextlib.ExitStack() as undo:
             undo.callback(self._release)
             with opened(path) as contents:
-                sizes, names, runs = contents.sizes, contents.names, contents.runs
-                self._run_of_name = _newest_runs(contents)
-                self._ends = _ends(contents)
+                names, runs, rows = contents.names, contents.runs, contents.rows
+                self._pending = PendingRows(contents.sizes, len(names))
             undo.pop_all()
-        self._first_run = len(runs)
-        self._runs: list[Run] = []  # of this session
+        # Number and offset of the last run, and the last iteration.
+        self.last_run = -1, 0, 0
+        if len(runs):
+            self.last_run = len(runs) - 1, int(runs["offset"][-1]), int(rows["iteration"][-1]) if len(rows) else 0
         self._names = {name.name: name for name in names}
         self._ids = {name: index for index, name in enumerate(self._names)}
-        self._lists: dict[tuple[str | None, tuple[str, ...]], tuple[int, NDArray[np.int32]]] = {}  # names -> place, ids
-        self._run_of_list: dict[tuple[int, bool], int] = {}  # place of a list, nested -> the last run that used it
-        self._pending = PendingRows(sizes, len(names))
+        self._lists: dict[tuple[int, str | None, tuple[str, ...]], int] = {}  # engine, tag, names -> place of their ids
+        self._engine_of_name: dict[str, int] = {}  # number of the engine that writes it in this session
+        self._is_shared = False  # whether several engines write under the same names
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
 
     @property
@@ -68,14 +68,14 @@ class Writer:
         """True in the process that made it, and not in one that was forked."""
         return os.getpid() == self._process
 
-    def begin_run(self, start: int, continues: int = -1, after: int = -1) -> Run:
-        """Return a new run, with the fields of :class:`Run`."""
-        run = Run(self._first_run + len(self._runs), start, start, continues=continues, after=after)
-        self._runs.append(run)
-        return run
+    def begin_run(self, offset: int, after: int) -> int:
+        """Begin a run with the fields of RUN, and return its number."""
+        self._pending.runs.append((offset, after))
+        return self._pending.sizes["runs"] + len(self._pending.runs) - 1
 
     def add(
         self,
+        engine: int,
         step: int,
         tag: str | None,
         names: tuple[str, ...],
@@ -86,29 +86,23 @@ class Writer:
         """Take a row, unless writing has failed for so long that memory is used up; make origins of new names."""
         if not self._has_room(len(values)):
             return
-        pending, (run, iteration, nested) = self._pending, position
-        if (tag, names) not in self._lists:
+        pending, key = self._pending, (engine, tag, names)
+        if key not in self._lists:
             if len(self._lists) >= REMEMBERED:
                 self._lists.clear()
-                self._run_of_list.clear()
-            ids = np.array([self._index_of(tag, name, make_origin) for name in names], np.int32)
+            ids = np.array([self._index_of(engine, tag, name, make_origin) for name in names], np.int32)
             place = pending.sizes["ids"] + sum(map(len, pending.ids))
             pending.ids.append(ids)  # first, or a list that an interrupt leaves out would have a place
-            self._lists[tag, names] = place, ids
+            self._lists[key] = place
             pending.bytes += NAME_BYTES * len(ids)
-        place, ids = self._lists[tag, names]
-        if self._run_of_list.get((place, nested)) != run.number:
-            self._find_continued(run, nested, ids.tolist(), step)
-            self._run_of_list[place, nested] = run.number
-        run.last_step = max(run.last_step, step)
-        row = step, iteration, int(1000 * time.time()), run.number, nested, place, 0, len(values)
+        row = step, position.iteration, int(1000 * time.time()), position.run, self._lists[key], len(values)
         pending.rows.append((row, values))
         pending.bytes += ROW_BYTES + values.nbytes
 
-    def add_report(self, run: Run, iteration: int, *parts: Any) -> None:
+    def add_report(self, position: Position, *parts: Any) -> None:
         """Take a report: monitor, kind, severity, text, names."""
         if self._has_room(1):
-            line = json.dumps([run.number, max(0, iteration), *parts]) + "\n"
+            line = json.dumps([*position, *parts]) + "\n"
             self._pending.reports.append(line)
             self._pending.bytes += ROW_BYTES + len(line)
 
@@ -159,72 +153,28 @@ class Writer:
         """The patch to write, and the state once it is written."""
         pending = self._pending
         rows = np.array([row for row, _ in pending.rows], ROW)
-        rows["first_value"] = pending.sizes["values"] + np.cumsum(rows["count"]) - rows["count"]
         lines = "".join(json.dumps(self._names[name]) + "\n" for name in islice(self._ids, pending.names, None))
-        runs = [*self._runs[pending.runs :], *pending.changed_runs]
-        records = [(run.number, run.start, run.continues, run.after) for run in runs]
         additions: dict[str, NDArray[Any]] = {
             "names": np.frombuffer(lines.encode("ascii"), np.uint8),
             "ids": np.concatenate([np.empty(0, np.int32), *pending.ids]),
             "rows": rows,
             "values": np.concatenate([np.empty(0), *(values for _, values in pending.rows)]),
-            "runs": np.array(records, RUN),
+            "runs": np.array(pending.runs, RUN),
             "reports": np.frombuffer("".join(pending.reports).encode("ascii"), np.uint8),
         }
         patch = [(name, pending.sizes[name], elements) for name, elements in additions.items() if len(elements)]
         sizes = {name: pending.sizes[name] + len(elements) for name, elements in additions.items()}
-        return patch, PendingRows(sizes, len(self._ids), len(self._runs))
+        return patch, PendingRows(sizes, len(self._ids))
 
-    def _find_continued(self, run: Run, nested: bool, ids: list[int], step: int) -> None:
-        """Find the run that a run continues: the newest earlier one with one of these names."""
-        named = self._run_of_name[nested]
-        older = max((number for index in ids if (number := named.get(index, -1)) < run.number), default=-1)
-        if run.continues < 0 <= older:
-            self._continue(run, older, step)
-        named.update(dict.fromkeys(ids, run.number))
-
-    def _continue(self, run: Run, older: int, step: int) -> None:
-        if older < self._first_run:
-            last, last_step = self._ends[older]
-        else:
-            former = self._runs[older - self._first_run]
-            last, last_step = former.last, former.last_step
-        if run.start:
-            run.after = run.start
-        elif step > last_step:  # the user's steps go on
-            run.after = last
-        elif older >= self._first_run:
-            text = "a second training writes under the names of run %d: read_hdf5(path) returns the second, and "
-            self._log(text + "read_hdf5(path, before_run=%d) the first; give each training a file", older, run.number)
-        run.continues = older
-        if run.number < self._first_run + self._pending.runs:
-            self._pending.changed_runs.append(run)
-
-    def _index_of(self, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
+    def _index_of(self, engine: int, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
         full = name if tag is None else f"{tag}/{name}" if name else tag
         if not full.isascii():  # two surrogates may be one character when they are read
             full = json.loads(json.dumps(full))
+        if self._engine_of_name.setdefault(full, engine) != engine and not self._is_shared:
+            self._is_shared = True
+            text = "a second engine writes %s: give each training a file of its own, and each engine names of its own"
+            self._log(text, printable(full))
         if full not in self._ids:
             self._names[full] = make_origin(name)._replace(name=full)
             self._ids[full] = len(self._ids)
         return self._ids[full]
-
-
-def _newest_runs(contents: Contents) -> tuple[dict[int, int], dict[int, int]]:
-    """Index of a name -> the newest run with it, for the run's engine and for engines that ran within it."""
-    newest = np.full((2, len(contents.names)), -1)
-    lists, places = np.unique(contents.rows[["first_id", "count", "nested"]], return_inverse=True)
-    runs = np.zeros(len(lists), np.int64)
-    np.maximum.at(runs, places, contents.rows["run"])
-    ids = contents.ids[ranges(lists["first_id"], lists["count"])]
-    np.maximum.at(newest, (np.repeat(lists["nested"], lists["count"]), ids), np.repeat(runs, lists["count"]))
-    own, nested = ({index: run for index, run in enumerate(row) if run >= 0} for row in newest.tolist())
-    return own, nested
-
-
-def _ends(contents: Contents) -> list[tuple[int, int]]:
-    """The last iteration and the largest step of every run."""
-    rows, ends = contents.rows, np.full((2, len(contents.runs)), -1)
-    for end, field_name in zip(ends, ("iteration", "step"), strict=True):
-        np.maximum.at(end, rows["run"], rows[field_name])
-    return [*zip(*ends.tolist(), strict=True)]

@@ -23,7 +23,7 @@ def as_lists(path):
 def run(path, count, mode="x", output=lambda iteration: {"loss": iteration / 8}, start=0, every=1, **kwargs):
     """A run of ``count`` iterations that resumes from ``start``."""
     engine = engine_of(output)
-    with HDF5Logger(path, mode, **kwargs) as logger:
+    with HDF5Logger(path, mode, trainer=engine, **kwargs) as logger:
         log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
         resume(engine, start, count)
 

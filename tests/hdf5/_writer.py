@@ -29,7 +29,7 @@ def step(engine: Engine, batch: int) -> dict[str, Any]:
 def write_forever(path: Path, mode: str, start: int, completed: Any) -> None:
     """Log every iteration after ``start``; ``completed.value`` is the number of the last one."""
     engine = Engine(step)
-    logger = HDF5Logger(path, mode)
+    logger = HDF5Logger(path, mode, trainer=engine)
     logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, output_transform=lambda output: output)
 
     @engine.on(Events.STARTED | Events.ITERATION_COMPLETED)

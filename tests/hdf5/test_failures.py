@@ -255,7 +255,6 @@ WHERE = [
     "double_buffer.os.posix_fallocate",
     "writer.Writer._patch",
     "writer.islice",
-    "writer.Writer._find_continued",
     "writer.Writer._index_of",
 ]
 

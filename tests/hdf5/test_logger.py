@@ -179,7 +179,7 @@ def test_memory_does_not_depend_on_the_number_of_iterations(path):
     engine = engine_of(lambda iteration: {"a": 0.5, **{f"top/{(iteration * 7 + k) % 50}": 1.0 for k in range(5)}})
     measured = []
     run(path, 10, output=lambda iteration: {"a": 0.5})
-    with HDF5Logger(path, "a") as logger:
+    with HDF5Logger(path, "a", trainer=engine) as logger:
         log_output(logger, engine)
 
         @engine.on(Events.ITERATION_STARTED(event_filter=lambda _, iteration: iteration in {401, 801, 1601}))
@@ -291,7 +291,7 @@ def test_reports_and_settings_of_an_evaluators_monitor(path):
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: evaluator.run(range(9)))
     evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: monitor.report("nine", "at 9"))
     monitor.attach(evaluator)
-    with HDF5Logger(path) as logger:
+    with HDF5Logger(path, trainer=trainer) as logger:
         log_output(logger, trainer)
         monitor.log_to(logger, evaluator)
         trainer.run(range(10))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
@@ -72,7 +73,7 @@ def test_resuming_with_an_evaluator(path, baseline, own_steps):
         if baseline:
             trainer.add_event_handler(Events.STARTED, lambda: evaluator.run(range(3)))
         step = None if own_steps else global_step_from_engine(trainer, Events.ITERATION_COMPLETED)
-        with HDF5Logger(path, mode) as logger:
+        with HDF5Logger(path, mode, trainer=trainer) as logger:
             log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=step)
             log_output(logger, trainer, Events.ITERATION_COMPLETED)
             resume(trainer, start, count)
@@ -83,6 +84,7 @@ def test_resuming_with_an_evaluator(path, baseline, own_steps):
     assert read["train/loss"] == (list(range(1, 121)), [1.0] * 50 + [2.0] * 70)
     first, second = [0] * baseline + [20, 40], [50] * baseline + [60, 80, 100, 120]
     assert read["valid/accuracy"][1] == [1.0] * len(first) + [2.0] * len(second)
+    assert read_hdf5(path).iterations("valid/accuracy").tolist() == first + second
     if not own_steps:
         assert read["valid/accuracy"][0] == first + second
 
@@ -91,7 +93,7 @@ def test_resuming_with_an_evaluator(path, baseline, own_steps):
 def test_other_events_of_a_resumed_run_are_those_of_an_uninterrupted_one(path, event):
     for mode, start, epochs in (("x", 0, 6), ("a", 20, 8)):
         engine = engine_of()
-        with HDF5Logger(path, mode) as logger:
+        with HDF5Logger(path, mode, trainer=engine) as logger:
             log_output(logger, engine, event, output_transform=lambda _: {"loss": 1.0})
             engine.load_state_dict({"iteration": start, "epoch_length": 5, "max_epochs": epochs})
             engine.run(range(5))
@@ -103,7 +105,7 @@ def test_a_later_evaluation_supersedes_no_training_values(path):
     for mode, value in (("x", 0.25), ("a", 0.75)):
         trainer, evaluator = engine_of(), engine_of(lambda _, value=value: {"accuracy": value})
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=20), lambda _, own=evaluator: own.run(range(3)))
-        with HDF5Logger(path, mode) as logger:
+        with HDF5Logger(path, mode, trainer=trainer) as logger:
             log_output(logger, trainer)
             log_output(logger, evaluator, Events.COMPLETED, tag="valid")
             trainer.run(range(100), max_epochs=1) if mode == "x" else evaluator.run(range(200))
@@ -143,31 +145,21 @@ def test_reports_of_replaced_iterations_go_with_the_values(path, same_logger):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, GeneratorExit])
-@pytest.mark.parametrize("same_logger", [True, False])
-def test_resuming_after_an_exception_while_the_engine_is_alive(path, error, same_logger):
+def test_resuming_after_an_exception_while_the_engine_is_alive(path, error):
     """In a notebook, the traceback keeps the engine alive."""
-    engines, logger = [], HDF5Logger(path)
-
-    def train(value, start, fail_at=None):
-        engine = engine_of(lambda _: {"loss": value})
+    engines = []
+    for value, start, fail_at in ((1.0, 0, 31), (2.0, 20, 41), (3.0, 25, None)):
+        engine = engine_of(lambda _, value=value: {"loss": value})
         engines.append(engine)
-        log_output(logger, engine)
 
         @engine.on(Events.ITERATION_COMPLETED)
-        def fail():
+        def fail(engine, fail_at=fail_at):
             if engine.state.iteration == fail_at:
                 raise error
 
-        with contextlib.suppress(error):
+        with HDF5Logger(path, "a", trainer=engine) as logger, contextlib.suppress(error):
+            log_output(logger, engine)
             resume(engine, start, 60)
-
-    train(1.0, 0, fail_at=31)
-    train(2.0, 20, fail_at=41)
-    if not same_logger:
-        logger.close()
-        logger = HDF5Logger(path, "a")
-    train(3.0, 25)
-    logger.close()
     assert as_lists(path)["train/loss"] == (list(range(1, 61)), [1.0] * 20 + [2.0] * 5 + [3.0] * 35)
 
 
@@ -178,7 +170,7 @@ def test_runs_and_iterations(path, is_attached):
         trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _, evaluator=evaluator: evaluator.run(range(3)))
         step = global_step_from_engine(trainer, Events.EPOCH_COMPLETED)
-        with HDF5Logger(path, mode) as logger:
+        with HDF5Logger(path, mode, trainer=trainer) as logger:
             if is_attached:
                 log_output(logger, trainer, Events.ITERATION_COMPLETED(every=5))
             log_output(logger, evaluator, Events.COMPLETED, tag="valid", global_step_transform=step)
@@ -193,79 +185,80 @@ def test_runs_and_iterations(path, is_attached):
         assert recording.runs("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
 
 
-def test_an_evaluator_of_a_trainer_that_is_not_attached_and_is_rewound(path):
-    trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
-    with HDF5Logger(path) as logger:
-        log_output(logger, evaluator, Events.EPOCH_COMPLETED, global_step_transform=global_step_from_engine(trainer))
-        for start in (0, 20):
-            trainer.load_state_dict({"iteration": start, "epoch_length": 10, "max_epochs": 4})
-            trainer.run(range(10))
-    assert read_hdf5(path)["train/accuracy"].steps.tolist() == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("sessions", [1, 3])
-def test_evaluators_between_runs_of_the_trainer(path, sessions):
-    """By its steps an evaluator says that it follows another engine; without such steps its iterations are added."""
-    for session in range(sessions):
-        trainer, own = engine_of(), engine_of(lambda _: {"own": 1.0})
-        Monitor(NoModel(), "own").attach(trainer)
-        follower = engine_of(lambda _, trainer=trainer: {"accuracy": trainer.state.iteration / 8})
-        with HDF5Logger(path, "a", flush_every=7) as logger:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_evaluators_between_runs_of_the_trainer(path, sessions, is_named):
+    """The trainer is named, or has a monitor; the last session evaluates only."""
+    for session in range(sessions + 1):
+        trainer, evaluator = engine_of(), engine_of(lambda _, session=session: {"accuracy": session})
+        with HDF5Logger(path, "a", flush_every=7, trainer=trainer if is_named else None) as logger:
+            log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid")
             log_output(logger, trainer)
-            log_output(logger, own, Events.EPOCH_COMPLETED, tag="own")
-            step = global_step_from_engine(trainer)
-            log_output(logger, follower, Events.EPOCH_COMPLETED, tag="valid", global_step_transform=step)
+            if not is_named:
+                Monitor(NoModel(), "own").log_to(logger, trainer)
             first = max(0, 3 * session - 1)  # resumed one epoch before the last
+            if session == sessions:
+                evaluator.run(range(3))
+                break
             if first:
                 trainer.load_state_dict({"iteration": 5 * first, "epoch_length": 5, "max_epochs": first})
             else:
-                follower.run(range(3))  # before the first iteration
+                evaluator.run(range(3))  # before the first iteration
             for epoch in range(first, 3 * session + 3):
                 trainer.run(range(5), max_epochs=epoch + 1)
-                own.run(range(2))
-                follower.run(range(3))
+                evaluator.run(range(3))
     read, count = read_hdf5(path), 3 * sessions
     assert read["train/loss"].steps.tolist() == list(range(1, 5 * count + 1))
-    assert read["valid/accuracy"].steps.tolist() == list(range(count + 1))
-    assert read.iterations("valid/accuracy").tolist()[1:] == [5 * epoch for epoch in range(1, count + 1)]
-    assert read["valid/accuracy"].values.tolist() == [5 * epoch / 8 for epoch in range(count + 1)]
-    runs = 3 if sessions == 1 else 4
-    assert read.iterations("own/own").tolist() == [2 * (i + 1) for i in range(runs)]
+    assert read.iterations("valid/accuracy").tolist() == [5 * epoch for epoch in (*range(count + 1), count)]
+    assert read["valid/accuracy"].values[-1] == sessions
 
 
 @pytest.mark.parametrize("flush_every", [1, 50])
-def test_a_second_training_under_the_same_names_is_kept_apart(path, flush_every, caplog):
+def test_a_second_training_in_one_logger_loses_nothing(path, flush_every, caplog):
     with HDF5Logger(path, flush_every=flush_every) as logger:
         for scale in (1.0, 100.0):
-            engine = engine_of(lambda i, scale=scale: {"loss": scale / i} | ({"rare": i} if scale == 1 else {}))
-            other = engine_of(lambda i: {"other": float(i)})
+            engine = engine_of(lambda i, scale=scale: {"loss": scale / i})
             log_output(logger, engine)
-            log_output(logger, other)
             engine.run(range(30), max_epochs=1)
-            other.run(range(3), max_epochs=1) if scale == 1 else None
-    second, first = read_hdf5(path), read_hdf5(path, before_run=2)
-    assert second["train/loss"].values.tolist() == [100 / i for i in range(1, 31)]
-    assert set(second) == {"train/loss", "train/other"}
-    assert set(second.runs("train/loss")) == {2}
-    assert first["train/loss"].values.tolist() == [1 / i for i in range(1, 31)]
-    assert first["train/rare"].values.tolist() == list(range(1, 31))
-    assert read_hdf5(path, before_run=0) == {}
+    steps, values = as_lists(path)["train/loss"]
+    assert steps == [*range(1, 31)] * 2
+    assert values == [scale / i for scale in (1.0, 100.0) for i in range(1, 31)]
     [warning] = caplog.messages
-    assert "a second training writes under the names of run 0: read_hdf5(path) returns the second" in warning
+    assert "a second engine writes train/loss: give each training a file of its own" in warning
+
+
+def test_monitors_of_a_second_engine_are_refused_unless_the_trainer_is_named(tmp_path):
+    trainer, other, monitor = engine_of(), engine_of(), Monitor(NoModel(), "own")
+    with HDF5Logger(tmp_path / "a.h5") as logger:
+        monitor.log_to(logger, trainer)
+        with pytest.raises(
+            ValueError, match=r"records one training.*name the one that trains: HDF5Logger\(path, train"
+        ):
+            monitor.log_to(logger, other)
+    with HDF5Logger(tmp_path / "b.h5", trainer=trainer) as logger:
+        for engine in (other, trainer):
+            monitor.log_to(logger, engine)
+
+
+def test_without_a_trainer_a_continued_file_replaces_nothing(path, caplog):
+    for mode, value in (("x", 1.0), ("a", 2.0)):
+        engine = engine_of(lambda _, value=value: {"loss": value})
+        with HDF5Logger(path, mode) as logger:
+            log_output(logger, engine)
+            engine.run(range(3), max_epochs=2)
+    assert as_lists(path)["train/loss"] == ([*range(1, 7)] * 2, [1.0] * 6 + [2.0] * 6)
+    [warning] = caplog.messages
+    assert "a run that resumes replaces no values, since no trainer is known" in warning
+
+
+def test_what_the_file_held_before_a_run(path):
+    for start, value in ((0, 1.0), (4, 2.0), (0, 3.0)):
+        run(path, 6, "a", output=lambda _, value=value: {"loss": value}, start=start)
+    values = [read_hdf5(path, before_run=number).get("train/loss", (0, np.empty(0)))[1].tolist() for number in range(4)]
+    assert values == [[], [1.0] * 6, [1.0] * 4 + [2.0] * 2, [3.0] * 6]
+    assert set(read_hdf5(path, before_run=2).runs("train/loss")) == {0, 1}
     with pytest.raises(ValueError, match="Argument before_run should be at least 0"):
         read_hdf5(path, before_run=-1)
-
-
-def test_a_training_whose_steps_go_on_is_added(path):
-    for mode, offset in (("x", 0), ("a", 20)):
-        engine = engine_of()
-        with HDF5Logger(path, mode) as logger:
-            step = lambda engine, _, offset=offset: engine.state.iteration + offset  # noqa: E731
-            log_output(logger, engine, global_step_transform=step)
-            engine.run(range(20), max_epochs=1)
-    read = read_hdf5(path)
-    assert read["train/loss"].steps.tolist() == read.iterations("train/loss").tolist() == list(range(1, 41))
 
 
 # Runs that restore a checkpoint while their logger stays
@@ -278,7 +271,7 @@ def test_values_after_the_checkpoint_are_superseded(path, every, flush_every, sa
     for start, value[0] in ((0, 1.0), (40, 2.0), (30, 3.0), (45, 4.0)):
         if logger is None or not same_logger:
             engine = engine_of(lambda iteration: {"loss": value[0], f"top/{iteration}": value[0]})
-            logger = HDF5Logger(path, "a", flush_every=flush_every)
+            logger = HDF5Logger(path, "a", flush_every=flush_every, trainer=engine)
             log_output(logger, engine, Events.ITERATION_COMPLETED(every=every))
         resume(engine, start, 60)
         if not same_logger:
@@ -296,7 +289,7 @@ def test_values_after_the_checkpoint_are_superseded(path, every, flush_every, sa
 def test_a_run_from_the_beginning_supersedes_nothing(path):
     """Another loader, another epoch length: what has been recorded stays."""
     engine = engine_of()
-    with HDF5Logger(path) as logger:
+    with HDF5Logger(path, trainer=engine) as logger:
         log_output(logger, engine)
         engine.run(range(20), max_epochs=1)
         engine.state.max_epochs = None
@@ -314,7 +307,7 @@ def test_only_the_run_that_is_continued_loses_values_after_its_checkpoint(path, 
         return {"loss": value[0]} | rare
 
     engine = engine_of(output)
-    logger = HDF5Logger(path)
+    logger = HDF5Logger(path, trainer=engine)
     log_output(logger, engine)
     for value[0] in (1.0, 2.0):
         engine.state.max_epochs = None
@@ -322,7 +315,8 @@ def test_only_the_run_that_is_continued_loses_values_after_its_checkpoint(path, 
     value[0] = 3.0
     if not same_logger:
         logger.close()
-        logger, engine = HDF5Logger(path, "a"), engine_of(output)
+        engine = engine_of(output)
+        logger = HDF5Logger(path, "a", trainer=engine)
         log_output(logger, engine)
     resume(engine, 20, 30)
     logger.close()
@@ -350,7 +344,7 @@ def test_the_engine_is_rewound_without_a_new_run(path, how, start):
         if engine.state.iteration == 40:
             engine.terminate()
 
-    with HDF5Logger(path) as logger:
+    with HDF5Logger(path, trainer=engine) as logger:
         log_output(logger, engine, Events.ITERATION_COMPLETED(every=3))
         log_output(logger, engine, Events.ITERATION_COMPLETED, tag="all")
         handlers = engine._event_handlers[Events.ITERATION_COMPLETED]

@@ -125,8 +125,6 @@ REFUSED = {
     "soft link": moved,
     "link to a file": linked("values", h5py.ExternalLink("whole.h5", "values")),
     "committed type": linked("values", np.dtype("<i8")),
-    "second name": lambda file, folder: file.__setitem__("more", file["values"]),
-    "another dataset": lambda file, folder: file.create_dataset("more", data=[1]),
     "dataset missing": lambda file, folder: file.__delitem__("ids"),
     "group": lambda file, folder: (file.__delitem__("ids"), file.create_group("ids")),
     "unknown version": attribute("version", 9),
@@ -146,32 +144,17 @@ REFUSED = {
     **{
         f"{field} {value} in row {row}": element("rows", row, value, field)
         for row, field, value in [
-            *[
-                (0, "count", -1),
-                (30, "count", 0),
-                (-1, "count", 2**63 - 1),
-                (0, "first_value", -1),
-                (30, "first_value", 10**12),
-            ],
-            *[(0, "first_id", -(2**63)), (-1, "first_id", 2**63 - 1), (0, "nested", 2), (0, "run", -1), (9, "run", 2)],
-            *[(30, "iteration", -1)],
+            *((0, "count", -1), (30, "count", 0), (-1, "count", 2**63 - 1), (0, "first_id", -(2**63))),
+            *((-1, "first_id", 2**63 - 1), (0, "run", -1), (9, "run", 2)),
         ]
-    },
-    **{
-        f"run with {field} {value}": element("runs", 1, value, field)
-        for field, value in [("run", 2), ("run", 0), ("continues", 1), ("continues", -2), ("after", -2), ("start", -5)]
     },
     **{
         f"report {number}": lines(
             json.dumps([*REPORT[:place], value, *REPORT[place + 1 :]]).encode() + b"\n", "reports"
         )
-        for number, (place, value) in enumerate(
-            [(0, -1), (0, 2), (0, True), (1, 2**62 + 1), (1, 1.0), (2, 3), (4, "fatal"), (5, None), (6, "a"), (6, [1])]
-        )
+        for number, (place, value) in enumerate([(0, -1), (0, 2), (1, "a"), (2, 3), (4, "fatal"), (5, None), (6, [1])])
     },
     "report without names": lines(json.dumps(REPORT[:6]).encode() + b"\n", "reports"),
-    "report without an end": lines(json.dumps(REPORT).encode(), "reports"),
-    "names without brackets": lines(b'"a"\n"b"\n"c"\n"d"\n'),
     "a name twice": lines(b'["a", "user", ""]\n' * 4),
     "names of deep nesting": lines(b"[" * 100_000 + b"\n"),
     "names without an end": lines(b'["a", "user", ""]'),
@@ -191,10 +174,7 @@ def test_a_file_with_another_layout(path, what):
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [
-        *(("rows", name) for name in ("step", "iteration", "time")),
-        *(("runs", name) for name in ("start", "after")),
-    ],
+    [("rows", "step"), ("rows", "iteration"), ("rows", "time"), ("runs", "offset"), ("runs", "after")],
 )
 def test_extreme_but_possible_rows_and_runs_are_read(path, name, field):
     for extreme in (0, 10**12, 2**62):
