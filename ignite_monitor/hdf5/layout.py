@@ -62,6 +62,13 @@ class Name(NamedTuple):
     root: str = ""
 
 
+class Position(NamedTuple):
+    """Place of a value or report: the number of the run, and the iteration of the training."""
+
+    run: int
+    iteration: int
+
+
 class RecordedReport(NamedTuple):
     """A line that a monitor has reported.
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
 
 from ignite.engine import Engine
 
-from ignite_monitor.hdf5.layout import LARGEST
-
-if TYPE_CHECKING:
-    from ignite_monitor.hdf5.writer import Writer
+from ignite_monitor.hdf5.layout import LARGEST, Position
+from ignite_monitor.hdf5.writer import Writer
 
 SECONDS = 10.0  # after which rows are written
-
-
-class Position(NamedTuple):
-    """Place of a value or report: the number of the run, and the iteration of the training."""
-
-    run: int
-    iteration: int
 
 
 class RunTracker:

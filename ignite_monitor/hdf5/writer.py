@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.hdf5.double_buffer import DoubleBuffer, Patch
-from ignite_monitor.hdf5.layout import ROW, RUN, Name, one_line, opened, printable
-from ignite_monitor.hdf5.runs import Position
+from ignite_monitor.hdf5.layout import ROW, RUN, Name, Position, one_line, opened, printable
 
 REMEMBERED = 64  # lists of names
 KEPT_BYTES = 2**27  # of rows kept in memory at most while writing fails
