@@ -23,7 +23,7 @@ from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import modules_by_name, tags
-from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.loss import LossRecorder
@@ -59,6 +59,7 @@ def attach_monitors(
     rollback: Mapping[str, Any] | None = None,
     record_spikes: str | os.PathLike[str] | None = None,
     setup_check: bool = True,
+    generators: Iterable[Any] = (),
     group: Group = None,
     prefix: str = "",
     flag: str | None = None,
@@ -105,6 +106,7 @@ def attach_monitors(
         rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
         record_spikes: directory for the batches and RNG states of spikes.
         setup_check: False to attach no ``SetupCheck``.
+        generators: ``generators`` of ``GradMonitor`` and ``RCCHandler``.
         group: the ranks whose optimizers step together, for ``GradMonitor`` and ``RollbackHandler``: a ProcessGroup or
             DeviceMesh. None: those of the model's wrappers, as for all other monitors.
         prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm``.
@@ -140,8 +142,18 @@ def attach_monitors(
     always = Events.ITERATION_STARTED
     sampled = Events.ITERATION_STARTED(event_filter=lambda _, i: i % every == 0 or (i < every and i in _FIRST))
 
-    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss, "group": group}
-    grad = GradMonitor(model, optimizer, scaler=scaler, prefix=f"{start}grad", flag=flag, **reaction)
+    generators = check_generators(generators)
+    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
+    grad = GradMonitor(
+        model,
+        optimizer,
+        scaler=scaler,
+        generators=generators,
+        group=group,
+        prefix=f"{start}grad",
+        flag=flag,
+        **reaction,
+    )
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
     attached = [] if (source := EventSource.on(trainer)) is None else source.monitors
     former = [monitor for monitor in attached if vars(monitor).get(_SET) == prefix]
@@ -171,7 +183,7 @@ def attach_monitors(
         "histograms": HistogramHandler,
         "replicas": partial(ReplicaCheckHandler, optimizer=optimizer),
         "spectral": SpectralNormHandler,
-        "rcc": RCCHandler,
+        "rcc": partial(RCCHandler, generators=generators),
     }
     for name in [extra] if isinstance(extra, str) else extra:
         check_choice("extra", name, *extras)

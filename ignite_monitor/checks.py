@@ -33,7 +33,7 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
     return int(value)
 
 
-def check_type(name: str, value: object, kind: type, described: str) -> None:
+def check_type(name: str, value: object, kind: type | tuple[type, ...], described: str) -> None:
     """Refuse an argument of another type."""
     if not isinstance(value, kind):
         raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")

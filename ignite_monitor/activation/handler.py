@@ -26,7 +26,7 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, parameters_of, tags
-from ignite_monitor.monitor.arguments import check_scaler
+from ignite_monitor.monitor.arguments import check_generators, check_scaler
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import NamedValues, joined
@@ -71,6 +71,8 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         aggregate: aggregation of own functions over passes and micro-batches: ``"mean"``, weighted by the tensors'
             numbers of elements, ``"sum"``, ``"max"`` or ``"min"``.
         scaler: the GradScaler of the train step.
+        generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
+            second pass to restore.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: the start of all names; several handlers on one engine need different ones.
 
@@ -109,6 +111,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         attention: bool = False,
         aggregate: str = "mean",
         scaler: GradScaler | None = None,
+        generators: Iterable[Any] = (),
         group: Group = None,
         prefix: str = "",
     ) -> None:
@@ -130,6 +133,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         }
         check_type("attention", attention, bool, "bool")
         check_scaler(scaler)
+        generators = check_generators(generators)
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
         if differences != (reference is not None):
             raise ValueError(
@@ -144,7 +148,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._attention = attention
         self.warns_without_attention = True
         self._saw_attention: bool | None = None  # in any measured iteration; None without one
-        self._reference = None if reference is None else Reference(model, reference)
+        self._reference = None if reference is None else Reference(model, reference, generators)
         self._pause = Pause()
         self._differences: OutputComparison | None = None
         self._passes: ReferencePasses | None = None

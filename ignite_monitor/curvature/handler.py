@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ignite_monitor.model.isolation import isolated_pass
 from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
@@ -52,6 +52,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         loss: function of a model, without wrappers, and the batch that returns the loss of a train step, a tensor with
             one element. It runs under ``sdpa_kernel(SDPBackend.MATH)``.
         lanczos_steps: number of products for each eigenvalue.
+        generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
+            second pass to restore.
         group: the ranks that hold the same weights, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: start of the keys.
 
@@ -80,6 +82,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         *,
         loss: Callable[[nn.Module, Any], Tensor],
         lanczos_steps: int = 20,
+        generators: Iterable[Any] = (),
         group: Group = None,
         prefix: str = "curvature",
     ) -> None:
@@ -91,6 +94,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.optimizer = optimizer
         self.loss = loss
         self.lanczos_steps = check_count("lanczos_steps", lanczos_steps, least=1)
+        self._generators = check_generators(generators)
         self._measurements = 0
         self._values: dict[str, Tensor] = {}
         self._tridiagonals: dict[str, Tensor] = {}
@@ -153,13 +157,19 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
-        model = separate_copy(root)
+        model, generators = separate_copy(root, self._generators), self._generators
         copies = {id(own): copied for own, copied in zip(root.parameters(), model.parameters(), strict=True)}
         own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
         if len(own) < len(parameters):
             raise RuntimeError("the optimizer holds parameters of another model")
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
-        with isolated_pass(model), forbid_calls_to(root, model), eager(True), second_derivatives, torch.enable_grad():
+        with (
+            isolated_pass(model, generators=generators),
+            forbid_calls_to(root, model),
+            eager(True),
+            second_derivatives,
+            torch.enable_grad(),
+        ):
             hessian = Hessian(self.loss(model, detached_copy(batch)), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,6 +61,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         norm_type: p of the norm: 1, 2 or ``math.inf``.
         reduction: for gradients that no wrapper reduces: ``"mean"`` for the power mean of the ranks' norms, ``"sum"``
             if each rank has another part of the gradient. None for ``"sum"`` with ``group``, else ``"mean"``.
+        generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
+            second pass, which finds the source of a non-finite gradient, to restore.
         group: the ranks whose optimizers step together, a ``ProcessGroup`` or ``DeviceMesh``; None for those of the
             model's wrappers. Gradients of ranks that no wrapper joins are measured when the optimizer steps.
         prefix: prefix of all names, and of ``engine.state.grad_norm``: ``{prefix}_norm``.
@@ -91,11 +93,12 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         max_consecutive_spikes: int = 10,
         norm_type: float = 2.0,
         reduction: str | None = None,
+        generators: Iterable[Any] = (),
         group: Group = None,
         prefix: str = "grad",
         flag: str = "unhealthy_spike",
     ) -> None:
-        super().__init__(model, prefix, flag, max_consecutive_spikes, group)
+        super().__init__(model, prefix, flag, max_consecutive_spikes, generators, group)
         check_optimizer(optimizer, model, optional=True)
         check_scaler(scaler)
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ignite_monitor.gradient.detector import GradientDetector
 from ignite_monitor.gradient.loss import NO_LOSS
 from ignite_monitor.gradient.window import PATIENCE, GradientWindow, Iteration
 from ignite_monitor.model.names import tags
+from ignite_monitor.monitor.arguments import check_generators
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
@@ -50,7 +51,15 @@ class GradientPublisher(DetectionMonitor):
     _detector: GradientDetector
     _action: SpikeAction
 
-    def __init__(self, model: nn.Module, prefix: str, flag: str, max_consecutive_spikes: int, group: Group) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        prefix: str,
+        flag: str,
+        max_consecutive_spikes: int,
+        generators: Iterable[Any],
+        group: Group,
+    ) -> None:
         super().__init__(model, prefix, flag, max_consecutive_spikes, group)
         self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
         if flag == self._norm_attribute:
@@ -59,7 +68,7 @@ class GradientPublisher(DetectionMonitor):
         self.optimizer: Optimizer | None = None
         self._window = GradientWindow()
         self._now = Iteration()
-        self._locator = NonFiniteLocator(model, self.ranks)
+        self._locator = NonFiniteLocator(model, self.ranks, check_generators(generators))
         self._unseen = 0  # consecutive iterations without a gradient
 
     def counts(self) -> Tensor:

@@ -38,13 +38,13 @@ def isolated_pass(
     """Run a second pass of a model: RNG state, generators, buffers and training flags are restored on exit.
 
     The RNG state is that of ``devices``; None for those of the model's parameters and buffers. Generators are those of
-    :func:`generators_of` and others that the user names.
+    :func:`generators_of`.
     """
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
     before = in_second_pass(), torch.is_autocast_cache_enabled()
-    own = [*generators_of(model).values(), *generators]
-    with preserved_rng_state(devices, own), preserved_buffers(model.modules()):
+    own = generators_of(model, generators)
+    with preserved_rng_state(devices, own.values()), preserved_buffers(model.modules()):
         try:
             _thread.in_second_pass = True
             # Weights that are cast here without gradients would be reused where gradients are recorded.
@@ -173,13 +173,13 @@ def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iter
     return restore
 
 
-def generators_of(model: nn.Module) -> dict[tuple[Any, ...], Any]:
-    """Generators of torch, Python and NumPy that a model may use, by name of the module and place.
+def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any, ...], Any]:
+    """Generators of torch, Python and NumPy that a model may use, by name of the module and place, and those named.
 
     These are attributes of modules and of their classes, members of a container or in the closure of such a function,
     and globals of the files in which the classes are.
     """
-    generators: dict[tuple[Any, ...], Any] = {}
+    generators: dict[tuple[Any, ...], Any] = {(place,): item for place, item in enumerate(named)}
     classes: dict[type, str] = {}
     for name, module in named_modules(model):
         own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}

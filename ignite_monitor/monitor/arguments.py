@@ -6,7 +6,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ignite.engine import Engine, Events, EventsList, State
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
+from ignite_monitor.model.isolation import generator_kinds
 from ignite_monitor.model.names import held_by
 
 
@@ -44,6 +45,15 @@ def check_prefix(prefix: str, optional: bool) -> None:
     check_type("prefix", prefix, str, "str")
     if not (prefix or optional) or not re.fullmatch(r"[A-Za-z0-9_./-]*", prefix):
         raise ValueError(f"Argument prefix should be letters, digits, '-', '_', '.' and '/', but given {prefix!r}")
+
+
+def check_generators(generators: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the argument as a tuple; refuse what holds anything but random generators."""
+    check_type("generators", generators, Iterable, "Iterable of random generators")
+    given = tuple(generators)
+    for item in given:
+        check_type("generators", item, generator_kinds(), "torch.Generator, or a generator of Python or NumPy")
+    return given
 
 
 def check_flag(flag: str) -> None:

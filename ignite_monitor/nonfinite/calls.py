@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class ModelCalls(ModuleHook):
         calls: calls since the last backward pass but one ended; of more than :data:`MOST_CALLS`, the last ones.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, generators: Collection[Any]) -> None:
         wrappers = [module for name, module in named_modules(model) if not name]
         # The module that is called eagerly: the user's model, or the compiler's wrapper.
         self._called = next(filter(is_compilers_wrapper, wrappers), wrappers[-1])
@@ -63,6 +63,7 @@ class ModelCalls(ModuleHook):
         self.device: torch.device | None = None
         self._device: torch.device | None = None  # of the generators
         self._generators: list[torch.Generator] = []
+        self._named = generators
         self._own: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
@@ -127,7 +128,7 @@ class ModelCalls(ModuleHook):
         if device != self._device:
             self._device = device
             try:
-                self._own = generators_of(unwrapped(self._called))
+                self._own = generators_of(unwrapped(self._called), self._named)
             except Exception:  # noqa: BLE001 - a module may hold objects of any kind, and training continues
                 self._generators = []
                 return []

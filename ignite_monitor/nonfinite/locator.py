@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from numbers import Number
 from pathlib import Path
@@ -46,10 +46,11 @@ class NonFiniteLocator:
         newest: source of the newest gradient; None if it is finite or the source could not be located.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, generators: Collection[Any] = ()) -> None:
+        self._generators = generators
         self._model, self._ranks = model, ranks
         self._was_finite = True
-        self.calls = ModelCalls(model)
+        self.calls = ModelCalls(model, generators)
         self.newest: NonFiniteSource | None = None
 
     def locate(self, is_finite: bool, is_overflow: bool) -> str | None:
@@ -64,7 +65,8 @@ class NonFiniteLocator:
             self.calls.backward_ended()
             return None
         try:
-            self.newest = _locate(unwrapped(self._model), [*self.calls.calls], is_overflow, self._ranks.size == 1)
+            calls, is_alone = [*self.calls.calls], self._ranks.size == 1
+            self.newest = _locate(unwrapped(self._model), calls, self._generators, is_overflow, is_alone)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.newest = None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
@@ -76,13 +78,15 @@ class NonFiniteLocator:
         return None if self.newest is None else f"the gradient is not finite. {self.newest.text}"
 
 
-def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, single_rank: bool) -> NonFiniteSource | None:
-    _check(root, calls)
+def _locate(
+    root: nn.Module, calls: list[ModelCall], named: Collection[Any], is_overflow: bool, single_rank: bool
+) -> NonFiniteSource | None:
+    _check(root, calls, generators_of(root, named))
     gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
-    model = separate_copy(root)
-    generators = generators_of(model)
+    model = separate_copy(root, named)
+    generators = generators_of(model, named)
     trace = _Trace({module: name for name, module in named_modules(model)})
-    with _isolated(root, model, [generator.device for generator, _ in calls[0].states]):
+    with _isolated(root, model, [generator.device for generator, _ in calls[0].states], named):
         with (
             before_forward(trace.names, trace.enter, first=True),
             after_forward(trace.names, trace.leave),
@@ -118,8 +122,8 @@ def _locate(root: nn.Module, calls: list[ModelCall], is_overflow: bool, single_r
     raise NotLocatedError(text if single_rank else f"{text} on this rank")
 
 
-def _check(root: nn.Module, calls: list[ModelCall]) -> None:
-    modules, generators = list(root.modules()), {place: id(item) for place, item in generators_of(root).items()}
+def _check(root: nn.Module, calls: list[ModelCall], generators: Mapping[Any, Any]) -> None:
+    modules, places = list(root.modules()), {place: id(item) for place, item in generators.items()}
     reasons = {
         "a scripted module has no copy": any(isinstance(module, torch.jit.ScriptModule) for module in modules),
         "the model is sharded": any_dtensor(root.parameters()),
@@ -127,7 +131,7 @@ def _check(root: nn.Module, calls: list[ModelCall]) -> None:
             parameter.device.type not in ("cpu", "cuda") for parameter in root.parameters()
         ),
         "a random number generator of the model has been replaced": any(
-            {place: id(item) for place, (item, _) in call.own.items()} != generators for call in calls
+            {place: id(item) for place, (item, _) in call.own.items()} != places for call in calls
         ),
         "the model was not called as a whole, or is compiled in place": not calls,
         "the model was called too often": len(calls) > MOST_CALLS,
@@ -183,10 +187,10 @@ def _ancestors(tensors: Iterable[Tensor]) -> set[Any]:
 
 
 @contextlib.contextmanager
-def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
+def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device], named: Iterable[Any]) -> Iterator[None]:
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     with (
-        isolated_pass(model, devices),
+        isolated_pass(model, devices, named),
         forbid_calls_to(root, model),
         eager(),
         torch.enable_grad(),

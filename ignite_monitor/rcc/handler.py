@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from torch import nn
 
 from ignite_monitor.keys import RCC
@@ -33,6 +36,8 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
             same structure on the same device.
         include: a regular expression searched in layer names; only matching layers are measured. None for all.
         exclude: a regular expression searched in layer names; matching layers are not measured.
+        generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
+            second pass to restore.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: start of the keys.
 
@@ -55,10 +60,11 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
         reference: str | nn.Module = "init",
         include: Pattern = None,
         exclude: Pattern = None,
+        generators: Iterable[Any] = (),
         group: Group = None,
         prefix: str = "rcc",
     ) -> None:
-        super().__init__(model, prefix, reference, group=group)
+        super().__init__(model, prefix, reference, generators, group)
         selection, modules = Selection(include, exclude), self._reference.modules
         layers = [name for name, module in modules.items() if is_layer(name, module) and name in selection]
         if not layers:

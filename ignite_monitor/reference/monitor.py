@@ -25,9 +25,9 @@ class ReferenceMonitor(Monitor):
 
     _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
 
-    def __init__(self, model: nn.Module, prefix: str, reference: Any, *, group: Group = None) -> None:
+    def __init__(self, model: nn.Module, prefix: str, reference: Any, generators: Iterable[Any], group: Group) -> None:
         super().__init__(model, prefix, group=group)
-        self._reference = Reference(model, reference)
+        self._reference = Reference(model, reference, generators)
         self._pause = Pause()
 
     def _compare(self, names: Iterable[str], comparison: Comparison) -> None:

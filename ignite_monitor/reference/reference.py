@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ignite_monitor.model.isolation import (
 )
 from ignite_monitor.model.modes import without_dispatch_modes, without_saved_tensors_hooks
 from ignite_monitor.model.names import first_difference, modules_by_name, named_modules, shapes, structure, unwrapped
-from ignite_monitor.monitor.arguments import check_whole
+from ignite_monitor.monitor.arguments import check_generators, check_whole
 
 
 class NotComparableError(Exception):
@@ -41,11 +41,12 @@ class Reference:
         is_copy: whether the reference is a copy, which is without the users' hooks, and is saved with the run.
 
     Raises:
-        TypeError: if ``reference`` is neither.
+        TypeError: if ``reference`` is neither, or ``generators`` holds something else.
         ValueError: if it is of another structure, or the model can't be copied.
     """
 
-    def __init__(self, model: nn.Module, reference: str | nn.Module) -> None:
+    def __init__(self, model: nn.Module, reference: str | nn.Module, generators: Iterable[Any] = ()) -> None:
+        self._generators = check_generators(generators)
         check_whole(model)
         for name, module in named_modules(model):
             # Scripted modules are optimized by their number of calls, which a copy shares.
@@ -62,7 +63,7 @@ class Reference:
             _refuse(first_difference(structure(self.root), structure(self.module)))
         elif self.is_copy:
             try:
-                self.module = separate_copy(self.root)
+                self.module = separate_copy(self.root, self._generators)
             except ValueError as error:
                 text = "Argument reference should be a module, since the model has no copy"
                 raise ValueError(f"{text}: {error}") from error
@@ -120,7 +121,8 @@ class Reference:
         Autocast, grad mode and RNG state are the model's too: the last bits depend on all of them.
         """
         # Checkpointing counts the tensors that its block saves and, if it is selective, its operations.
-        with isolated_pass(self.modules[name]), without_saved_tensors_hooks(), without_dispatch_modes():
+        isolated = isolated_pass(self.modules[name], generators=self._generators)
+        with isolated, without_saved_tensors_hooks(), without_dispatch_modes():
             for copied in self.modules[name].modules():
                 path = self._names.get(copied)
                 if path is not None and copied.training != self._model_modules[path].training:
@@ -157,9 +159,10 @@ class _DetachedTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def separate_copy(model: nn.Module) -> nn.Module:
-    """Deep copy of a model without the users' forward and backward hooks; ValueError if it can't be made."""
-    memo = {id(hook): hook for hooks in user_forward_hooks(model.modules()).values() for hook in hooks.values()}
+def separate_copy(model: nn.Module, generators: Collection[Any]) -> nn.Module:
+    """Deep copy of a model without the users' hooks, which shares generators; ValueError if it can't be made."""
+    hooks = [hook for own in user_forward_hooks(model.modules()).values() for hook in own.values()]
+    memo = {id(item): item for item in (*hooks, *generators)}
     try:
         with preserved_rng_state({item.device for item in model.parameters()}):
             separate: nn.Module = detached_copy(model, memo)

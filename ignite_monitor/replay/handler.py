@@ -19,7 +19,7 @@ from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.names import listed
-from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.replay.second_pass import Flags, SecondPass, SecondPassEnded
@@ -43,6 +43,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped), with all modules that it trains.
         optimizer: its optimizer.
+        generators: random generators that the train step uses, and that it and its modules do not reach.
         group: the ranks that replay together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
@@ -56,9 +57,18 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             replay.attach(trainer, Events.ITERATION_STARTED(every=1000))
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, group: Group = None, prefix: str = "replay") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        generators: Iterable[Any] = (),
+        group: Group = None,
+        prefix: str = "replay",
+    ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
+        self._generators = check_generators(generators)
         self.reset_run_state()
 
     def reset_run_state(self) -> None:
@@ -80,7 +90,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         owned = ["dataloader", "metrics", *(name for monitor in source.monitors for name in monitor.attributes)]
         alive = [item for reference in self._objects or () if (item := reference()) is not None]
         objects = sorted(alive, key=lambda item: isinstance(item, nn.Module))  # whose names come first
-        second = SecondPass(self.model, source.train_step, objects, owned)
+        second = SecondPass(self.model, source.train_step, objects, owned, self._generators)
 
         def replay(*step: Any) -> None:
             if in_second_pass():

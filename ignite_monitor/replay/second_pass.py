@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from traceback import walk_tb
@@ -33,10 +33,12 @@ class SecondPass:
     """State before a train step, its gradients, and those of a second pass.
 
     ``objects`` are all modules and optimizers of the process, ``owned`` the attributes of the engine's state that are
-    not the train step's.
+    not the train step's, ``named`` further random generators.
     """
 
-    def __init__(self, model: nn.Module, train_step: partial[Any], objects: list[Any], owned: list[str]) -> None:
+    def __init__(
+        self, model: nn.Module, train_step: partial[Any], objects: list[Any], owned: list[str], named: Iterable[Any]
+    ) -> None:
         self.is_replayed = False
         self.passes = self._left = 0  # backward passes of the first pass, and of the second one still to come
         self.gradients, self._second = dict[str, Tensor](), dict[str, Tensor]()  # after the last backward, by name
@@ -46,7 +48,7 @@ class SecondPass:
         with self.errors_noted():
             self._state = self._read_state()
             devices = {item.device for item in (*model.parameters(), *model.buffers())}
-            self._random = devices, [*self._state.generators, *isolation.generators_of(model).values()]
+            self._random = devices, [*self._state.generators, *isolation.generators_of(model, named).values()]
             self._restore_rng = isolation.rng_restorer(*self._random)
             self._buffers = isolation.copied_buffers(self._modules)
             self._earlier = {item: item.grad.clone() for item in model.parameters() if item.grad is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
             of the same structure.
         include: a regular expression that the names of measured layers contain; None for all layers.
         exclude: a regular expression that they must not contain.
+        generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
+            second pass to restore.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
@@ -77,13 +79,14 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         reference: str | nn.Module = "init",
         include: Pattern = None,
         exclude: Pattern = None,
+        generators: Iterable[Any] = (),
         group: Group = None,
         prefix: str = "alignment",
     ) -> None:
         parametrization = model_or_parametrization if isinstance(model_or_parametrization, Parametrization) else None
         model: Any = model_or_parametrization if parametrization is None else parametrization.model
         check_type("model_or_parametrization", model, nn.Module, "torch.nn.Module or Parametrization")
-        super().__init__(model, prefix, reference, group=group)
+        super().__init__(model, prefix, reference, generators, group)
         sample_size = check_count("sample_size", sample_size, least=1)
         selection = Selection(include, exclude)
         measurable = measurable_layers(self._reference.root, parametrization)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,6 +54,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         c_ema: share of an exponent's old value that is kept at each solve, at least 0 and less than 1.
         reference: ``"init"`` for a frozen copy of the model as it is now, which is saved with the handler; or a module
             of the same structure, such as a copy from before ``fully_shard``.
+        generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
+            second pass to restore.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
 
     Attributes:
@@ -87,13 +89,14 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         sample_size: int = 32,
         c_ema: float = 0.0,
         reference: str | nn.Module = "init",
+        generators: Iterable[Any] = (),
         group: Group = None,
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_optimizer(optimizer)
         if not has_step_hooks(optimizer):
             raise ValueError("Argument optimizer should call step hooks (if it wraps an optimizer, give that one)")
-        super().__init__(parametrization.model, "maxp", reference, group=group)
+        super().__init__(parametrization.model, "maxp", reference, generators, group)
         self.parametrization = parametrization
         self.optimizer = optimizer
         self._warmup_steps = check_count("warmup_steps", warmup_steps)

@@ -10,8 +10,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from ignite.engine import Engine, Events
 from torch import nn
 
+from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor, RCCHandler, ReplayCheckHandler
 from ignite_monitor.model.isolation import (
     capture_rng_state,
     generators_of,
@@ -21,6 +23,7 @@ from ignite_monitor.model.isolation import (
     restore_rng_state,
 )
 from ignite_monitor.model.names import hookable, modules_by_name
+from ignite_monitor.scaling import AlignmentHandler
 
 BIT_GENERATORS = [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]
 
@@ -142,16 +145,74 @@ def test_a_scripted_module_keeps_its_buffers():
 
 
 @pytest.mark.parametrize("generator", [torch.Generator(), random.Random(), np.random.default_rng()], ids=type)
-@pytest.mark.parametrize("given", [True, False])
-def test_generators_that_are_given_or_that_the_user_names_are_restored(generator, given):
+def test_generators_that_the_user_names_are_restored(generator):
     def draw():
         return torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random()
 
-    model = nn.Linear(1, 1)
-    model.generators = [] if given else [generator]
-    with isolated_pass(model, generators=[generator] if given else ()):
+    with isolated_pass(nn.Linear(1, 1), generators=[generator]):
         inside = draw()
     assert inside == draw()
+
+
+class Service:
+    """An object of a library, in which no generator is looked for."""
+
+    __module__ = "torch.service"
+
+    def __init__(self):
+        self.random = torch.Generator().manual_seed(0)
+
+
+class Served(nn.Module):
+    def __init__(self, service):
+        super().__init__()
+        self.linear, self.noise = nn.Linear(3, 3), lambda x: torch.rand(x.shape, generator=service.random)
+
+    def forward(self, x):
+        return self.linear(x * self.noise(x))
+
+
+MAKE = {
+    "RCCHandler": lambda model, _, **options: RCCHandler(model, **options),
+    "AlignmentHandler": lambda model, _, **options: AlignmentHandler(model, **options),
+    "ActivationHandler": lambda model, _, **options: ActivationHandler(
+        model, activation_differences=True, reference="init", **options
+    ),
+    "CurvatureHandler": lambda model, optimizer, **options: CurvatureHandler(
+        model, optimizer, loss=lambda model, batch: model(batch).square().mean(), **options
+    ),
+    "ReplayCheckHandler": ReplayCheckHandler,
+    "GradMonitor": GradMonitor,
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_handlers_restore_the_generators_that_they_are_given(make):
+    def train(generators=None):
+        torch.manual_seed(0)
+        service = Service()
+        model = Served(service)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(engine, x):
+            optimizer.zero_grad()
+            (model(x).sum() / (engine.state.iteration != 2)).backward()  # whose source GradMonitor looks for
+            if engine.state.iteration != 2:
+                optimizer.step()
+
+        trainer = Engine(train_step)
+        if generators is not None:
+            monitor = make(model, optimizer, generators=generators(service.random))
+            monitor.attach(trainer, Events.ITERATION_STARTED)
+        trainer.run([torch.ones(2, 3)] * 3)
+        return service.random.get_state()
+
+    expected = train()
+    assert torch.equal(train(lambda generator: [generator]), expected)
+    assert not torch.equal(train(lambda _: ()), expected)
+    for refused in (3, torch.Generator(), [3]):
+        with pytest.raises(TypeError, match="generators should be of type"):
+            train(lambda _, refused=refused: refused)
 
 
 @pytest.mark.parametrize(("training", "frozen", "excluded"), [(0, 1, True), (1, 1, False), (0, 0, True)])

@@ -128,7 +128,7 @@ def test_a_copy_has_no_hooks_of_users():
         model[1].register_full_backward_hook(print),
         model[1].register_full_backward_pre_hook(print),
     ]
-    separate = separate_copy(model)
+    separate = separate_copy(model, [])
     separate(torch.ones(1, 2)).sum().backward()
     assert sum(len(vars(model[i])[key]) for i in (0, 1) for key in vars(model[i]) if key.endswith("_hooks")) == len(
         handles
