@@ -26,9 +26,10 @@ from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, parameters_of, tags
-from ignite_monitor.monitor.arguments import check_generators, check_scaler
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.arguments import check_generators
+from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group, RankReduction
+from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.monitor.transfer import NamedValues, joined
 from ignite_monitor.reference.passes import JOINED, Pause, ReferencePasses
 from ignite_monitor.reference.reference import Reference
@@ -39,7 +40,7 @@ _OTHER_SHAPE = Reason("other_shape", "the reference's parameter has another shap
 Metrics = Mapping[str, Any] | bool | None
 
 
-class ActivationHandler(Monitor, schema=ACTIVATION):
+class ActivationHandler(ScaledMonitor, schema=ACTIVATION):
     r"""Publish statistics of module outputs, attention, parameters and gradients, by name.
 
     {keys}
@@ -132,7 +133,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
             family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
         }
         check_type("attention", attention, bool, "bool")
-        check_scaler(scaler)
+        self._set_scaler(scaler)
         generators = check_generators(generators)
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
         if differences != (reference is not None):
@@ -140,7 +141,6 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
                 "Argument reference should be 'init' or a module with activation_differences or parameter_differences, "
                 f"and None without, but given {type(reference)}"
             )
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._selection = Selection(include, exclude)
         names = [name or "_root_" for name in modules_by_name(model)] + [name for name, _, _ in named_parameters(model)]
         if not any(name in self._selection for name in names):
@@ -183,6 +183,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
 
     def handlers(self) -> Handlers:
         gradient_handlers: Handlers = [
+            *super().handlers(),
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
         ]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count
+from ignite_monitor.detection.counting import CountingMonitor
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
 from ignite_monitor.model.modes import users_grad_mode
-from ignite_monitor.monitor.base import Monitor, check_flag
+from ignite_monitor.monitor.base import check_flag
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published, is_cpu
 
 
-class DetectionMonitor(Monitor):
+class DetectionMonitor(CountingMonitor):
     """Reports spikes and resets of a threshold."""
 
     on_spike: Callable[[Any, Any], Any] | str | None = None  # called at a spike, if it is a function

@@ -12,13 +12,13 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_choice
+from ignite_monitor.detection.scalar import ScalarMonitor
 from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import NEGLIGIBLE, loaded
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import DRIFT
 from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.monitor.base import NoModel
-from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.monitor.transfer import DeferredFlag
 
 _SIDES = {"up": (1.0, 0.0), "down": (0.0, 1.0), "both": (1.0, 1.0)}

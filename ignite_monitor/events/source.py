@@ -28,7 +28,6 @@ from ignite_monitor.events.gradient_tracker import (
 )
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
-from ignite_monitor.events.run_summary import log_run_summary
 from ignite_monitor.events.step_owner import StepOwner
 from ignite_monitor.model._torch import (
     EVENT_HANDLERS,
@@ -328,8 +327,7 @@ class EventSource:
     def _end(self, engine: Engine | None = None) -> None:
         for monitor in self.monitors:
             if engine is not None:  # after an error the device may not answer
-                log_run_summary(monitor)
-            monitor.run_summary = None
+                monitor.on_run_completed()
             monitor.on_run_end()
         self._uninstall()
 

@@ -17,7 +17,6 @@ from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.detection.thresholds import Threshold, as_rule
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector
@@ -26,7 +25,7 @@ from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import Iteration
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
-from ignite_monitor.monitor.arguments import check_optimizer, check_scaler
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
@@ -100,13 +99,12 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
     ) -> None:
         super().__init__(model, prefix, flag, max_consecutive_spikes, generators, group)
         check_optimizer(optimizer, model, optional=True)
-        check_scaler(scaler)
+        self._set_scaler(scaler)
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._action = SpikeAction(on_spike, optimizer)
         self.optimizer = optimizer
         self.acts_on = self._action.acts_on
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.on_spike = on_spike
         self._detector = GradientDetector(
             model,
@@ -122,6 +120,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def handlers(self) -> Handlers:
         return [
+            *super().handlers(),
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
@@ -130,7 +129,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def start_iteration(self, engine: Engine) -> None:
         iteration = engine.state.iteration
-        self.run_summary = self.run_summary or RunSummary(self.run_totals())
+        super().start_iteration(engine)
         # Steps of iterations that are not monitored are not seen.
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
@@ -209,8 +208,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if taken is None:
             return
         self._now.stepped = self._now.stepped | (made := step.made)
-        if self.run_summary is not None:
-            self.run_summary.step(step.optimizer, made)
+        self._count_step(step.optimizer, made)
         if taken.updates:
             self._detector.observe(taken.detection)
 

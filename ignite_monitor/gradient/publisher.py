@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_monitor.detection.monitor import DetectionMonitor
+from ignite_monitor.detection.run_summary import SummarizedMonitor
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike
@@ -25,6 +26,7 @@ from ignite_monitor.gradient.window import PATIENCE, GradientWindow, Iteration
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.arguments import check_generators
 from ignite_monitor.monitor.ranks import Group
+from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.monitor.transfer import as_published, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
@@ -44,7 +46,7 @@ _NOT_POSITIVE = (
 )
 
 
-class GradientPublisher(DetectionMonitor):
+class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
     """Base of GradMonitor: state, flag, norm, metrics, events and log lines."""
 
     _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")

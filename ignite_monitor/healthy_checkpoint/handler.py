@@ -13,9 +13,9 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
 
 from ignite_monitor.checks import check_count
+from ignite_monitor.detection.counting import CountingMonitor
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.tensors import loss_in
-from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 
@@ -49,7 +49,7 @@ class HealthyCheckpoint(Checkpoint):
         to_save: Any,
         save_handler: Any,
         *,
-        monitors: list[Monitor] | None = None,
+        monitors: list[CountingMonitor] | None = None,
         quiet: int = 20,
         group: Group = None,
         **kwargs: Any,
@@ -57,7 +57,7 @@ class HealthyCheckpoint(Checkpoint):
         super().__init__(to_save, save_handler, **kwargs)
         self.greater_or_equal |= self.score_function is None  # a postponed file may have the name of the next one
         for monitor in monitors or ():
-            if not isinstance(monitor, Monitor) or monitor.counts() is None:
+            if not isinstance(monitor, CountingMonitor):
                 raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
         self.monitors, self.quiet = monitors, check_count("quiet", quiet, least=1)
         self._training = TrainingState(to_save)
@@ -156,4 +156,4 @@ class HealthyCheckpoint(Checkpoint):
 
     def _spikes(self, engine: Engine) -> dict[str, Any]:
         monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
-        return {item.prefix: counts[0] for item in monitors if (counts := item.counts()) is not None}
+        return {item.prefix: item.counts()[0] for item in monitors if isinstance(item, CountingMonitor)}

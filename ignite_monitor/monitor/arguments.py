@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 from ignite.engine import Engine, Events, EventsList, State
 from ignite.engine.events import CallableEventWithFilter
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -106,16 +104,6 @@ def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithF
     return events
 
 
-def steps_through_scaler() -> bool:
-    """Return True if an enabled GradScaler makes the optimizer's step that is running."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is GradScaler.step.__code__:
-            return bool(frame.f_locals["self"].is_enabled())
-        frame = frame.f_back
-    return False
-
-
 def check_optimizer(optimizer: Any, model: nn.Module | None = None, *, optional: bool = False) -> None:
     """Refuse an object that is none of torch's optimizers; a ValueError if it holds none of a model's parameters."""
     if optional and optimizer is None:
@@ -124,12 +112,6 @@ def check_optimizer(optimizer: Any, model: nn.Module | None = None, *, optional:
     check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer" + " or None" * optional)
     if model is not None and held_by(optimizer).isdisjoint(map(id, model.parameters())):
         raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
-
-
-def check_scaler(scaler: object) -> None:
-    """Refuse an object that is no GradScaler of torch, nor None."""
-    if scaler is not None:
-        check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
 
 
 def check_whole(model: nn.Module) -> None:

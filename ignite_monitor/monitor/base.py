@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
-from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.model.names import Pattern, Selection
@@ -88,7 +87,6 @@ class Monitor(Serializable):
         self.families = [self._named(family) for family in families] or [prefix]
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
-        self.run_summary: RunSummary | None = None  # of the current run, in monitors with run_totals()
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._engine: weakref.ref[Engine] | None = None
         self._source: EventSource | None = None
@@ -98,7 +96,6 @@ class Monitor(Serializable):
         self.reports: list[Report] = []
         self._reported_kinds: set[str] = set()
         self._monitored = False
-        self.lacks_scaler: bool | None = None  # whether a GradScaler that was not given steps; None before a step
         self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
         self._is_resolved = True  # False until deferred values have been resolved
 
@@ -120,28 +117,20 @@ class Monitor(Serializable):
         """Return context managers to enter around the train step."""
         return []
 
+    def on_run_completed(self) -> None:
+        """Report at the end of a run that no error has ended; comes before :meth:`on_run_end`."""
+
     def on_run_end(self) -> None:
         """Report at the end of a run."""
 
     def reset_run_state(self) -> None:
         """Release everything that belongs to a run that ended or was interrupted."""
 
-    def run_totals(self) -> dict[str, float | Tensor]:
-        """Return the counts for the log line at the end of a run, over all runs: word -> count."""
-        return {}
-
     def clear(self, engine: Engine) -> None:
         """Reset metrics and attributes, at the start of every iteration and on detaching."""
         self.clear_metrics()
         for name, value in self.attributes.items():
             setattr(engine.state, name, value)
-
-    def counts(self) -> Tensor | None:
-        """Return the numbers of spikes, non-finite values and resets so far; None without a threshold."""
-        return None
-
-    def reset_threshold(self) -> None:
-        """Reset the running statistics of the threshold; counts are kept."""
 
     def deferred_tensors(self) -> list[Tensor]:
         """Return tensors to bring to the host in the same transfer as published values."""
@@ -180,8 +169,6 @@ class Monitor(Serializable):
         events = arguments.events_of(event, only=Events.ITERATION_STARTED)
         arguments.check_attachable(self, engine, replaced)
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
-        if getattr(self, "scaler", self) is None and MonitorEvents.GRADIENTS_READY in dict(handlers):
-            handlers = [*handlers, (MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)]
         arguments.check_handlers(self, handlers, engine_handlers)
         self.ranks.resolve()
         self._source, self._engine = EventSource.of(engine), weakref.ref(engine)
@@ -207,7 +194,7 @@ class Monitor(Serializable):
         if self._source is not None:
             self._source.remove(self)
         self.ranks.release()
-        self._source, self._engine, self._monitored, self.run_summary = None, None, False, None
+        self._source, self._engine, self._monitored = None, None, False
 
     def detach(self) -> None:
         """Undo :meth:`attach` and :meth:`log_to`: remove all hooks, handlers, metrics and attributes."""
@@ -318,13 +305,6 @@ class Monitor(Serializable):
     def _title(self) -> str:
         """Class and prefix, as log messages begin."""
         return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
-
-    def _check_scaler(self, engine: Engine, step: Any) -> None:
-        if self.lacks_scaler is None and step.parameters:
-            self.lacks_scaler = arguments.steps_through_scaler()
-            if self.lacks_scaler:
-                text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"
-                self.report("scaler_not_given", text)
 
     def _attached_to(self) -> Engine | None:
         return None if self._engine is None else self._engine()

@@ -23,9 +23,10 @@ from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.tensors import count_items
-from ignite_monitor.monitor.arguments import check_optimizer, check_scaler
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import NOT_REDUCED
+from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
 from ignite_monitor.noise_scale.increments import Increment, IncrementObserver, sums_of
 
@@ -33,7 +34,7 @@ _WIDEST = 10.0  # ratio of the ends of a published interval
 _PATIENCE = 50  # monitored steps without a value before a warning
 
 
-class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
+class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     r"""Estimate the simple noise scale: the batch size at which noise and signal of the gradient are equally large.
 
     .. math:: B = \frac{\mathrm{tr}\,\Sigma}{|G|^2}
@@ -98,8 +99,8 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
             )
         check_function("items", items, "the batch")
         self.optimizer = optimizer
-        check_scaler(scaler)
-        self.items, self.scaler = items, scaler
+        self._set_scaler(scaler)
+        self.items = items
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step
         self._closed: list[list[Increment]] = []  # of this iteration's steps
@@ -121,6 +122,7 @@ class GradientNoiseScaleHandler(Monitor, schema=NOISE_SCALE):
 
     def handlers(self) -> Handlers:
         return [
+            *super().handlers(),
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),

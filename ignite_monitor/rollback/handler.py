@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_type
+from ignite_monitor.detection.counting import CountingMonitor
+from ignite_monitor.detection.run_summary import SummarizedMonitor
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
-from ignite_monitor.events.run_summary import RunSummary
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.tensors import loss_in
-from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
+from ignite_monitor.monitor.base import Handlers, NoModel
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import ADAPTING, WATCHING, Action, RecoveryPolicy
@@ -27,7 +28,7 @@ from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState
 from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
-class RollbackHandler(Monitor, schema=ROLLBACK):
+class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     """Restore an in-memory snapshot when training diverges, and skip the batches seen since that snapshot (PaLM, 5.1).
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
@@ -174,9 +175,6 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
         state = clone(self._training.state(), self._on_host)
         return {"iteration": iteration, "state": state, "thresholds": self._thresholds()}
 
-    def start_iteration(self, engine: Engine) -> None:
-        self.run_summary = self.run_summary or RunSummary(self.run_totals())
-
     def run_totals(self) -> dict[str, float | Tensor]:
         return {"rolled back": self._count, "discarded": self._discarded_count}
 
@@ -298,9 +296,9 @@ class RollbackHandler(Monitor, schema=ROLLBACK):
     def _device(self) -> torch.device:
         return device_of(self._training.modules[0])
 
-    def _monitors(self) -> list[Monitor]:
+    def _monitors(self) -> list[CountingMonitor]:
         attached = self._source.monitors if self._source is not None else []
-        return [monitor for monitor in attached if type(monitor).counts is not Monitor.counts]
+        return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
 
     def _reset_thresholds(self) -> None:
         self._loss_threshold.reset()

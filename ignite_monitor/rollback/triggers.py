@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.detection.counting import CountingMonitor
 from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import State, ThresholdRule
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
@@ -117,7 +117,7 @@ class Triggers:
     def collect(
         self,
         loss: float | Tensor | None,
-        monitors: Sequence[Monitor],
+        monitors: Sequence[CountingMonitor],
         ranks: Ranks,
         device: torch.device,
         iteration: int,

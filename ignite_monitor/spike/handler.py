@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ignite_monitor.checks import check_choice
 from ignite_monitor.detection.monitor import DetectionMonitor
+from ignite_monitor.detection.scalar import ScalarMonitor
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, largest_usable
 from ignite_monitor.detection.thresholds import StaticThreshold, Threshold, as_rule
 from ignite_monitor.events.monitor_events import Spike
 from ignite_monitor.keys import SPIKE
 from ignite_monitor.model.devices import move_like
 from ignite_monitor.monitor.base import NoModel
-from ignite_monitor.monitor.scalar import ScalarMonitor
 from ignite_monitor.monitor.transfer import as_published
 
 _SIGNS = {"up": (1.0,), "down": (-1.0,), "both": (1.0, -1.0)}

@@ -20,8 +20,9 @@ from ignite_monitor.keys import WEIGHT_UPDATE
 from ignite_monitor.model.names import named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.arguments import check_optimizer, check_scaler
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.base import Handlers
+from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.weight_update.frozen import FrozenParameters
 from ignite_monitor.weight_update.train_step import UpdateMeasurement
 
@@ -50,7 +51,7 @@ class ParameterDiagnostics(NamedTuple):
     is_frozen: bool
 
 
-class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
+class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
     r"""Measure how far each train step moves every parameter, and find parameters that have stopped learning.
 
     The update ratio of a parameter is
@@ -113,9 +114,8 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
     ) -> None:
         super().__init__(model, prefix)
         check_optimizer(optimizer, model, optional=True)
-        check_scaler(scaler)
+        self._set_scaler(scaler)
         self.optimizer = optimizer
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.vanishing_grad_threshold = check_real("vanishing_grad_threshold", vanishing_grad_threshold, least=0.0)
         self.exploding_grad_threshold = check_real("exploding_grad_threshold", exploding_grad_threshold, least=0.0)
@@ -177,6 +177,7 @@ class WeightUpdateHandler(Monitor, schema=WEIGHT_UPDATE):
 
     def handlers(self) -> Handlers:
         return [
+            *super().handlers(),
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (Phase.STEP_DECIDED, self._on_step_decided),
             (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),

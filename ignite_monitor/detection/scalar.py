@@ -6,37 +6,37 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_function
+from ignite_monitor.detection.counting import CountingMonitor
 from ignite_monitor.events.monitor_events import Phase
 from ignite_monitor.model.devices import wide_dtype
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.base import Handlers
 
 
-class ScalarMonitor(Monitor):
+class ScalarMonitor(CountingMonitor):
     """Reads a function of the engine after the train step, when the other monitors have published.
 
     Attributes:
         value: function of the engine that returns a number, a tensor with one element, or None for no value.
     """
 
-    value: Callable[[Engine], float | Tensor | None]
+    value: Callable[[Any], float | Tensor | None]
     _missing = 0  # iterations without a value, as long as there was none
     _PATIENCE = 50
 
     def handlers(self) -> Handlers:
         return [(Phase.VALUES_PUBLISHED, self._on_values_published)]  # the value may be one of theirs
 
-    def _on_values_published(self, engine: Engine) -> None:
+    def _on_values_published(self, engine: Any) -> None:
         if self._is_running:
             self._detect(engine)
 
-    def _detect(self, engine: Engine) -> None:
+    def _detect(self, engine: Any) -> None:
         raise NotImplementedError
 
-    def _set_value(self, value: Callable[[Engine], float | Tensor | None]) -> None:
+    def _set_value(self, value: Callable[[Any], float | Tensor | None]) -> None:
         check_function("value", value, "the engine", optional=False)
         self.value = value
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")  # as those of :meth:`counts`
@@ -48,7 +48,7 @@ class ScalarMonitor(Monitor):
     def _saved_counts(state_dict: Mapping[str, Any]) -> Tensor:
         return torch.as_tensor(state_dict["counts"], dtype=torch.float64, device="cpu").reshape(3).clone()
 
-    def _read(self, engine: Engine) -> Tensor | None:
+    def _read(self, engine: Any) -> Tensor | None:
         """Return the value as a 0-dim tensor; None without one."""
         value = self.value(engine)
         if value is None:

@@ -1,0 +1,49 @@
+"""Base of the monitors that divide gradients by the loss scale."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+
+from ignite_monitor.checks import check_type
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.monitor.base import Handlers, Monitor
+
+
+class ScaledMonitor(Monitor):
+    """Reports a GradScaler that makes the steps, but was not given; a subclass extends :meth:`handlers`.
+
+    Attributes:
+        scaler: the GradScaler, or None.
+        lacks_scaler: whether a GradScaler that was not given makes the steps; None before a step.
+    """
+
+    scaler: GradScaler | None = None  # an enabled one
+    lacks_scaler: bool | None = None
+
+    def _set_scaler(self, scaler: GradScaler | None) -> None:
+        if scaler is not None:
+            check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+
+    def handlers(self) -> Handlers:
+        return [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)] if self.scaler is None else []
+
+    def _check_scaler(self, engine: Any, step: Any) -> None:
+        if self.lacks_scaler is None and step.parameters:
+            self.lacks_scaler = _steps_through_scaler()
+            if self.lacks_scaler:
+                text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"
+                self.report("scaler_not_given", text)
+
+
+def _steps_through_scaler() -> bool:
+    """Return True if an enabled GradScaler makes the optimizer's step that is running."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
