@@ -201,11 +201,6 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         if not triggers.unhealthy and iteration >= limits.WARMUP:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
-        if all(triggers.signs):
-            text = (
-                "the loss has been negative and positive: neither its rise nor a threshold's reset triggers a rollback"
-            )
-            self.report("loss_changes_sign", text, severity="note")
         if signals.is_nonfinite:
             signals.ruin = self._ruin(iteration)
         was_phase, values = policy.phase, dict[str, float]()

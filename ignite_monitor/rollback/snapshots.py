@@ -89,6 +89,13 @@ class TrainingState:
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
         inner = [obj.optimizer if isinstance(obj, Sharded) else obj for obj in self.objects.values()]
         self.optimizers = [obj for obj in inner if hasattr(obj, "register_step_post_hook")]
+        for name, state in self.state().items():
+            tensors = {id(tensor): tensor for _, tensor in tensors_in(state)}
+            try:
+                copy.deepcopy(state, tensors)  # of all but the tensors
+            except Exception as error:
+                text = f"Argument to_save should hold objects whose state can be copied, but {name!r}: {error}"
+                raise TypeError(text) from error
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
@@ -150,24 +157,29 @@ def finite(state: Any) -> dict[str, bool]:
 
 
 def _state_of(obj: Any) -> Any:
-    """The state itself, nothing copied; of modules with non-persistent buffers."""
-    if isinstance(obj, nn.Module):
-        tensors, extra = dict[int, tuple[str, Tensor]](), dict[str, Any]()
-        for path, module in obj.named_modules():
-            for name, tensor in chain(parameters_in(module).items(), buffers_in(module).items()):
-                if tensor is not None:
-                    tensors.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                extra[path] = module.get_extra_state()
-        return {"tensors": dict(tensors.values()), "extra": extra}
-    return obj.state_dict()
+    """The state itself, nothing copied; of modules each tensor once, and the name of its entry for every name."""
+    if not isinstance(obj, nn.Module):
+        return obj.state_dict()
+    tensors, names, extra = dict[str, Tensor](), dict[str, str](), dict[str, Any]()
+    first_names = dict[int, str]()
+    for path, module in obj.named_modules():
+        for name, tensor in chain(parameters_in(module).items(), buffers_in(module).items()):
+            if tensor is not None:
+                full = f"{path}.{name}" if path else name
+                names[full] = first_names.setdefault(id(tensor), full)
+                tensors[names[full]] = tensor
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            extra[path] = module.get_extra_state()
+    return {"tensors": tensors, "names": names, "extra": extra}
 
 
 def _restore(obj: Any, state: Any) -> None:
     if isinstance(obj, nn.Module):
-        current = _state_of(obj)["tensors"]
-        for name, tensor in clone(state["tensors"], into=current).items():
-            known = current.get(name)
+        now = _state_of(obj)
+        current = {name: now["tensors"][first] for name, first in now["names"].items()}
+        restored = clone(state["tensors"], into=current)
+        for name, first in state["names"].items():
+            known, tensor = current.get(name), restored[first]
             if isinstance(known, nn.Parameter) and tensor is not known:  # of another shape or dtype
                 known.data = tensor
             elif tensor is not known:

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import os
+import threading
 
 import pytest
 import torch
@@ -65,22 +66,29 @@ def test_everything_is_bitwise_that_of_the_snapshot(optimizer, arguments, restor
     assert all(group["lr"] is rate for group, rate in zip(groups, rates, strict=False))
 
 
-def test_a_buffer_of_another_shape_and_a_replaced_one_are_restored():
+def test_a_buffer_of_another_shape_and_replaced_ones_are_restored():
+    """One of them is shared by two modules, and is so again afterwards."""
     training = Training(names=["model", "optimizer"])
     model = training.model
     model.register_buffer("queue", torch.zeros(1), persistent=False)
+    for module in (model[0], model[4]):
+        module.register_buffer("shared", model.queue, persistent=False)
 
     def grow(engine):
         model.queue = torch.cat((model.queue, torch.ones(1)))
+        model[4].shared = torch.ones(1)
         model.steps = model.steps + 0.5
 
     training.trainer.add_event_handler(Events.ITERATION_STARTED, grow)
-    sizes = []
+    restored = []
     training.trainer.add_event_handler(
-        MonitorEvents.ROLLED_BACK, lambda engine: sizes.append((len(model.queue), float(model.steps)))
+        MonitorEvents.ROLLED_BACK,
+        lambda engine: restored.append((model.queue, model[0].shared, model[4].shared, float(model.steps))),
     )
     training.run(make_batches(8), request=[5])
-    assert sizes == [(1, 0.0)]
+    [(queue, first, last, steps)] = restored
+    assert (queue.tolist(), steps) == ([0.0], 0.0)
+    assert queue is first is last
 
 
 def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
@@ -522,6 +530,16 @@ def test_attached_while_an_iteration_starts():
     assert training.of("count")[40] == 1
 
 
+class Uncopied:
+    """An object whose state can't be copied."""
+
+    def state_dict(self):
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
@@ -529,6 +547,11 @@ def test_attached_while_an_iteration_starts():
         ({"to_save": {}}, ValueError, "to_save should hold a model"),
         ({"to_save": {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}}, ValueError, "model"),
         ({"to_save": {"model": nn.Linear(2, 2), "loss": 3.0}}, TypeError, "'loss'"),
+        (
+            {"to_save": {"model": nn.Linear(2, 2), "own": Uncopied()}},
+            TypeError,
+            "state can be copied, but 'own': cannot",
+        ),
         ({"every": 0}, ValueError, "every"),
         ({"keep": 0}, ValueError, "keep"),
         ({"patience": "3"}, TypeError, "patience"),
