@@ -126,8 +126,7 @@ def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RoutingHandler:
     """The first layer of each MLP as a router."""
-    model.top_k = 2  # type: ignore[assignment]
-    return im.RoutingHandler(model, routers=r"linear1$")
+    return im.RoutingHandler(model, routers=r"linear1$", top_k=2)
 
 
 Make = Callable[[nn.Module, torch.optim.Optimizer], Any]

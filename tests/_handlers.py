@@ -74,8 +74,7 @@ def loss_at(iteration):
 
 
 def routing(model, optimizer):
-    model.top_k = 1
-    return RoutingHandler(model, routers="^[04]$")
+    return RoutingHandler(model, routers="^[04]$", top_k=1)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import inspect
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 from ignite.base import Serializable
@@ -281,6 +281,15 @@ class Monitor(Serializable):
         self.reports.append(Report(iteration, self._title, str(kind), severity, str(text), tuple(map(str, names))))
         place = f"iteration {iteration}: " if iteration else ""
         self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
+
+    @contextmanager
+    def _training_continues(self, kind: str, text: str) -> Iterator[None]:
+        """Report an error of the user's objects with a text before it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            reason = str(error).partition("\n")[0]
+            self.report(kind, f"{text}: {type(error).__name__}: {reason}")
 
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""

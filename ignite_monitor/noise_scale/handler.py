@@ -106,7 +106,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self._closed: list[list[Increment]] = []  # of this iteration's steps
         self._observed = set[int]()  # ids of the parameters whose gradients are seen
         self._iteration = -1
-        self._items: float | Sequence[float] | None = None
+        self._items: float | list[float] | None = None
         self._skipped = 0  # steps, until the first value
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -133,8 +133,10 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             self._window.clear()  # there were backward passes in iterations that were not monitored
         self._iteration = engine.state.iteration
         self._closed.clear()
-        batch = engine.state.batch
-        self._items = count_items(batch) if self.items is None else self.items(batch)
+        self._items, batch = None, engine.state.batch
+        with self._training_continues("unknown_items", "the number of items is not known"):
+            items: Any = count_items(batch) if self.items is None else self.items(batch)
+            self._items = list(map(float, items)) if isinstance(items, (list, tuple)) else items and float(items)
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
@@ -216,9 +218,9 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         return False
 
 
-def _shared(items: Any, count: int, is_clear: bool) -> list[float]:
+def _shared(items: float | list[float] | None, count: int, is_clear: bool) -> list[float]:
     """Return the number of items of each of ``count`` passes, which share ``items`` if ``is_clear``; NaN if unknown."""
-    if isinstance(items, Sequence):
-        return [float(number) for number in items] if len(items) == count else [math.nan] * count
-    is_equal = is_clear and items is not None and count and float(items) % count == 0
-    return [float(items) / count if is_equal else math.nan] * count
+    if isinstance(items, list):
+        return items if len(items) == count else [math.nan] * count
+    is_equal = is_clear and items is not None and count and items % count == 0
+    return [items / count if is_equal and items else math.nan] * count

@@ -17,7 +17,7 @@ from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, i
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
 TEXTS = {  # by kind of report
     "no_logits": "nothing is reported of modules that do not return a plain tensor of logits over two or more experts",
-    "no_choice": "only logit_max is reported of routers without an attribute top_k, the number of experts per token",
+    "no_choice": "only logit_max is reported, since top_k is not given or greater than the number of experts",
     "probabilities": "logit_max and margin are not reported of routers that return probabilities in place of logits",
 }
 
@@ -31,29 +31,25 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 
 class RouterDecisions(ModuleHook):
-    """Sums up the decisions of routers in training mode, as a hook on them.
+    """Sums up the decisions of routers, by name, in training mode, as a hook on them."""
 
-    ``routers`` have a name for loggers, and the number of experts per token, if it is known.
-    """
-
-    def __init__(self, root: nn.Module, routers: dict[nn.Module, tuple[str, int | None]]) -> None:
-        self._root, self._routers = root, {id(module): router for module, router in routers.items()}
+    def __init__(self, root: nn.Module, routers: dict[nn.Module, str], top_k: int | None) -> None:
+        self._root, self._routers, self._top_k = root, {id(module): name for module, name in routers.items()}, top_k
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}  # results of routing_sums() by name, over all calls
         self.skipped: dict[str, set[str]] = {"no_logits": set(), "no_choice": set()}  # names of routers by kind
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        router = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
-        if router is None or in_backward() or in_second_pass() or not self._root.training:  # repeated or evaluated
+        name = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
+        if name is None or in_backward() or in_second_pass() or not self._root.training:  # repeated or evaluated
             return
-        name, k = router
         logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
         known = self.sums.get(name)
         if not _fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):
             self.skipped["no_logits"].add(name)
         elif logits.numel():
             with hidden_from_user_modes():
-                if choice is None and k is not None and k <= logits.shape[-1]:
-                    choice = logits.topk(k).indices
+                if choice is None and self._top_k is not None and self._top_k <= logits.shape[-1]:
+                    choice = logits.topk(self._top_k).indices
                 elif choice is None:
                     self.skipped["no_choice"].add(name)
                 sums, largest = routing_sums(logits, choice, is_mask)

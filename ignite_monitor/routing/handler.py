@@ -9,7 +9,7 @@ import torch
 from ignite.engine import Engine
 from torch import nn
 
-from ignite_monitor.checks import check_pattern
+from ignite_monitor.checks import check_count, check_pattern
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROUTING
 from ignite_monitor.model.devices import device_of, move
@@ -32,33 +32,39 @@ class RoutingHandler(Monitor, schema=ROUTING):
     monitored iterations. With several ranks, attach the handler on all of them: it takes two collectives per iteration.
 
     Routers of transformers 5, classes named ``*TopKRouter`` or ``*Top1Router``, return the chosen experts. For others,
-    the experts with the k largest logits count as chosen: k is ``top_k``, ``num_experts_per_tok`` or ``config``'s
-    ``num_experts_per_tok`` of the router or the nearest module around it. Without k only ``logit_max`` is reported.
+    the experts with the ``top_k`` largest logits count as chosen; without ``top_k`` only ``logit_max`` is reported.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         routers: a regular expression; the modules with a match in their names are the routers, and return the logits
             over experts. None for the routers of transformers.
+        top_k: the number of experts per token, of routers that are not of transformers.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``routers`` is not a regular expression, or the model has no router.
+        ValueError: if ``routers`` is not a regular expression, the model has no router, or ``top_k`` is less than 1.
 
     Examples:
         .. code-block:: python
 
-            model.top_k = 2
-            routing = RoutingHandler(model, routers=r"\.2$")  # the layer that returns logits over experts
+            routing = RoutingHandler(model, routers=r"gate$", top_k=2)  # the layers that return logits over experts
             routing.attach(trainer, Events.ITERATION_STARTED(every=10))
     """
 
     def __init__(
-        self, model: nn.Module, *, routers: Pattern = None, group: Group = None, prefix: str = "routing"
+        self,
+        model: nn.Module,
+        *,
+        routers: Pattern = None,
+        top_k: int | None = None,
+        group: Group = None,
+        prefix: str = "routing",
     ) -> None:
         super().__init__(model, prefix, group=group)
         self._pattern = check_pattern("routers", routers)
+        self.top_k = None if top_k is None else check_count("top_k", top_k, least=1)
         if not self._routers():
             raise ValueError(f"Argument routers matched no router; pass a regular expression, but given {routers!r}")
         self.reset_run_state()
@@ -73,22 +79,17 @@ class RoutingHandler(Monitor, schema=ROUTING):
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         routers = self._routers()
-        self._decisions = RouterDecisions(unwrapped(self.model), routers)
+        self._decisions = RouterDecisions(unwrapped(self.model), routers, self.top_k)
         return [eager(), outputs_to(routers, self._decisions)]
 
-    def _routers(self) -> dict[nn.Module, tuple[str, int | None]]:
-        """Routers -> name for loggers, number of experts per token if known."""
-        modules = modules_by_name(self.model)
-        names = [
-            name
-            for name, module in hookable(modules).items()
+    def _routers(self) -> dict[nn.Module, str]:
+        """Routers, and their names for loggers."""
+        routers = {
+            name or "_root_": module
+            for name, module in hookable(modules_by_name(self.model)).items()
             if (is_of_transformers(module) if self._pattern is None else self._pattern.search(name or "_root_"))
-        ]
-        routers: dict[nn.Module, tuple[str, int | None]] = {}
-        for name, tag in zip(names, tags(name or "_root_" for name in names), strict=True):
-            around = [modules[outer] for outer in modules if not outer or f"{name}.".startswith(f"{outer}.")]
-            routers[modules[name]] = tag, _experts_per_token(around[::-1])
-        return routers
+        }
+        return dict(zip(routers.values(), tags(routers), strict=True))
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         decisions, self._decisions = self._decisions, None
@@ -115,13 +116,3 @@ class RoutingHandler(Monitor, schema=ROUTING):
         if sums:
             rows = [routing_values(own.values[0], largest[name].values[0]) for name, own in sums.items()]
             self.publish_table([f"{value}/{name}" for name in sums for value in VALUES], torch.cat(rows))
-
-
-def _experts_per_token(modules: list[nn.Module]) -> int | None:
-    """Return the number of experts per token from the attributes of a router and the modules around it."""
-    for module in modules:
-        config = getattr(module, "config", None)  # its top_k may be that of text generation
-        for owner, name in ((module, "top_k"), (module, "num_experts_per_tok"), (config, "num_experts_per_tok")):
-            if type(value := getattr(owner, name, None)) is int and value > 0:
-                return value
-    return None

@@ -110,10 +110,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.reset_run_state()
 
     def before_train_step(self, engine: Engine) -> None:
-        try:
+        with self._training_continues("unreadable_batch", "the batch can't be measured"):
             self._measure_batch(engine.state.batch)  # now, since the train step may change the batch
-        except Exception as error:  # noqa: BLE001 - a function and a batch of the user: training continues
-            self.report("unreadable_batch", f"the batch can't be measured: {type(error).__name__}: {error}")
 
     def _measure_batch(self, batch: Any) -> None:
         self._items = self._count_items(batch)

@@ -52,8 +52,7 @@ def _loss(engine: Engine) -> Tensor:
 
 
 def _routing(model: nn.Module, *_: Any) -> RoutingHandler:
-    model.top_k = 2
-    return RoutingHandler(model, routers="head$")
+    return RoutingHandler(model, routers="head$", top_k=2)
 
 
 # Called with model, optimizer and scaler.

@@ -47,8 +47,6 @@ COUNT = 6
 class Experts(nn.Module):
     """The second expert and the second router are for rows with a large number, as only the last rank's have."""
 
-    top_k = 2
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.relu = nn.Linear(6, 6), nn.ReLU()
@@ -233,7 +231,7 @@ def rcc(reference: Callable[[], Any] = lambda: "init") -> Callable[[Any, Any], l
 
 
 def routing(routers: str) -> Callable[[Any, Any], list[Any]]:
-    return lambda model, optimizer: [RoutingHandler(model, routers=routers)]
+    return lambda model, optimizer: [RoutingHandler(model, routers=routers, top_k=2)]
 
 
 def spectral(model: nn.Module, optimizer: Any) -> list[Any]:

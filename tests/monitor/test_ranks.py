@@ -172,7 +172,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (13, 13 * 4 * 76)),
     "ReplicaCheckHandler": (im.ReplicaCheckHandler, (2, 32)),
     "ReplayCheckHandler": (im.ReplayCheckHandler, (2, 24)),
-    "RoutingHandler": (lambda m, _: im.RoutingHandler(m, routers=r"2$"), (2, 72)),
+    "RoutingHandler": (lambda m, _: im.RoutingHandler(m, routers=r"2$", top_k=1), (2, 72)),
     "RollbackHandler": (lambda m, o: im.RollbackHandler({"model": m, "optimizer": o}), (1, 24)),
     "SetupCheck": (im.SetupCheck, (0, 0)),
     "SpikeMonitor": (lambda m, o: im.SpikeMonitor(lambda engine: 1.0), (0, 0)),
@@ -202,7 +202,6 @@ def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple
         model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
         model.register_comm_hook(None, at_once)  # DistributedDataParallel cannot wait for a fake reduction
         model._comm_hooks.clear()
-        model.module[2].top_k = 1  # type: ignore[union-attr,index]
         optimizer = torch.optim.AdamW(model.parameters())
 
         def step(engine: Engine, batch: torch.Tensor) -> float:

@@ -291,6 +291,15 @@ def test_parts_of_unequal_sizes_are_counted_or_not_reported(caplog):
     assert result["known"][-1]["batch"] == 50
 
 
+@pytest.mark.parametrize("items", [lambda batch: {}["x"], lambda batch: "many", lambda batch: ["a", "b"], torch.stack])
+def test_an_error_of_items_is_reported_once_and_does_not_end_training(items, caplog):
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    result, _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 8, 3), items=items)
+    assert list(result) == [{}] * 3
+    assert len([text for text in caplog.messages if "the number of items is not known" in text]) == 1
+
+
 @pytest.mark.parametrize("first", ["generator", "discriminator"])
 def test_of_a_gan_only_its_own_backward_passes_count(first):
     """Those of the generator reach the discriminator too, whose gradients are then thrown away."""

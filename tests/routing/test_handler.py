@@ -23,7 +23,7 @@ DURING = ("evaluation", "reference")  # other passes than those of training
 class Mixture(nn.Module):
     def __init__(self, k: int = K) -> None:
         super().__init__()
-        self.top_k = self.k = k
+        self.k = k
         self.gate = nn.Linear(4, EXPERTS)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(EXPERTS))
         self.chosen: list[torch.Tensor] = []
@@ -100,7 +100,7 @@ def test_values_are_those_counted_by_hand(parts, dtype):
     rows = run_monitored(
         lambda engine, batch: (step(engine, batch.to(dtype)), count()),
         batches(),
-        RoutingHandler(model, routers="gate$"),
+        RoutingHandler(model, routers="gate$", top_k=K),
     )
     for place, (name, values) in enumerate(expected):
         assert of_layer(rows[place // 2], f"{name}.gate") == pytest.approx(values, rel=1e-12), name
@@ -110,7 +110,7 @@ def test_values_are_those_counted_by_hand(parts, dtype):
 def test_evaluation_passes_and_recomputations_are_not_counted():
     def published(passes):
         model = Model()
-        handler = RoutingHandler(model, routers="gate$")
+        handler = RoutingHandler(model, routers="gate$", top_k=K)
 
         def evaluate(batch):
             model.eval()
@@ -143,10 +143,10 @@ def test_evaluation_passes_and_recomputations_are_not_counted():
 
 def test_compiled_models_are_measured():
     model, compiled = Model(), Model()
-    expected = run_monitored(train_step(model), batches(), RoutingHandler(model, routers="gate$"))
+    expected = run_monitored(train_step(model), batches(), RoutingHandler(model, routers="gate$", top_k=K))
     wrapped = torch.compile(compiled, backend="eager")
     wrapped(batches()[0])
-    result = run_monitored(train_step(wrapped), batches(), RoutingHandler(wrapped, routers="gate$"))
+    result = run_monitored(train_step(wrapped), batches(), RoutingHandler(wrapped, routers="gate$", top_k=K))
     assert [row == pytest.approx(other) for row, other in zip(result, expected, strict=True)] == [True] * 3
 
 
@@ -197,7 +197,8 @@ def test_probabilities_are_not_taken_for_logits(dtype, caplog):
 
 
 def test_all_experts_chosen_have_no_margin():
-    (row,) = run_monitored(train_step(model := Model(k=EXPERTS)), batches(1), RoutingHandler(model, routers="gate$"))
+    handler = RoutingHandler(model := Model(k=EXPERTS), routers="gate$", top_k=EXPERTS)
+    (row,) = run_monitored(train_step(model), batches(1), handler)
     assert of_layer(row, "blocks.0.gate").keys() == {"load_entropy", "max_share", "dead_share", "logit_max"}
     assert row["routing/load_entropy/blocks.0.gate"] == pytest.approx(1.0)
 
@@ -226,31 +227,17 @@ def test_without_tokens_nothing_is_known():
     assert values == pytest.approx([math.nan] * 3 + [1.0, math.nan], nan_ok=True)
 
 
-@pytest.mark.parametrize("place", ["router", "config", "nowhere", "too many", "of text generation"])
-def test_number_of_experts_per_token(place, caplog):
-    model = Model()
-    expected = run_monitored(train_step(model), batches(1), RoutingHandler(model, routers="0.gate$"))[0]
-    model = Model()
-    mixture = model.blocks[0]
-    del mixture.top_k
-    if place == "router":
-        mixture.gate.num_experts_per_tok = K
-        model.top_k = 1
-    elif place == "too many":
-        mixture.gate.top_k = EXPERTS + 1
-    else:
-        names = {"config": "num_experts_per_tok", "of text generation": "top_k", "nowhere": "other"}
-        model.config = type("Config", (), {names[place]: K})()
-    (row,) = run_monitored(train_step(model), batches(1), RoutingHandler(model, routers="0.gate$"))
-    if place in ("router", "config"):
-        assert row == expected
-        assert caplog.messages == []
-    else:
-        assert row == {name: value for name, value in expected.items() if "logit_max" in name}
-        assert caplog.messages == [
-            "RoutingHandler (routing): iteration 1: only logit_max is reported of routers without an attribute top_k, "
-            "the number of experts per token: blocks.0.gate"
-        ]
+@pytest.mark.parametrize("top_k", [None, EXPERTS + 1])
+def test_without_the_number_of_experts_per_token_only_the_largest_logit_is_reported(top_k, caplog):
+    rows = []
+    for k in (K, top_k):
+        model = Model()
+        rows += run_monitored(train_step(model), batches(1), RoutingHandler(model, routers="0.gate$", top_k=k))
+    assert rows[1] == {name: value for name, value in rows[0].items() if "logit_max" in name} != {}
+    assert caplog.messages == [
+        "RoutingHandler (routing): iteration 1: only logit_max is reported, since top_k is not given or greater than "
+        "the number of experts: blocks.0.gate"
+    ]
 
 
 def test_modules_that_return_no_logits_are_not_reported(caplog):
@@ -260,7 +247,6 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
             return logits if x.mean() > 0 else logits[..., :3]
 
     model = Model()
-    model.blocks[0].top_k = model.top_k = 1
     model.blocks[0].experts[0] = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))  # a single number
     model.blocks.extend([nn.LSTM(4, 4), router_class("TupleTopKRouter", lambda self, x: x[0])(), Changing(4, 6)])
     data = torch.randn(2, 1, 3, 4)
@@ -269,7 +255,7 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
         model.blocks[4](model.blocks[3](x.flatten(0, 1))),
         model.blocks[2](model.blocks[0](x)),
     )[2]
-    handler = RoutingHandler(model, routers=r"^blocks\.0\.experts\.0\.0|^blocks\.[345]|2.gate$")
+    handler = RoutingHandler(model, routers=r"^blocks\.0\.experts\.0\.0|^blocks\.[345]|2.gate$", top_k=1)
     rows = run_monitored(train_step(model), data, handler)
     assert {name.split("/")[2] for row in rows for name in row} == {"blocks.2.gate"}
     assert caplog.messages == [
@@ -277,25 +263,33 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
         "logits over two or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5"
     ]
     caplog.clear()
-    run_monitored(train_step(model), data, RoutingHandler(model, routers=r"^blocks\.3"))
+    run_monitored(train_step(model), data, RoutingHandler(model, routers=r"^blocks\.3", top_k=1))
     assert len(caplog.messages) == 1
 
 
 def test_an_iteration_without_a_router_is_reported_once(caplog):
     model = Model()
-    run_monitored(lambda engine, batch: None, batches(), RoutingHandler(model, routers="gate$"))
+    run_monitored(lambda engine, batch: None, batches(), RoutingHandler(model, routers="gate$", top_k=K))
     assert caplog.messages == ["RoutingHandler (routing): iteration 1: no tokens were routed in training mode"]
 
 
-def test_arguments():
+def test_a_model_without_routers_is_refused():
     with pytest.raises(ValueError, match="Argument routers matched no router"):
         RoutingHandler(Model())
     own = type("OwnTopKRouter", (nn.Linear,), {})(4, 4)
     with pytest.raises(ValueError, match="Argument routers matched no router"):
         RoutingHandler(nn.Sequential(own))
-    with pytest.raises(ValueError, match="given 'door'"):
-        RoutingHandler(Model(), routers="door")
-    with pytest.raises(ValueError, match="routers should be a regular expression"):
-        RoutingHandler(Model(), routers="(")
-    with pytest.raises(TypeError, match="routers should be a regular expression"):
-        RoutingHandler(Model(), routers=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"routers": "door"}, ValueError, "given 'door'"),
+        ({"routers": "("}, ValueError, "routers should be a regular expression"),
+        ({"routers": 3}, TypeError, "routers should be a regular expression"),
+        ({"routers": "gate", "top_k": 0}, ValueError, "top_k should be at least 1"),
+    ],
+)
+def test_arguments(options, error, text):
+    with pytest.raises(error, match=text):
+        RoutingHandler(Model(), **options)
