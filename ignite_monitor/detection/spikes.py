@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.model.devices import move, move_like
@@ -110,16 +108,17 @@ class SpikeDetector:
         if self._suspends:
             self._state["awaits_normal_value"] = score > 0
 
-    def copy(self) -> SpikeDetector:
-        """Return a detector of the same rule and state; it shares the tensors, which are never changed in place."""
-        duplicate = copy.copy(self)
-        duplicate.rule, duplicate._state = copy.copy(self.rule), dict(self._state)
-        return duplicate
+    def snapshot(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the state for :meth:`restore`; its tensors are never changed in place."""
+        return self.rule._rows, self._state
 
-    def restore(self, earlier: SpikeDetector, when: Tensor) -> None:
-        """Return to the state of an earlier copy where a 0-dim bool tensor is True."""
-        self.rule._restore(earlier.rule, when)
-        self._state = {name: torch.where(when, earlier._state[name], value) for name, value in self._state.items()}
+    def restore(self, earlier: tuple[Tensor, dict[str, Tensor]], when: Tensor | None = None) -> None:
+        """Return to an earlier state, where a 0-dim bool tensor is True if it is given."""
+        rows, state = earlier
+        if when is not None:
+            rows = torch.where(when, rows, self.rule._rows)
+            state = {name: torch.where(when, state[name], value) for name, value in self._state.items()}
+        self.rule._rows, self._state = rows, state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and a dict of tensors."""
@@ -139,11 +138,6 @@ class SpikeDetector:
         for name, value in self._state.items():
             moved = move(value, reference.device) if value.dtype == torch.bool else move_like(value, reference)
             self._state[name] = moved.expand(reference.shape)
-
-    def arrange(self, index: Tensor) -> None:
-        """Select values compared side by side by index; the index after the last one is a new value."""
-        self.rule._arrange(index)
-        self._state = {name: pad(value, (0, 1))[index] for name, value in self._state.items()}
 
 
 def largest_usable(value: Tensor) -> float:

@@ -135,10 +135,6 @@ class ThresholdRule:
         new = torch.stack([after[name] for name in self._names])
         self._rows = new if when is None else torch.where(when, new, rows)
 
-    def _restore(self, earlier: ThresholdRule, when: Tensor) -> None:
-        """Return to the state of an earlier copy where a bool tensor is True."""
-        self._rows = torch.where(when, earlier._rows, self._rows)
-
     def reset(self) -> None:
         """Discard all values."""
         self._rows = self._initial.expand_as(self._rows)
@@ -154,10 +150,6 @@ class ThresholdRule:
             self._initial = self._initial.view(-1, *[1] * reference.ndim)
             rows = rows.view(self._initial.shape)
         self._rows = rows.expand(-1, *reference.shape)
-
-    def _arrange(self, index: Tensor) -> None:
-        """Select values that are followed side by side by index; the index after the last one is a new value."""
-        self._rows = torch.cat((self._rows, self._initial), -1)[:, index]
 
     def state_dict(self) -> State:
         """Return the state, name -> tensor."""

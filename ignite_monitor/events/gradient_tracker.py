@@ -140,12 +140,15 @@ class GradientTracker:
         self.statistics.watch(self.model)
         return True
 
-    def hook_parameters(self, start: Callable[[int], set[int]] | None, refresh: bool) -> None:
-        """Call a function at each backward that reaches a parameter, see :func:`gradient_hook`; None for no hooks."""
+    def train_step_started(self, start: Callable[[int], set[int]] | None, refresh: bool, may_skip: bool) -> None:
+        """Hook the parameters, with ``start`` of :func:`gradient_hook` or None for no hooks, and keep the buffers."""
         if (refresh and self.refresh()) or start is None:
             self.hook.remove()
         if start is not None and not self.hook.places:
             self.hook.register(self.parameters, gradient_hook(start))
+        self.accumulates &= may_skip
+        if may_skip:
+            self.statistics.keep(may_continue=self.accumulates)
 
     def parameters_of(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; None for all. The same list while they are the same."""
@@ -163,12 +166,6 @@ class GradientTracker:
         """Forget the backward passes and steps of the previous iteration."""
         self.reached.clear()
         self.reduced, self.has_stepped, self.probe = True, False, None
-
-    def train_step_started(self, may_skip: bool) -> None:
-        """Keep the buffers, if a step of this train step may be skipped."""
-        self.accumulates &= may_skip
-        if may_skip:
-            self.statistics.keep(may_continue=self.accumulates)
 
     @property
     def is_passed_through(self) -> bool:

@@ -294,14 +294,12 @@ class EventSource:
         self.listened = self._has_handlers(*self._NAMES)
         monitored = [item for reference in self._monitors if (item := reference()) is not None and item._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
+        self._acting = set(map(attrgetter("acts_on"), monitored)) - {None}
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
         for key, tracker in self.trackers.items():
             start = functools.partial(self._on_backward, key) if has_hooks else None
-            tracker.hook_parameters(start, refresh=self.running)
+            tracker.train_step_started(start, refresh=self.running, may_skip=bool(self._acting))
         self.train_step = functools.partial(original, engine, batch)
-        self._acting = [monitor.acts_on for monitor in monitored if monitor.acts_on is not None]
-        for tracker in self.trackers.values():
-            tracker.train_step_started(may_skip=bool(self._acting))
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,10 +52,9 @@ class StepOwner:
         self._patched: list[_PatchedStep] = []
 
     @contextmanager
-    def context(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    def context(self, optimizers: Set[Optimizer]) -> Iterator[None]:
         """Context of a train step in which steps of these optimizers may be skipped."""
-        unique = dict.fromkeys(optimizers)
-        self._patched = [_PatchedStep(self, optimizer) for optimizer in unique if not _is_from_torch(optimizer)]
+        self._patched = [_PatchedStep(self, optimizer) for optimizer in optimizers if not _is_from_torch(optimizer)]
         handles: list[Any] = [Patch(step.optimizer, "step", step.call) for step in self._patched]
         try:
             yield

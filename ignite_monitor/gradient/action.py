@@ -45,7 +45,7 @@ class SpikeAction:
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         self.counts: dict[str, Any] = dict.fromkeys(names, 0.0)  # steps so far: numbers, or 0-dim on a device
         self.recurring = RecurringSpikes()
-        self._read, self._in_run = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)  # counts as last read
+        self._read = dict.fromkeys(names, 0.0)  # counts as last read
 
     def ask(
         self, step: OptimizerStep, taken: StepDetection, norm: Callable[[], Tensor], at: int, was_normal: Tensor
@@ -71,19 +71,13 @@ class SpikeAction:
                 step.skip(lost)
                 self._count("skipped_count", lost)
 
-    def start_run(self) -> None:
-        """Count the log lines of a run from zero."""
-        self._in_run = dict.fromkeys(self.counts, 0.0)
-
     def message(self, counts: Sequence[float]) -> str | None:
         """Describe the skips and clips since the last call, from :attr:`counts` on the host: ten, then each 100th."""
         parts = []
         for name, count in zip(self.counts, counts, strict=True):
-            before = self._in_run[name]
-            now = self._in_run[name] = before + count - self._read[name]
-            if now > before and (before < 10 or now // 100 > before // 100):
-                parts.append(f"{_DONE[name]} ({now:.0f} in this run).")
-            self._read[name] = count
+            before, self._read[name] = self._read[name], count
+            if count > before and (before < 10 or count // 100 > before // 100):
+                parts.append(f"{_DONE[name]} ({count:.0f} so far).")
         return " ".join(parts) or None
 
     def load(self, state_dict: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class PostponedSpike:
     Its gradient was discarded, or the next backward accumulates into it: then its update of the statistics is undone.
     """
 
-    detectors: dict[str, Any]
+    states: list[Any]  # snapshots of the detectors
     counts: Sequence[Tensor]
     losses: Tensor | None  # sum and number of its losses
     probe: AccumulationProbe | None = None
@@ -59,8 +59,8 @@ class GradientDetector:
             check_choice("reduction", reduction, "mean", "sum")
         self._model, self._ranks, self._norm_type, self._reduction = model, ranks, float(norm_type), reduction
         self.losses = LossCollector(loss, ranks)
-        self.rule = rule
-        self._detectors: dict[str, Any] = {"detector": SpikeDetector(rule, **options)}
+        self.of_norm = SpikeDetector(rule, **options)
+        self._detectors: dict[str, Any] = {"detector": self.of_norm}
         if loss is not None:
             self._detectors["loss"] = LossDetector(**options)
         if per_parameter:
@@ -89,7 +89,7 @@ class GradientDetector:
             any_flags = torch.stack((parameter.spike, parameter.threshold_reset)).any(1)
             names = of_parameters.names
             norm, any_flags, origin = self._ranks.norm(parameters, self._norm_type, self._reduction, parts, any_flags)
-        detection = self._detectors["detector"].detect(norm)
+        detection = self.of_norm.detect(norm)
         spike, reset = detection.spike, detection.threshold_reset
         if parameter is not None:
             spike, reset = (torch.stack((spike, reset)) | any_flags).unbind()
@@ -139,7 +139,7 @@ class GradientDetector:
 
     def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
         """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
-        self.postponed = PostponedSpike(self._copies(), self.counts, self.losses.take())
+        self.postponed = PostponedSpike(self._snapshots(), self.counts, self.losses.take())
         self.observe(detection)
         self._restore(self.postponed, ~is_spike)
 
@@ -166,23 +166,20 @@ class GradientDetector:
     def undo_postponed(self) -> None:
         """Undo the update of a postponed spike: its gradient is that of a step, or a part of it."""
         if self.postponed is not None:
-            self._detectors, self.counts = self.postponed.detectors, self.postponed.counts
-            self.postponed = None
+            self._return_to(self.postponed.states)
+            self.counts, self.postponed = self.postponed.counts, None
 
     def _restore(self, before: PostponedSpike, when: Tensor) -> None:
-        for name, detector in self._detectors.items():
-            detector.restore(before.detectors[name], when)
+        self._return_to(before.states, when)
         pairs = zip(before.counts, self.counts, strict=True)
         self.counts = [torch.where(when, move_like(earlier, count), count) for earlier, count in pairs]
 
-    def _copies(self) -> dict[str, Any]:
-        return {name: detector.copy() for name, detector in self._detectors.items()}
+    def _snapshots(self) -> list[Any]:
+        return [detector.snapshot() for detector in self._detectors.values()]
 
-    @property
-    def was_normal(self) -> Tensor:
-        """True, as a 0-dim tensor, if the norm of the step before was no spike."""
-        was_normal: Tensor = self._detectors["detector"].was_normal
-        return was_normal
+    def _return_to(self, states: list[Any], when: Tensor | None = None) -> None:
+        for detector, state in zip(self._detectors.values(), states, strict=True):
+            detector.restore(state, when)
 
     @property
     def resets(self) -> Tensor:
@@ -208,8 +205,12 @@ class GradientDetector:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
-        detectors = self._copies()
-        for name in detectors.keys() & state_dict.keys():
-            detectors[name].load_state_dict(state_dict[name])
-        self._detectors, self.counts = detectors, counts.clone().unbind()
-        self.postponed = None
+        before = self._snapshots()
+        try:
+            for name, detector in self._detectors.items():  # that of parameters last: its names have changed then
+                if name in state_dict:
+                    detector.load_state_dict(state_dict[name])
+        except Exception:
+            self._return_to(before)
+            raise
+        self.counts, self.postponed = counts.clone().unbind(), None

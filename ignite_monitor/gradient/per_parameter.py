@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
-from ignite_monitor.model.devices import move
 
 _SHARED = 0.7
 
@@ -26,18 +25,15 @@ class PerParameterDetector(SpikeDetector):
 
     def __init__(self, k: float = 8.0, **options: Any) -> None:
         super().__init__(RobustThreshold(k=k), **options)
-        self.names: tuple[str, ...] = ()  # of the parameters, in the order of the state
         self.to(torch.zeros(0, dtype=torch.float64, device="cpu"))
+        self.names: tuple[str, ...] = ()  # of the parameters, in the order of the state
 
     def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:  # type: ignore[override]
-        """Compare the norms of the named parameters, a vector with 0 for no gradient.
-
-        The state of other parameters is discarded.
-        """
-        if self.rule.state["mean"].device != norms.device:
-            self.to(norms.new_zeros(len(self.names)))
+        """Compare the norms of the named parameters, a vector with 0 for no gradient; other names begin anew."""
         if names != self.names:
-            self._arrange(names)
+            self._start(names)
+        if self.rule.state["mean"].device != norms.device:
+            self.to(norms)
         means = self.rule.state["mean"]  # 0 before the first
         ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
@@ -48,29 +44,24 @@ class PerParameterDetector(SpikeDetector):
         if len(detection.value) == len(self.names):  # else another state has been loaded since
             super().observe(detection)
 
-    def restore(self, earlier: SpikeDetector, when: Tensor) -> None:
-        """Return to the state of an earlier copy where a 0-dim bool tensor is True."""
-        if isinstance(earlier, PerParameterDetector) and earlier.names != self.names:
-            earlier._arrange(self.names)
-        super().restore(earlier, when)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the parameters, and their state: vectors."""
         return super().state_dict() | {"names": list(self.names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a ValueError if it is of something else."""
-        own = dict(state_dict)
+        """Continue from a saved state; a ValueError if it is of something else, and nothing has changed then."""
+        own, names, before = dict(state_dict), self.names, self.snapshot()
         if "names" not in own:
             raise ValueError(f"Argument state_dict should hold names, but given {state_dict}")
-        self.names = ()
-        self._arrange(tuple(own.pop("names")))
-        super().load_state_dict(own)
+        self._start(tuple(own.pop("names")))
+        try:
+            super().load_state_dict(own)
+        except ValueError:
+            self.names = names
+            self.restore(before)
+            raise
 
-    def _arrange(self, names: tuple[str, ...]) -> None:
-        """Arrange the state for these names; new ones have an empty state."""
-        size = len(self._state["spike_score"])
-        index_of = dict(zip(self.names, range(size), strict=False))
-        index = torch.tensor([index_of.get(name, size) for name in names], dtype=torch.int64, device="cpu")
-        self.arrange(move(index, self._state["spike_score"].device))
+    def _start(self, names: tuple[str, ...]) -> None:
         self.names = names
+        self.rule._rows = self.rule._initial.expand(-1, len(names))
+        self.reset_threshold()

@@ -197,7 +197,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
     def _warn(self, detection: GradientDetection | None) -> None:
         if self._detector.losses.is_missing():
             self.report("no_loss", NO_LOSS)
-        if self._detector.rule.is_refused:
+        if self._detector.of_norm.rule.is_refused:
             self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")
         if self._window.is_stuck(detection):
             name = "an optimizer" if self.optimizer is None else type(self.optimizer).__name__

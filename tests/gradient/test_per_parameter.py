@@ -122,7 +122,7 @@ def test_a_planted_tensor_is_named_first():
     assert right == 300
 
 
-def test_state_continues_in_whatever_order_the_names_come():
+def test_state_continues_for_the_same_names_and_begins_anew_for_others():
     rows = norms_of(120)
     rows[70, 0] *= 30
     whole, first, second = (PerParameterDetector() for _ in range(3))
@@ -130,11 +130,12 @@ def test_state_continues_in_whatever_order_the_names_come():
     detected(rows[:60], first)
     second.load_state_dict(first.state_dict())
     assert detected(rows[60:], second) == expected[60:]
-    order = [2, 0, 3, 1]
     third = PerParameterDetector()
     third.load_state_dict(first.state_dict())
-    detection = third.detect(tuple(NAMES[i] for i in order), torch.tensor(rows[70][order]))
+    detection = third.detect(NAMES, torch.tensor(rows[70]))
     assert dict(zip(third.names, detection.spike.tolist(), strict=True))["embed"]
+    assert not second.detect(NAMES[:3], torch.tensor(rows[70][:3])).spike.any()
+    assert second.rule.state["count"].tolist() == [0, 0, 0]
     third.load_state_dict(PerParameterDetector().state_dict())
     third.observe(detection)  # from before
     assert third.rule.state["count"].numel() == 0
@@ -143,6 +144,12 @@ def test_state_continues_in_whatever_order_the_names_come():
 def test_the_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match="names"):
         PerParameterDetector().load_state_dict({"rule": {}})
+    detector = PerParameterDetector()
+    detected(norms_of(30), detector)
+    with pytest.raises(ValueError, match="spike_score"):
+        detector.load_state_dict({"names": ["a"], "rule": {}})
+    assert detector.names == NAMES
+    assert detector.rule.state["count"].tolist() == [30] * 4
 
 
 def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors():

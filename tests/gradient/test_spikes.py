@@ -66,7 +66,7 @@ def test_values_side_by_side_are_compared_as_if_alone():
     when = random.random((300, 5)) < 0.9
     for row, use in zip(columns, when, strict=True):
         detection = together.detect(torch.tensor(row))
-        before = together.copy()
+        before = together.snapshot()
         together.observe(detection)
         together.restore(before, ~torch.tensor(use))
         for i, (detector, value) in enumerate(zip(alone, row, strict=True)):
@@ -127,7 +127,7 @@ def test_an_observation_that_is_undone_changes_nothing():
     before = detector.state_dict()
     for norm in (1.0, 50.0, math.nan, math.inf):
         detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
-        earlier = detector.copy()
+        earlier = detector.snapshot()
         detector.observe(detection)
         detector.restore(earlier, torch.tensor(True))
     assert detector.state_dict() == before
