@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.ranks import RankNorm, Ranks
+
+
+def has_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return True if one of the parameters has a gradient."""
+    return any(map(is_not, map(attrgetter("grad"), parameters), repeat(None)))
 
 
 @dataclass(eq=False)

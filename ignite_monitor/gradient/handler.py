@@ -19,7 +19,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.gradient.detector import GradientDetector
+from ignite_monitor.gradient.detector import GradientDetector, has_gradients
 from ignite_monitor.gradient.loss import LossSource
 from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import Iteration
@@ -154,7 +154,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         parameters = backward.tracker.parameters_of(self.optimizer)
-        if all(item.grad is None for item in parameters) or backward.reached.isdisjoint(map(id, parameters)):
+        if not has_gradients(parameters) or backward.reached.isdisjoint(map(id, parameters)):
             return  # it reached others of the model
         self._now.seen = True
         if self._detector.postponed is not None:
@@ -178,8 +178,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = step.tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = step.tracker.parameters if self.optimizer is None else step.parameters
-        has_gradients = self.ranks.exceed_wrappers or any(item.grad is not None for item in parameters)
-        if not (is_whole and has_gradients):
+        if not (is_whole and (self.ranks.exceed_wrappers or has_gradients(parameters))):
             self._window.close()
             self.clear(engine)
             if self._window.last_step is not None:

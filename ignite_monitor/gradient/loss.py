@@ -149,7 +149,7 @@ class LossCollector:
     def is_missing(self) -> bool:
         """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""
         self._missing += self._missing <= _PATIENCE
-        return self.source is not None and self._missing == _PATIENCE
+        return self._missing == _PATIENCE
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # What is evaluated without gradients belongs to no backward.
