@@ -41,6 +41,7 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 _SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
 _FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are measured as well: the first steps show a wrong learning rate
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW = 6  # largest number of members of a module list that are all shown
 
 
@@ -212,18 +213,11 @@ def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
     for name in filter(None, modules):
         children[name.rpartition(".")[0]].append(name)
 
-    def is_inside(name: str, others: Iterable[str]) -> bool:
-        return any(not other or f"{name}.".startswith(f"{other}.") for other in others)
-
-    lists, blocks = list[str](), list[str]()
-    for name, module in modules.items():  # a list comes before those inside of it
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not is_inside(name, lists):
-            lists.append(name)
-            members = children[name]
-            blocks += members if len(members) <= _FEW else [members[0], members[len(members) // 2], members[-1]]
+    blocks = _blocks_in("", modules, children)
     tag_of = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
-    outline = {tag_of[name] for name in ["", *([] if "" in lists else children[""]), *blocks]}
-    inside = {tag_of[name]: module for name, module in modules.items() if not blocks or is_inside(name, blocks)}
+    outline = {tag_of[name] for name in ["", *blocks, *([] if isinstance(modules[""], _LISTS) else children[""])]}
+    starts = tuple(f"{block}." for block in blocks) or ""
+    inside = {tag_of[name]: module for name, module in modules.items() if f"{name}.".startswith(starts)}
 
     def is_shown(name: str) -> bool:
         family, tag, *place, metric = name.removeprefix(start).split("/")
@@ -236,3 +230,11 @@ def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
         return metric in ("std", "max_abs") and tag in outline and len(place) < 2
 
     return is_shown
+
+
+def _blocks_in(name: str, modules: Mapping[str, nn.Module], children: Mapping[str, list[str]]) -> list[str]:
+    """Return the shown members of the module lists in a module that are in no other list."""
+    members = children[name]
+    if not isinstance(modules[name], _LISTS):
+        return [block for member in members for block in _blocks_in(member, modules, children)]
+    return members if len(members) <= _FEW else [members[0], members[len(members) // 2], members[-1]]
