@@ -212,7 +212,6 @@ def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
     children: dict[str, list[str]] = {name: [] for name in modules}
     for name in filter(None, modules):
         children[name.rpartition(".")[0]].append(name)
-
     blocks = _blocks_in("", modules, children)
     tag_of = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
     outline = {tag_of[name] for name in ["", *blocks, *([] if isinstance(modules[""], _LISTS) else children[""])]}
