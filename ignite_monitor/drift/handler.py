@@ -19,6 +19,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import DRIFT
 from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.monitor.base import NoModel
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
 
 _SIDES = {"up": (1.0, 0.0), "down": (0.0, 1.0), "both": (1.0, 1.0)}
@@ -39,6 +40,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     Args:
         value: function of the engine that returns a number, a tensor with one element, or None for no value.
         direction: ``"up"`` to detect a rise, ``"down"`` for a fall, ``"both"`` for either.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
         prefix: prefix of all names.
 
     Raises:
@@ -63,9 +65,14 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     _LIMIT = 12.0
 
     def __init__(
-        self, value: Callable[[Engine], float | Tensor | None], *, direction: str = "up", prefix: str = "drift"
+        self,
+        value: Callable[[Engine], float | Tensor | None],
+        *,
+        direction: str = "up",
+        group: Group = None,
+        prefix: str = "drift",
     ) -> None:
-        super().__init__(NoModel(), prefix)
+        super().__init__(NoModel(), prefix, group=group)
         self._set_value(value)
         check_choice("direction", direction, *_SIDES)
         self.direction = direction

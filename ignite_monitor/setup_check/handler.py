@@ -23,6 +23,7 @@ from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.reports import Report
 from ignite_monitor.setup_check.evidence import Evidence, Numbers, in_training_mode
 from ignite_monitor.setup_check.findings import (
@@ -49,6 +50,7 @@ class SetupCheck(Monitor):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: its optimizer.
         iterations: number of monitored iterations with a step to check; most faults are found from 3 on.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
         prefix: name of the check in the log.
 
     Attributes:
@@ -59,8 +61,16 @@ class SetupCheck(Monitor):
         ValueError: if ``iterations`` is less than 1.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, iterations: int = 3, prefix: str = "setup") -> None:
-        super().__init__(model, prefix)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        iterations: int = 3,
+        group: Group = None,
+        prefix: str = "setup",
+    ) -> None:
+        super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         self.optimizer, self.iterations = optimizer, check_count("iterations", iterations, least=1)
         self.findings: list[Report] | None = None

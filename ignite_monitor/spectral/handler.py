@@ -19,6 +19,7 @@ from ignite_monitor.model.names import Pattern, Selection, listed, named_paramet
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
@@ -48,6 +49,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         updates: whether to measure the change of each train step, which keeps a copy of the weights.
         top_k: the number of largest norms to publish by name.
         per_parameter: whether to publish every norm by name.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
         prefix: the first part of the keys.
 
     Raises:
@@ -72,9 +74,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         updates: bool = False,
         top_k: int = 5,
         per_parameter: bool = False,
+        group: Group = None,
         prefix: str = "spectral",
     ) -> None:
-        super().__init__(model, prefix)
+        super().__init__(model, prefix, group=group)
         check_choice("method", method, *METHODS)
         check_type("updates", updates, bool, "bool")
         check_type("per_parameter", per_parameter, bool, "bool")

@@ -23,6 +23,7 @@ from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
 from ignite_monitor.model.modes import has_local_data, in_backward
 from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
+from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
 
 
@@ -45,6 +46,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         keep: largest number of files of this recorder, at least 1.
         batch: whether to save the batch: tensors, numbers, strings, and containers of them. A batch with other types,
             or that the train step changes in place, is not saved, with one warning.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
 
     Attributes:
         largest_batch: largest size of a saved batch in bytes, by default 256 MiB.
@@ -73,11 +75,17 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     largest_batch: int = 2**28
 
     def __init__(
-        self, monitor: Monitor, directory: str | os.PathLike[str], *, keep: int = 20, batch: bool = True
+        self,
+        monitor: Monitor,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 20,
+        batch: bool = True,
+        group: Group = None,
     ) -> None:
         if not isinstance(monitor, Monitor) or not hasattr(monitor, "flag"):
             raise TypeError(f"Argument monitor should be a GradMonitor or a SpikeMonitor, but given {type(monitor)}")
-        super().__init__(NoModel(), f"{monitor.prefix}_record")
+        super().__init__(NoModel(), f"{monitor.prefix}_record", group=group)
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"Argument directory should be a str or a path, but given {type(directory)}")
         if Path(directory).exists() and not Path(directory).is_dir():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.distributed.comp_models import _SerialModel
 from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ignite_monitor as im
 from ignite_monitor.monitor.ranks import RankReduction, Ranks
 from ignite_monitor.monitor.transfer import NamedValues
-from ignite_monitor.scaling import AlignmentHandler
+from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 
 CPU = torch.device("cpu")
 
@@ -178,6 +179,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "SpikeMonitor": (lambda m, o: im.SpikeMonitor(lambda engine: 1.0), (0, 0)),
     "DriftMonitor": (lambda m, o: im.DriftMonitor(lambda engine: 1.0), (0, 0)),
     "SpikeRecorder": (recording, (0, 0)),
+    "HealthyCheckpoint": (lambda m, o: im.HealthyCheckpoint({"model": m, "optimizer": o}, lambda *_: None), (1, 4)),
 }
 
 
@@ -187,7 +189,13 @@ def at_once(state, bucket):
     return future
 
 
-def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple[int, int]]:
+def layers(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def collectives(
+    world: int, make: Callable[..., Any], monkeypatch, module: nn.Module | None = None, groups: Any = None
+) -> list[tuple[int, int]]:
     """The number of collectives of a monitor, and of their bytes, in each iteration on the first of some ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     calls: list[int] = []
@@ -199,10 +207,10 @@ def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple
 
     try:
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+        model = DistributedDataParallel(module or layers())
         model.register_comm_hook(None, at_once)  # DistributedDataParallel cannot wait for a fake reduction
         model._comm_hooks.clear()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(groups or model.parameters())
 
         def step(engine: Engine, batch: torch.Tensor) -> float:
             optimizer.zero_grad()
@@ -219,6 +227,9 @@ def collectives(world: int, make: Callable[..., Any], monkeypatch) -> list[tuple
         engine.add_event_handler(Events.ITERATION_COMPLETED, finish)
         with monkeypatch.context() as patch:
             patch.setenv("LOCAL_RANK", "0")
+            # Ignite would make a gloo group beside the fake one.
+            patch.setattr("ignite.distributed.utils._model", _SerialModel())
+            patch.setattr("ignite.distributed.utils._need_to_sync", False)
             for name in ("all_reduce", "broadcast"):
                 patch.setattr(dist, name, partial(counted, getattr(dist, name)))
                 patch.setattr(dist.distributed_c10d, name, getattr(dist, name))
@@ -238,10 +249,40 @@ def test_collectives_do_not_grow_with_the_ranks(name, monkeypatch):
     assert many[-1] == expected
 
 
-def test_what_takes_no_group_communicates_in_those_of_the_wrappers_alone():
+def test_collectives_of_max_p_do_not_grow_with_the_ranks(monkeypatch):
+    def counts(world: int) -> list[tuple[int, int]]:
+        made = parametrize(layers, (4, 8), sample_input=torch.zeros(2, 4))
+        make = lambda _, optimizer: MaxPScheduler(made, optimizer, group=dist.group.WORLD)  # noqa: E731
+        return collectives(world, make, monkeypatch, made.model, made.param_groups)
+
+    few, many = counts(4), counts(16_384)
+    assert few == many
+    assert many[-1] == (1, 48)
+
+
+def test_the_noise_scale_is_not_reported_over_ranks_that_no_wrapper_reduces(process_group):
+    process_group(2)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = im.GradientNoiseScaleHandler(model, optimizer, micro_batches=2, group=dist.group.WORLD)
+
+    def step(engine: Engine, batch: torch.Tensor) -> None:
+        for part in batch.chunk(2):
+            model(part).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine = Engine(step)
+    noise.attach(engine)
+    engine.run([torch.randn(8, 4) for _ in range(30)])
+    assert [report.kind for report in noise.reports] == ["no_value"]
+    assert "noise_scale/value" not in engine.state.metrics
+
+
+def test_every_monitor_takes_a_group_and_is_counted():
     public = {name: getattr(im, name) for name in im.__all__}
     kinds = {name: item for name, item in public.items() if inspect.isclass(item) and issubclass(item, im.Monitor)}
-    assert kinds.keys() - {"Monitor"} <= MONITORS.keys()
-    for name, (_, (number, _)) in MONITORS.items():
-        takes_group = "group" in inspect.signature(kinds.get(name, im.GradMonitor)).parameters
-        assert takes_group or number == 0 or name == "GradientNoiseScaleHandler"
+    del kinds["Monitor"]
+    assert kinds.keys() <= MONITORS.keys()
+    checked = [*kinds.values(), im.HealthyCheckpoint, AlignmentHandler, MaxPScheduler, im.attach_monitors]
+    assert all("group" in inspect.signature(item).parameters for item in checked)
