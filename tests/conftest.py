@@ -3,8 +3,10 @@
 import gc
 import importlib
 
+import ignite.distributed as idist
 import pytest
 import torch
+from torch import distributed
 
 from ignite_monitor.monitor import transfer
 from tests._ranks import NEEDS_EXPORT
@@ -13,6 +15,18 @@ torch.set_num_threads(1)
 if not torch.accelerator.is_available():
     # torch's formats three stack traces in each call, for accelerators that may be initialized later.
     torch.manual_seed = torch.default_generator.manual_seed
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A process group of this process alone."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    idist.finalize()  # Ignite, too, forgets the group, if it knows of it
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 LIBRARIES: list[torch.library.Library] = []  # keeps the operators defined

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, global_step_from_engine
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -192,18 +191,6 @@ def test_it_is_ignites_checkpoint(tmp_path):
     other.register_buffer("mask", torch.zeros(2, 2))
     Checkpoint.load_objects({"model": other}, torch.load(tmp_path / "good_model_40.pt", weights_only=True))
     assert torch.equal(other.weight, run.model.weight)
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    idist.finalize()  # Ignite, too, forgets the group
-    if distributed.is_initialized():  # Ignite did not know of it
-        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -17,7 +16,6 @@ from ignite.handlers.param_scheduler import (
     PiecewiseLinear,
     create_lr_scheduler_with_warmup,
 )
-from torch import distributed
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler as of_torch
 
@@ -170,18 +168,6 @@ def test_optimizers_with_a_state_of_their_own(kind, make):
     training.run(make_batches(40), request=[34])
     assert training.of("restored_iteration") == {34: 30}
     assert_same(back, [states[30]])
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    idist.finalize()  # Ignite, too, forgets the group, if it knows of it
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def test_zero_redundancy_optimizer(one_rank):
