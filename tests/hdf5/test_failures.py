@@ -122,13 +122,6 @@ def failed_to_the_end(caplog, path):
     return begin.message, int(lost[1])
 
 
-def test_the_file_is_removed(path, caplog):
-    """The contents of the standby copy remain."""
-    train_with(path, path.unlink, 101)
-    assert not caplog.records
-    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-
-
 def test_another_file_takes_its_place(path, caplog):
     def replace():
         path.unlink()
@@ -142,23 +135,31 @@ def test_another_file_takes_its_place(path, caplog):
     assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
 
 
-def test_a_second_name_is_not_written_to(path):
-    second = path.with_name("snapshot.h5")
-    train_with(path, lambda: os.link(path, second), 101)
-    before = as_lists(second)["train/loss"][0]
-    assert before == list(range(1, len(before) + 1))
-    assert len(before) < 110
-    assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-
-
-def test_no_hard_links(path, monkeypatch):
+def refuse_links(path, monkeypatch):
     def link(*_):
         raise PermissionError(1, os.strerror(1))
 
     monkeypatch.setattr(os, "link", link)
-    train_with(path)
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda path, monkeypatch: path.unlink(),  # the contents of the standby copy remain
+        lambda path, monkeypatch: os.link(path, path.with_name("snapshot.h5")),  # which is not written to
+        refuse_links,
+    ],
+    ids=["removed", "second name", "no hard links"],
+)
+def test_nothing_is_lost(path, happens, monkeypatch, caplog):
+    train_with(path, lambda: happens(path, monkeypatch), 101)
+    assert not caplog.records
     assert as_lists(path)["train/loss"][0] == list(range(1, 301))
-    assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
+    for other in {*path.parent.iterdir()} - {path}:
+        before = as_lists(other)["train/loss"][0]
+        assert other.name == "snapshot.h5"
+        assert before == list(range(1, len(before) + 1))
+        assert len(before) < 110
 
 
 @contextlib.contextmanager

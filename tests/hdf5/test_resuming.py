@@ -41,12 +41,6 @@ def test_strings_and_changes_of_directory(tmp_path, monkeypatch):
 # Resuming
 
 
-def test_a_run_that_starts_over_takes_the_place_of_everything(path):
-    run(path, 100)
-    run(path, 5, "a", output=lambda _: {"loss": 0.0})
-    assert as_lists(path) == {"train/loss": ([1, 2, 3, 4, 5], [0.0] * 5)}
-
-
 @pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.ITERATION_COMPLETED])
 @pytest.mark.parametrize("has_monitor", [False, True])
 def test_a_handler_that_resumes_when_the_run_has_started(path, has_monitor, event):
