@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import gc
 import multiprocessing.forkserver
@@ -80,6 +81,7 @@ def imported() -> Any:
 def _run_rank(module: str, folder: Path, rank: int, names: list[str], environment: dict[str, str]) -> None:
     with (folder / f"stderr.{rank}").open("wb") as error:
         os.dup2(error.fileno(), 2)
+    faulthandler.enable()
     os.environ.update(environment)
     sys.argv[1:] = [str(folder), str(rank), *names]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
