@@ -232,7 +232,7 @@ FAULTS = (
     ),
     Fault("all weights 0", "mlp", "dead_units", {"after": scaled("weight|bias", 0)}),
     Fault("dropout of 0.99", "mlp", "dead_units", {"before": inserted(nn.Dropout(0.99), 2)}),
-    Fault("queries and keys × 20", "gpt", "large_logits attention_collapse", {"after": scaled("qkv.weight", 20)}),
+    Fault("queries and keys × 20", "gpt", "large_logits", {"after": scaled("qkv.weight", 20)}),
     Fault("weight decay × 1e4", "mlp gpt", "weights_shrank", {"optimizer": adam(weight_decay=20.0)}),
     Fault("overfits a tiny data set", "mlp", "overfitting", {"held_out": True, "batches": 2}),
     Fault("slow loader", "mlp cnn", "data_wait", {"batch": lambda i, x, y: time.sleep(0.012) or (x, y)}),
@@ -244,7 +244,7 @@ FAULTS = (
     Fault("momentum of 0.999", "cnn", "large_updates", {"optimizer": sgd(0.999)}),
     Fault("NaN in every 25th batch", "lstm", "nonfinite_input", {"batch": nan_at(lambda i: i % 25 == 0)}),
     Fault(
-        *("embeddings × 1e3", "gpt", "activation_outlier large_logits attention_collapse"),
+        *("embeddings × 1e3", "gpt", "activation_outlier large_logits"),
         {"after": scaled("characters|places", 1e3)},
     ),
     Fault("recurrence without gradients", "lstm", "unused_parameters", {"before": without_gradients}),

@@ -46,23 +46,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: its words; None for those the process was given.
-
-    Returns:
-        The exit code: 0; 2 if the input is bad, with one line on the standard error; 3 if a rule of the summary failed.
-    """
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
+    """Run the command line; return 0, 2 if the input is bad, with one line on the standard error, or FAILED."""
+    chosen = _parser().parse_args(arguments)
     code = 0
     try:
         with _one_line("the output", (OSError,)):
-            if chosen.command is None:
-                parser.print_help()
-            else:
-                code = chosen.command(chosen) or 0
+            code = chosen.command(chosen) or 0
             sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()  # the reader has closed the pipe
@@ -89,7 +78,7 @@ def _parser() -> Parser:
     options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(prog=PROGRAM, description="See what happened in a training run.", epilog=EXAMPLES, **options)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_release()}")
-    parser.set_defaults(command=None)
+    parser.set_defaults(command=lambda chosen: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
     def add(command: Callable[[argparse.Namespace], int | None], does: str, example: str, *runs: str) -> Any:
@@ -104,18 +93,13 @@ def _parser() -> Parser:
     option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
     option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
 
-    option = add(
-        _plot, "draw a run, with spikes and reports marked", "plot run.h5 -o run.pdf --metrics '^grad/'", "run"
-    )
-    to = "where to write: .png, .pdf or .svg (default: RUN.png next to RUN.h5)"
-    option("-o", "--output", metavar="FILE", help=to)
+    option = add(_plot, "draw a run and its spikes and reports", "plot run.h5 -o run.pdf --metrics '^grad/'", "run")
+    option("-o", "--output", metavar="FILE", help="a .png, .pdf or .svg (default: RUN.png next to RUN.h5)")
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
-    option = add(
-        _report, "write a page of HTML to send: findings, evidence, metrics", "report run.h5 -o run.html", "run"
-    )
+    option = add(_report, "write a page: findings, evidence, metrics", "report run.h5 -o run.html", "run")
     option("-o", "--output", metavar="FILE", help="where to write (default: RUN.html next to RUN.h5)")
 
     summary = add(_summary, "what happened in a run, causes before consequences", "summary run.h5 --json", "run")
@@ -225,16 +209,7 @@ def _read(path: str) -> Run:
 
 @contextlib.contextmanager
 def _one_line(path: str, kinds: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
-    """Turn errors of bad input into one line that names the file.
-
-    Args:
-        path: the file, or its name in the message.
-        kinds: those errors.
-
-    Raises:
-        BadInput: for an error of the input.
-        BrokenPipeError: if the reader of the output has closed it.
-    """
+    """Turn errors of bad input into one line that names the file."""
     try:
         yield
     except BrokenPipeError:

@@ -64,15 +64,7 @@ class TinyGPT(nn.Module):
 
 
 def run_demo(directory: Path, iterations: int) -> None:
-    """Train, and print what happens and the commands that show the results.
-
-    Existing files in the directory are kept.
-
-    Raises:
-        ValueError: if there are fewer than LEAST iterations.
-        ModuleNotFoundError: if h5py or rich is not installed.
-        OSError: if the directory can't be written.
-    """
+    """Train, print what happens, and the commands that show the results; keep existing files in the directory."""
     from ignite_monitor.hdf5.reader import read_hdf5
     from ignite_monitor.report.run import Run
     from ignite_monitor.report.summary import summarise

@@ -47,6 +47,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
             *("change of the parameters' norm at most {OTHER_MEANS:g} × that of the steps", ""),
         ),
         ("spikes", "Gradients are far larger than before", "grad_monitor", SPIKES, MEASURED),
+        ("no_step_at_spikes", "A train step that returns at spikes keeps gradients", "grad_monitor", NO_REPORT, ""),
         (
             *("loss_spikes", "A batch with a far larger loss than usual", "spike_monitor"),
             *("at most {SPIKE_RATE:.0%} of the losses", MEASURED),
@@ -164,10 +165,6 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
             *("activation_outlier", "One module's outputs are far larger than the others'", "activation"),
             *("standard deviation at most {ACTIVATION_SPREAD:g} × the median module's", ""),
         ),
-        (
-            *("attention_collapse", "Attention heads attend to a single position", "activation"),
-            *("entropy above {row[attention_collapse]:g} nats", PAPER("2303.06296")),
-        ),
     ),
     "Ranks disagree": (
         (
@@ -197,8 +194,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
 def tables():
     """Return the sections of the page in Markdown."""
     titles = {page: monitor for monitor, page in PAGES.values()} | {"setup_check": "SetupCheck"}
-    extra = (limits.VANISHING, limits.COLLAPSED)
-    row = {limit.kind: limit.limit for limit in (*limits.PERSISTENT, *extra)}
+    row = {limit.kind: limit.limit for limit in (*limits.PERSISTENT, limits.VANISHING)}
     lines = []
     for symptom, causes in SYMPTOMS.items():
         lines += [f"## {symptom}", "", "| likely cause | monitor | healthy range | fix |", "|---|---|---|---|"]

@@ -160,16 +160,15 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
             name, (onset, words) = monitor.name(f"batch_rms/{place}"), series.onset(far)
-            what = (
-                f"batch[{printable(place)}] is {'large' if series.median > 1 else '0'} {words}: its root mean square "
-            )
-            what += f"is {number(series.median, 3)} ({name}); networks expect about 1."
+            scale, median = "large" if series.median > 1 else "0", number(series.median, 3)
+            what = f"batch[{printable(place)}] is {scale} {words}: its root mean square is {median} ({name}); networks "
+            what += "expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
             yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=onset)
     outputs = run.beside(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and run.loss and len(places) <= 1:
         begin, size = float(run.loss.values[0]), float(outputs.values[0])
-        if begin > limits.LARGE_LOSS * (1 + size) ** 2:
+        if begin > limits.LARGE_LOSS * np.square(1 + size):
             what = f"The loss begins at {number(begin)} ({run.loss_name}), while the model's outputs are at most "
             what += f"{number(size, 2)} at the beginning, as with large targets or rewards, or a loss that is a sum."
             yield Finding("loss_scale", "warning", what, (run.loss_name,), run.loss.steps[:1], {"loss": begin}, onset=0)
@@ -182,7 +181,7 @@ def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2].tolist()
         weights = run.beside(monitor, "weights").items("largest_weight/{}")
         sizes = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
-        largest = f", most of all {printable(max(sizes, key=sizes.__getitem__))}," * bool(sizes)
+        largest = f", most of all {printable(max(sizes, key=sizes.__getitem__))}," if sizes else ""
         what = f"The parameters{largest} changed by other means than steps between iterations {at[0]} and {at[1]}: "
         what += f"their norm from {number(before, 3)} to {number(after, 3)} ({name}), which steps move by about "
         what += f"{number(most, 2)} there."

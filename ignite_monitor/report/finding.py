@@ -55,36 +55,23 @@ KINDS: dict[str, Kind] = {
     "nonfinite_forward": Kind("Inspect that module and its input.", DAMAGE, DAMAGE),
     "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", DAMAGE, DAMAGE),
     "input_scale": Kind("Normalize the inputs.", BOTH, DAMAGE),
-    "loss_scale": Kind(
-        'Scale the targets (or rewards) to about 1, or average the loss (reduction="mean").', DAMAGE, DAMAGE
-    ),
-    "weight_changed": Kind(
-        "Look for code that writes to weights: initialization, loading, clipping, hardware.", BOTH, DAMAGE
-    ),
+    "loss_scale": Kind("Scale the targets (or rewards) to about 1, or average the loss.", DAMAGE, DAMAGE),
+    "weight_changed": Kind("Look for code that writes to weights: initialization, loading, clipping.", BOTH, DAMAGE),
     "clipped_away": Kind("Clip to about the usual norm.", STILL, DAMAGE),
     "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs.", STILL),
-    "group_rate": Kind(
-        "Give this group a learning rate nearer to the others', or check that its updates are intended.", DAMAGE
-    ),
+    "group_rate": Kind("Give this group a learning rate nearer to the others', unless it is intended.", DAMAGE),
     "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", BOTH),
-    "large_updates": Kind(
-        "Lower the learning rate; or the loss is summed, or gradients are added up, over many items.", BOTH, DAMAGE
-    ),
-    "weights_shrank": Kind(
-        "Lower the weight decay, or scale the initial weights down if they were too large.", BOTH, DAMAGE
-    ),
+    "large_updates": Kind("Lower the learning rate, or average the loss or gradients over items.", BOTH, DAMAGE),
+    "weights_shrank": Kind("Lower the weight decay, or scale large initial weights down.", BOTH, DAMAGE),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
     "wrong_sign": Kind("Check the sign of the loss, the optimizer's maximize, and the learning rate.", DAMAGE, DAMAGE),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
     "periodic_spikes": Kind("Check for a batch or event with this period.", DAMAGE, DAMAGE),
     "bad_batches": Kind(_INSPECT, DAMAGE, DAMAGE),
-    "lost_updates": Kind(
-        "Keep the weights in float32 under torch.autocast, or keep a float32 copy of them.", STILL, STILL
-    ),
+    "no_step_at_spikes": Kind("", BOTH, DAMAGE),
+    "lost_updates": Kind("Keep the weights, or a copy of them, in float32 and use torch.autocast.", STILL, STILL),
     "small_updates": Kind("Raise the learning rate.", STILL, STILL),
-    "not_learning": Kind(
-        "Check that inputs and targets belong together, and that the model can fit ten examples.", (), STILL
-    ),
+    "not_learning": Kind("Check that inputs and targets match, and that the model can fit ten examples.", (), STILL),
     "overflows": Kind("Give the GradScaler a larger growth_interval, or use bfloat16."),
     "ranks_differ": Kind("Restore a checkpoint from before, and check that rank's hardware and random seeds."),
     "data_wait": Kind("Give the loader more workers, or let it prefetch (prefetch_factor, pin_memory)."),
@@ -92,9 +79,7 @@ KINDS: dict[str, Kind] = {
     "not_monitored": _symptom(),
     "nonfinite_not_located": _symptom(),
     "stale_moments": _symptom("Lower beta2 (0.95), or clip updates as StableAdamW does."),
-    "large_logits": _symptom(
-        "Normalize queries and keys (QK-norm), clip the logits (QK-clip), or lower the learning rate."
-    ),
+    "large_logits": _symptom("Normalize queries and keys (QK-norm), clip the logits, or lower the learning rate."),
     "spikes": _symptom(_INSPECT),
     "loss_spikes": _symptom("Inspect these batches."),
     "nonfinite_activations": _symptom("Inspect that module and its input."),
@@ -102,16 +87,13 @@ KINDS: dict[str, Kind] = {
     "nonfinite_metric": _symptom("Find the first non-finite value: the log names the module and the iteration."),
     "rolled_back": _symptom("Inspect the batches that were skipped, and the learning rate there."),
     "dead_units": _symptom(
-        "Use an activation without a flat part (GELU, LeakyReLU), or a lower learning rate; were they dead from the "
-        "start, re-initialize that layer. A dropout sets units to 0 too.",
+        "Use GELU or LeakyReLU, or a lower learning rate; re-initialize a layer that was dead from the start. Dropout "
+        "sets units to 0 too.",
         *(DAMAGE, STILL),
     ),
     "activation_outlier": _symptom("Scale that module's weights down, or normalize its input."),
-    "attention_collapse": _symptom("Normalize queries and keys, or scale their initial weights down."),
     "exploding_gradients": _symptom("Clip the gradient, or scale loss and targets down."),
-    "vanishing_gradients": _symptom(
-        "Use another activation (ReLU, GELU), residual connections, or normalization layers.", BOTH, STILL
-    ),
+    "vanishing_gradients": _symptom("Use ReLU or GELU, residual connections, or normalization.", BOTH, STILL),
     "frozen_parameters": _symptom("Check that the loss depends on them, and that their learning rate is not 0.", BOTH),
     "epsilon_dominated": _symptom("Lower eps, or scale the loss up.", BOTH, STILL),
     "loss_rose": _symptom(_CHECKPOINT),
@@ -175,11 +157,7 @@ class Finding:
         return not is_known, self.onset, order, list(KINDS).index(self.kind) if is_known else 0
 
     def explains(self, other: Finding, slack: int) -> bool:
-        """Return True if it is a cause that explains another finding.
-
-        Args:
-            slack: iterations by which the other one may have been measured before.
-        """
+        """Return True if it is a cause of another finding, which may have been measured ``slack`` iterations before."""
         if other.kind == self.kind or self.is_symptom or self.onset > other.onset + slack:
             return False
         if other.initially and self.kind not in _BEFORE:
@@ -190,7 +168,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
-    """Sort findings: by iteration, each cause before the findings that it explains, notes last."""
+    """Sort findings: by iteration, causes first, each before the findings that it explains, notes last."""
     ordered = sorted(findings, key=lambda it: it.place)
     notes = [it for it in ordered if it.severity == "note"]
     rest = [it for it in ordered if it.severity != "note"]
@@ -201,7 +179,7 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
             cause = next(it for it in [*roots, *rest] if it.explains(finding, slack))
             relation = "related to" if finding.about.is_cause else "a consequence of"
             explained.append(replace(finding, advice=f"Probably {relation} {cause.kind} above."))
-    return [*roots, *explained, *notes]
+    return [*roots, *sorted(explained, key=lambda it: it.is_symptom), *notes]
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -47,11 +47,13 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
     norm, flags, stepped, threshold = map(monitor.get, ("norm", "spike", "stepped", "threshold"))
     if not norm or not flags:
         return None
-    spikes, missing = _counted(flags, monitor.get("spike_count"))
+    spikes, missing = _counted(flags, monitor.get("spike_count").finite)
     if stepped.values.any():  # of accumulated gradients only the last norm, spikes and overflows
         keep = ~np.isin(norm.steps, stepped.steps[stepped.values == 0]) | np.isin(norm.steps, spikes)
         keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flags.steps[flags.values > 0])
         norm = norm.part(keep)
+    if not norm:
+        return None
     sizes = norm.at(spikes)
     of_loss = (monitor.get("loss_spike").at(spikes) > 0) & ~(sizes > threshold.at(spikes)) & np.isfinite(sizes)
     skips, clips = monitor.get("skipped_count"), monitor.get("clipped_count")
@@ -64,11 +66,9 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
 
 
 def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
-    """Flagged iterations that the monitor's counter has kept, and the number that it counts beyond them.
-
-    A spike in a gradient that is still accumulated is retracted by the next detection: the counter falls by one, or
-    stays if that is a spike too. Any other fall is a counter that was reset.
-    """
+    """Flagged iterations that the monitor's counter has kept, and the number that it counts beyond them."""
+    # A spike in a gradient that is still accumulated is retracted by the next detection: the counter falls by one, or
+    # stays if that is a spike too. Any other fall is a counter that was reset.
     flagged = flags.values > 0
     if not counts:
         return flags.steps[flagged], 0
@@ -99,14 +99,14 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     if len(since) and not skipped and (len(since) >= limits.STEPLESS or not made.any()):
         what = f"The optimizer made no step in {plural(len(since), 'monitored iteration')} ({name}), to the end."
         values = {"count": len(since)}
+        advice = "Call step() of the optimizer that GradMonitor was given."
+        kind, severity = "no_step", "warning"
         if len(since) < limits.STEPLESS:  # perhaps all of one accumulation
-            yield Finding("not_monitored", "note", what, (name,), since[:1], values, "Call optimizer.step().")
+            kind, severity = "not_monitored", "note"
         elif made.any():
             advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients accumulate."
-            yield Finding("no_step", "problem", what, (name,), since[:1], values, advice)
-        else:
-            advice = "Call step() of the optimizer that GradMonitor was given."
-            yield Finding("no_step", "warning", what, (name,), since[:1], values, advice)
+            severity = "problem"
+        yield Finding(kind, severity, what, (name,), since[:1], values, advice)
     elif norms is not None and not norms.threshold.finite:
         name = monitor.name("norm")
         what = f"None of {plural(len(norms.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
@@ -148,10 +148,8 @@ def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     factor, rate = float(factors.max(initial=0.0)), total / max(1, len(norm.steps))
     allowed = limits.SMALL_EXCESS_RATE if factor < limits.SMALL_EXCESS else limits.SPIKE_RATE
     values: dict[str, Any] = {"count": total}
-    what = f"{plural(total, 'gradient spike')} ({name}): {norms.described(at) if len(at) else 'all'}"
-    if norms.missing:
-        what += f"{f'; {norms.missing} of them' if len(at) else ''} in iterations that are not in the file"
-    what += "."
+    where = ([norms.described(at)] if len(at) else []) + [f"{norms.missing} not in the file"] * bool(norms.missing)
+    what = f"{plural(total, 'gradient spike')} ({name}): {'; '.join(where)}."
     if factor:
         worst = int(factors.argmax())
         size, threshold = float(sizes[worst]), float(thresholds[worst])
@@ -186,11 +184,8 @@ def _passes(norms: Norms, at: Array) -> bool:
 
 
 def period(series: Series, at: Array) -> str:
-    """Describe the period of values that are far above those between, one per optimizer step, from a spike on.
-
-    Spikes alone do not show it: while a threshold adapts to some of them, others are below it.
-    """
-    if len(at) < limits.PERIODIC:
+    """Describe the period of values that are far above those between, one per optimizer step, from a spike on."""
+    if len(at) < limits.PERIODIC:  # more values than spikes are needed: a threshold that adapts hides some of them
         return ""
     values = np.nan_to_num(series.values[series.steps >= at[0]][: limits.PERIODIC_VALUES], posinf=limits.HUGE)
     sizes = np.log(np.clip(np.abs(values), 1 / limits.HUGE, limits.HUGE))
@@ -214,7 +209,7 @@ def _excess(monitor: MonitorSeries, step: int) -> str:
 
 def value_spikes(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Spikes of a SpikeMonitor's value."""
-    at, _ = _counted(monitor.get("spike"), monitor.get("spike_count"))
+    at, _ = _counted(monitor.get("spike"), monitor.get("spike_count").finite)
     if len(at):
         value, names = monitor.get("value"), (monitor.name("value"), monitor.name("spike"))
         what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{period(value, at)}."

@@ -79,17 +79,3 @@ def outliers(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     limit = max(limits.USUAL_ACTIVATION, min(limits.ACTIVATION_SPREAD * usual, max(limits.LARGE_ACTIVATION, usual)))
     text = f"Outputs with a large standard deviation (that of the median module is {number(usual, 3)})"
     yield from _beyond(monitor, run, limits.OUTLIERS._replace(limit=limit, text=text), std)
-
-
-def collapsed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
-    """Attention heads that attend to a single position."""
-    heads, low = monitor.items(limits.COLLAPSED.key), limits.COLLAPSED.limit
-    if any(series.values.any() for series in heads.values()):  # else there is a single position
-        # Some heads of a module may always have been sharp, but not all of them.
-        wide = {head.rpartition("/")[0] for head in heads if heads[head].last_quarter.median >= low}
-        fell = {
-            head: series
-            for head, series in heads.items()
-            if series.values.max() > limits.ENTROPY_FALL * low or head.rpartition("/")[0] not in wide
-        }
-        yield from _beyond(monitor, run, limits.COLLAPSED, fell)

@@ -54,7 +54,6 @@ JUMPS, JUMP_MEMORY = 50, 100  # jumps that are examined, and iterations before o
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks
 USUAL_ACTIVATION = 20.0  # a standard deviation that is not too large, whatever the others are
 LARGE_ACTIVATION = 1000.0  # a standard deviation that is too large, whatever the others are
-ENTROPY_FALL = 5.0  # times the limit of an entropy; some heads are sharp from the start of a fine-tuning on
 
 
 class Persistent(NamedTuple):
@@ -103,8 +102,3 @@ VANISHING = Persistent(  # biases that a normalization or softmax cancels have l
     below=True,
 )
 OUTLIERS = Persistent("activation_outlier", "activation", "activation/{}/std", USUAL_ACTIVATION, "")
-COLLAPSED = Persistent(  # 98 % of the attention on one position
-    *("attention_collapse", "activation", "attention_entropy/{}", 0.1),
-    "Attention heads attend to a single position, by their entropy in nats",
-    below=True,
-)

@@ -82,12 +82,12 @@ def learning(run: Run) -> Iterator[Finding]:
     if (np.diff(tenths) > 0).sum() >= limits.RISING and end - begin > limits.RISE * abs(begin):
         what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
         yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
-    elif np.ptp([*tenths, begin, end]) < limits.FLAT * max(abs(begin), abs(end)) and loss.steps[0] <= max(
-        1, run.first_made
+    elif np.ptp([*tenths, begin, end]) < limits.FLAT * max(abs(begin), abs(end)) and (
+        loss.steps[0] <= max(1, run.first_made)
     ):
-        what = f"The loss has changed by less than {limits.FLAT:.0%} in "
-        what += f"{plural(int(loss.steps[-1] - loss.steps[0]), 'iteration')} ({name}): "
-        what += f"{number(begin)} at the beginning, {number(end)} at the end."
+        count = plural(int(loss.steps[-1] - loss.steps[0]), "iteration")
+        what = f"The loss has changed by less than {limits.FLAT:.0%} in {count} ({name}): {number(begin)} at the "
+        what += f"beginning, {number(end)} at the end."
         yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
 
 

@@ -67,12 +67,7 @@ class Picture:
 
 
 def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
-    """Choose the panels of a run: those that findings are about first, then the user's own, then by monitor.
-
-    Args:
-        selection: the metrics to show, by a match anywhere in their names.
-        every: whether to show all panels, and lines that are constant.
-    """
+    """Choose the panels of a run: those that findings are about first, then the user's own, then by monitor."""
     flags = [monitor.get("spike") for monitor in run.of("grad")]
     spikes = tuple(sorted({step for series in flags for step in series.steps[series.values > 0].tolist()}))
     events: dict[str, list[int]] = {}
@@ -149,12 +144,7 @@ def _own(run: Run) -> Iterator[Panel]:
 
 
 def draw(picture: Picture, path: str | Path, title: str = "", dark: bool = False) -> None:
-    """Write a figure of a run.
-
-    Args:
-        path: the file; its ending selects the format (png, pdf, svg).
-        dark: whether the background is dark.
-    """
+    """Write a figure of a run, in the format that the path's ending selects: png, pdf or svg."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.style import context

@@ -89,10 +89,7 @@ class Series(NamedTuple):
         return int(self.steps[min(failing[-1] + 1, len(self.steps) - 1) if len(failing) else 0])
 
     def onset(self, condition: Array) -> tuple[int, str]:
-        """Return since when a condition holds, in words too.
-
-        To hold from a step on, it takes 3 values, and a tenth of them, with the condition and none without it.
-        """
+        """Return since when a condition holds, in words too; it has to hold for 3 values, and a tenth of them."""
         count, since = int(condition.sum()), self.since(condition)
         if condition.all() and count >= MIN_ONSET:
             return since, "from the first measurement on"
@@ -132,11 +129,7 @@ class MonitorSeries:
 
 
 class Run:
-    """Metrics of a run over iterations.
-
-    Args:
-        recording: as :func:`~ignite_monitor.read_hdf5` returns it.
-    """
+    """Metrics of a run over iterations, from what :func:`~ignite_monitor.read_hdf5` returns."""
 
     def __init__(self, recording: Any) -> None:
         self.series: dict[str, Series] = {}  # by full name, in the order of recording

@@ -26,7 +26,7 @@ RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] 
     "grad": (gradient_findings,),
     "spike": (value_spikes,),
     "weights": (layers.vanishing,),
-    "activation": (layers.outliers, layers.collapsed),
+    "activation": (layers.outliers,),
     "step": (
         *(causes.large_updates, causes.rate_vanished, causes.group_rates, causes.clipped_away),
         *(causes.input_scale, causes.weight_changed, causes.shrinking),

@@ -6,12 +6,13 @@ import io
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ignite_monitor.hdf5.layout import printable
@@ -28,14 +29,12 @@ STYLES = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("
 
 def describe(described: Summary | Comparison, every: bool) -> list[RenderableType]:
     """Describe a run, or two side by side: findings, and a table of metrics or of what differs."""
-    return _summary(described, every) if isinstance(described, Summary) else _comparison(described, every)
-
-
-def _summary(summary: Summary, every: bool) -> list[RenderableType]:
-    head = f": iterations {summary.first} to {summary.last}, {plural(len(summary.metrics), 'metric')}"
-    rows = [statistics_cells(name, numbers) for name, numbers in summary.metrics.items()]
-    table = _table(COLUMNS, rows, every)
-    return [Text.assemble((printable(summary.file), "bold"), head), Text(), *findings_text(summary), Text(), *table]
+    if isinstance(described, Comparison):
+        return _comparison(described, every)
+    words = f": iterations {described.first} to {described.last}, {plural(len(described.metrics), 'metric')}"
+    head = Text.assemble((printable(described.file), "bold"), words)
+    rows = [statistics_cells(name, numbers) for name, numbers in described.metrics.items()]
+    return [head, Text(), *findings_text(described), Text(), *_table(COLUMNS, rows, every)]
 
 
 def findings_text(summary: Summary) -> list[RenderableType]:
@@ -82,11 +81,7 @@ def _names(names: list[str], every: bool) -> str:
 
 
 def show(parts: Iterable[RenderableType], width: int = 100_000) -> None:
-    """Print to the standard output: on a terminal in colour and its width, else plain and wide.
-
-    Args:
-        width: columns, except on a terminal.
-    """
+    """Print to the standard output: on a terminal in colour and its width, else plain and wide."""
     stream, target = sys.stdout, io.StringIO()
     plain: Any = {"width": width, "color_system": None, "force_terminal": False, "legacy_windows": False}
     console = Console(file=target, **({"force_terminal": True} if stream.isatty() else plain))
@@ -99,10 +94,7 @@ def show(parts: Iterable[RenderableType], width: int = 100_000) -> None:
 
 def _finding(finding: Finding) -> RenderableType:
     sign, style = STYLES[finding.severity]
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, min_width=7)
-    grid.add_column(overflow="fold")
+    grid = Table.grid(Column(no_wrap=True), Column(no_wrap=True, min_width=7), Column(overflow="fold"), padding=(0, 1))
     text = Text.assemble(finding.what, " ", (finding.action, "italic"))
     grid.add_row(Text(f" {sign}", style), Text(finding.severity, style), text)
     return grid
@@ -154,12 +146,9 @@ def spikes_text(path: Path) -> list[RenderableType]:
         except ValueError as error:
             failed.append(str(error))
             continue
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, text in _fields(record):
-            if text:
-                table.add_row(f"  {name}", Text(printable(text)))
+        table = Table.grid(Column(style="dim", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+        for name, text in filter(itemgetter(1), _fields(record)):
+            table.add_row(f"  {name}", Text(printable(text)))
         place = (record.iteration, record.name, record.rank, record.path)
         records.append((place, [Text(_title(record), style="bold"), table, Text()]))
     if not records:

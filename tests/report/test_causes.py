@@ -59,6 +59,12 @@ CASES = {
         ),
         *(None, ""),
     ),
+    "weight_changed: times 100, without WeightUpdateHandler": (
+        trained(
+            optimizer__update_norm=at(0.01), optimizer__rms_median=at(1.0), step__parameter_norm=at(1.0 + 99 * LATE)
+        ),
+        *("problem", "The parameters changed by other means than steps between iterations 160 and 180"),
+    ),
     "large_updates: growth of which a tenth of the steps is known": (
         trained(step__parameter_norm=at(10.0 * 1.5 ** (STEPS // 20)))
         | {f"grad/{key}": series(np.ones(30), 10) for key in ("norm", "stepped", "spike")},
@@ -204,6 +210,17 @@ def test_what_a_report_explains_comes_after_it():
     summary = reported(ZEROED, run=run)
     assert [finding.kind for finding in summary.findings] == ["gradients_not_zeroed", "dead_units"]
     assert summary.findings[1].action == "Probably a consequence of gradients_not_zeroed above."
+
+
+def test_a_cause_that_another_explains_comes_before_the_symptoms():
+    norms = runs.calm_norms(300)
+    norms[200:] = np.nan
+    loss = (201, "GradMonitor (grad)", "nonfinite_loss", "warning", "It comes from the loss", (), 1)
+    stuck = (250, "GradMonitor (grad)", "no_step_at_spikes", "problem", "50 spikes met no step", (), 1)
+    summary = reported(loss, stuck, run=trained() | runs.grad(norms, range(201, 301), made=range(1, 201)))
+    kinds = [finding.kind for finding in summary.findings]
+    assert kinds[:3] == ["nonfinite_loss", "no_step_at_spikes", "nonfinite_gradients"]
+    assert summary.findings[1].action == "Probably related to nonfinite_loss above."
 
 
 def test_reports_of_a_kind_are_one_finding():

@@ -28,11 +28,6 @@ def late(share, value):
     return series(np.where(np.arange(40) < 40 - round(10 * share), 0, value), 5)
 
 
-def entropy(end, heads=12, falling=(3,)):
-    fall = np.concatenate([np.linspace(2.5, end, 30), np.full(10, end)])
-    return {f"attention_entropy/h.0/head_{i}": every(fall if i in falling else 2.0) for i in range(heads)}
-
-
 def std(**modules):
     return {f"activation/{module}/std": every(value) for module, value in modules.items()}
 
@@ -101,7 +96,7 @@ CASES = {
     "dead_units: healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, None, ""),
     "dead_units: from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.55))} | {"grad/stepped": series(np.ones(200))},
-        *("warning", "a (0.55, from the first measurement on)|re-initialize that layer"),
+        *("warning", "a (0.55, from the first measurement on)|re-initialize a layer"),
     ),
     "dead_units: died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},
@@ -113,25 +108,6 @@ CASES = {
         *("warning", "d (110, from the first measurement on)|module is 1)"),
     ),
     "activation_outlier: usual among small ones": (std(a=0.01, b=0.01, c=0.01, d=5.0), None, ""),
-    "attention_collapse: 0.12 nats": (entropy(0.12), None, ""),
-    "attention_collapse: 0.08 nats": (
-        entropy(0.08),
-        *("warning", "h.0/head_3 (0.08, since iteration 150)"),
-    ),
-    "attention_collapse: most heads": (
-        entropy(0.01, 3, (0, 1)),
-        "warning",
-        "head_0 (0.01, since iteration 145) and h.0/head_1",
-    ),
-    "attention_collapse: always sharp": (
-        entropy(0.5) | {"attention_entropy/h.0/head_0": every(0.01), "attention_entropy/h.0/head_1": every(0.01)},
-        *(None, ""),
-    ),
-    "attention_collapse: a module that always was": (
-        entropy(0.5) | {f"attention_entropy/a/head_{head}": every(0.01) for head in (0, 1)},
-        *("warning", "a/head_0 (0.01, from the first measurement on)"),
-    ),
-    "attention_collapse: a single position": ({"attention_entropy/a/head_0": every(0.0)}, None, ""),
     "large_logits: 99": ({"attention_logit_max/a/head_0": every(99.0)}, None, ""),
     "large_logits: 200": (
         {"attention_logit_max/a/head_0": every(np.linspace(5, 200, 40))},
