@@ -44,7 +44,7 @@ class EffectiveWeight(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One weight as a matrix (rows, columns); ``scale`` is sqrt(out / in), NaN for an embedding."""
+    """One weight as a matrix (rows, columns); ``scale`` is sqrt(out / in), NaN if it is not known."""
 
     name: str
     matrix: Tensor
@@ -78,7 +78,8 @@ def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
         stack = (value.reshape(-1, value.shape[-1]) if weight.kind == EMBEDDING else value.flatten(1))[None]
         names = [weight.name]
     rows, columns = stack.shape[1:]
-    ratio = math.nan if weight.kind == EMBEDDING else columns / rows if weight.by_input else rows / columns
+    ratio = columns / rows if weight.by_input else rows / columns
+    ratio = ratio if weight.kind == MATRIX else math.nan  # stacks are of shape (n, out, in) or (n, in, out)
     return [Weight(name, matrix, math.sqrt(ratio)) for name, matrix in zip(names, stack, strict=True)]
 
 
@@ -101,20 +102,10 @@ def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterato
         if leading:
             kind = EMBEDDING
         elif len(shape) > 2:
-            kind, by_input = STACK, _is_stacked_by_input(module, weight.name, shape)
+            kind = STACK
     if len(shape) >= 2 and shape.numel():
         name = f"{path}.{weight.name}".lstrip(".")
         yield weight._replace(name=name, kind=kind, by_input=by_input, groups=groups)
-
-
-def _is_stacked_by_input(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Return True for stacked matrices of shape (in, out), by their bias or an attribute of the module."""
-    rows, columns = shape[-2:]
-    for bias_name in {f"{name}_bias", name.replace("weight", "bias")} - {name}:
-        bias = parameters_in(module).get(bias_name)
-        if bias is not None and rows != columns and bias.shape[-1] in (rows, columns):
-            return bias.shape[-1] == columns
-    return bool(getattr(module, "is_transposed", False))
 
 
 def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,7 +20,7 @@ from ignite_monitor.model.sampled_step import SteppedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights
+from ignite_monitor.spectral.effective_weights import EMBEDDING, EffectiveWeight, Weight, as_weights, effective_weights
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, measure_all
 
@@ -32,8 +31,9 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
     Parameters of two dimensions or more are measured, frozen ones included and shared ones once: convolutions flattened
-    to (out, in·k…), stacked matrices (experts) of shape (n, out, in) one by one as ``{name}/{i}``. Embeddings have no
-    spectral scale. Weights that a module computes are measured as computed. Complex ones are not measured.
+    to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``. Embeddings and stacked matrices, of which
+    it is not known which dimension is out, have no spectral scale. Weights that a module computes are measured as
+    computed. Complex ones are not measured.
 
     {keys}
 
@@ -150,7 +150,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         }
         self._names, self._norms = measured.names, measured.norms
         if self.per_parameter:
-            kinds = ["embedding" if math.isnan(scale) else "norm" for scale in measured.scales]
+            embeddings = {weight.name for weight in weights if weight.kind == EMBEDDING}
+            kinds = ["embedding" if name in embeddings else "norm" for name in measured.names]
             keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(measured.names), strict=True)]
             self.publish_table(keys, measured.norms)
         if self.updates:
