@@ -49,7 +49,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
     Examples:
         .. code-block:: python
 
-            routing = RoutingHandler(model, routers=r"gate$", top_k=2)  # the layers that return logits over experts
+            routing = RoutingHandler(model, routers=r"\.2$", top_k=2)  # the layer that returns logits over experts
             routing.attach(trainer, Events.ITERATION_STARTED(every=10))
     """
 
