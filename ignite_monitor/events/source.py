@@ -213,7 +213,7 @@ class EventSource:
         self._steps.release()  # from a step that raised an error
         if not has_pre_hooks(optimizer):
             return self._start_step(optimizer, args, kwargs)
-        self._steps.add_pre_hook(optimizer, untraced(weak_method(self._start_step)))
+        self._steps.handles.append(optimizer.register_step_pre_hook(untraced(weak_method(self._start_step))))
         return None
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,7 +48,7 @@ class StepOwner:
     def __init__(self, completed: Callable[[Optimizer], None]) -> None:
         self.completed = completed  # is called after a step that is not run
         self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
-        self._handles: list[Any] = []  # hooks of the step that runs
+        self.handles: list[Any] = []  # hooks of the step that runs
         self._patched: list[_PatchedStep] = []
 
     @contextmanager
@@ -107,12 +107,7 @@ class StepOwner:
         """Undo, also after a step that raised an error, and remove the hooks of the step."""
         if self._undo:
             self.undo()
-        if self._handles:
-            remove_all(self._handles)
-
-    def add_pre_hook(self, optimizer: Optimizer, hook: Callable[..., Any]) -> None:
-        """Call a function after the other pre-hooks of the step that starts."""
-        self._handles.append(optimizer.register_step_pre_hook(hook))
+        remove_all(self.handles)
 
     def _replace_found_inf(self, optimizer: Any, before: Tensor | None, value: Tensor) -> None:
         optimizer.found_inf = value
@@ -141,7 +136,7 @@ class StepOwner:
     def _undo_first(self, optimizer: Optimizer, undo: Callable[[], Any]) -> None:
         # The gradients that the user's hooks see are those that the train step made.
         self._undo.append(undo)
-        self._handles.append(first_post_hook(optimizer, weak_method(self.undo)))
+        self.handles.append(first_post_hook(optimizer, weak_method(self.undo)))
 
 
 class _PatchedStep:

@@ -111,25 +111,16 @@ def test_constant_and_zero_norms_are_no_spikes():
         assert not any(detect_all(SpikeDetector(MeanStdThreshold()), [level] * 200))
 
 
-def test_detection_changes_nothing():
-    detector = SpikeDetector(MeanStdThreshold())
-    detect_all(detector, calm(30))
-    before = detector.state_dict()
-    first = detector.detect(torch.tensor(9.0, dtype=torch.float64))
-    second = detector.detect(torch.tensor(9.0, dtype=torch.float64))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert detector.state_dict() == before
-
-
-def test_an_observation_that_is_undone_changes_nothing():
+@pytest.mark.parametrize("when", [None, torch.tensor(True)])
+def test_a_detection_and_an_observation_that_is_undone_change_nothing(when):
     detector = SpikeDetector(MeanStdThreshold())
     detect_all(detector, [*calm(30), 50.0])
-    before = detector.state_dict()
-    for norm in (1.0, 50.0, math.nan, math.inf):
+    before, earlier = detector.state_dict(), detector.snapshot()
+    for norm in (1.0, 9.0, 50.0, math.nan, math.inf):
         detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
-        earlier = detector.snapshot()
+        assert detector.state_dict() == before
         detector.observe(detection)
-        detector.restore(earlier, torch.tensor(True))
+        detector.restore(earlier, when)
     assert detector.state_dict() == before
 
 
