@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,6 +30,7 @@ from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.monitor.transfer import NamedValues, joined
+from ignite_monitor.reference.monitor import ReferenceHolder
 from ignite_monitor.reference.passes import JOINED, Pause, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
@@ -40,7 +40,7 @@ _OTHER_SHAPE = Reason("other_shape", "the reference's parameter has another shap
 Metrics = Mapping[str, Any] | bool | None
 
 
-class ActivationHandler(ScaledMonitor, schema=ACTIVATION):
+class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
     r"""Publish statistics of module outputs, attention, parameters and gradients, by name.
 
     {keys}
@@ -94,8 +94,6 @@ class ActivationHandler(ScaledMonitor, schema=ACTIVATION):
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
             handler.log_to(tensorboard_logger, trainer)
     """
-
-    _state_dict_all_req_keys = ("reference",)
 
     def __init__(
         self,
@@ -158,26 +156,6 @@ class ActivationHandler(ScaledMonitor, schema=ACTIVATION):
             self._passes = ReferencePasses(self._reference, compared, self._differences, self.report, self._pause)
         self._skipped: set[tuple[str, str]] = set()
         self.reset_run_state()
-
-    @property
-    def reference(self) -> nn.Module | None:
-        """The reference, a module; None without one."""
-        return None if self._reference is None else self._reference.module
-
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which forward passes are not measured."""
-        return self._pause
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Weights of the reference; None without a reference, or with a module that was given."""
-        return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self._reference is not None:
-            self._reference.load_state_dict(state_dict["reference"])
-        elif state_dict["reference"] is not None:
-            raise ValueError("Argument state_dict holds a reference, but this handler has none")
 
     # Events
 

@@ -17,13 +17,41 @@ from ignite_monitor.reference.passes import JOINED, Comparison, Pause, Reference
 from ignite_monitor.reference.reference import Reference
 
 
-class ReferenceMonitor(Monitor):
+class ReferenceHolder(Monitor):
+    """Base of the monitors that may have a reference: it is saved with them, and its passes can be paused."""
+
+    _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
+    _reference: Reference | None
+    _pause: Pause
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """The reference, a module; None without one."""
+        return None if self._reference is None else self._reference.module
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which forward passes are not measured."""
+        return self._pause
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Weights of the reference; None without a reference, or with a module that was given."""
+        return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._reference is not None:
+            self._reference.load_state_dict(state_dict["reference"])
+        elif state_dict["reference"] is not None:
+            raise ValueError("Argument state_dict holds a reference, but this handler has none")
+
+
+class ReferenceMonitor(ReferenceHolder):
     """Base of the monitors that publish nothing but a comparison with a reference.
 
     A subclass calls :meth:`_compare`, and overrides :meth:`_compared`.
     """
 
-    _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
+    _reference: Reference
 
     def __init__(self, model: nn.Module, prefix: str, reference: Any, generators: Iterable[Any], group: Group) -> None:
         super().__init__(model, prefix, group=group)
@@ -36,23 +64,6 @@ class ReferenceMonitor(Monitor):
 
     def _compared(self, incomplete: set[str]) -> None:
         """Publish the results of a train step that returned on every rank, without incomplete modules."""
-
-    @property
-    def reference(self) -> nn.Module:
-        """The reference, a module."""
-        return self._reference.module
-
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which forward passes are not measured."""
-        return self._pause
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Weights of the reference; None for a module that was given."""
-        return OrderedDict(reference=self._reference.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._reference.load_state_dict(state_dict["reference"])
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
