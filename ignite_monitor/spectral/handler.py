@@ -24,6 +24,8 @@ from ignite_monitor.spectral.effective_weights import EMBEDDING, EffectiveWeight
 from ignite_monitor.spectral.norm import METHODS
 from ignite_monitor.spectral.spectra import Spectra, measure_all
 
+_NOT_COMPUTED = "nothing is reported, since a weight can't be computed"
+
 
 class SpectralNormHandler(Monitor, schema=SPECTRAL):
     r"""Measure the spectral norm of every weight after the train step.
@@ -109,10 +111,15 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     def start_iteration(self, engine: Engine) -> None:
         self._norms = None
         self._report_nonfinite()
+        self._before = {}
         if self.updates:
-            weights = list(enumerate(self._effective()))
-            self._stepped = SteppedParameters({id(part): i for i, weight in weights for part in weight.parameters})
-            self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
+            with self._training_continues("not_measured", _NOT_COMPUTED):
+                self._keep_weights()
+
+    def _keep_weights(self) -> None:
+        weights = list(enumerate(self._effective()))
+        self._stepped = SteppedParameters({id(part): i for i, weight in weights for part in weight.parameters})
+        self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
 
     def reset_run_state(self) -> None:
         self._report_nonfinite(wait=True)
@@ -124,8 +131,12 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running:
-            return
+        if self._is_running:
+            with self._training_continues("not_measured", _NOT_COMPUTED):
+                self._measure()
+            self._before = {}
+
+    def _measure(self) -> None:
         weights = self._effective()
         if not weights:
             self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
@@ -156,7 +167,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             self.publish_table(keys, measured.norms)
         if self.updates:
             values |= self._update_values(weights)
-        self._before = {}
         self.publish(**values)
         self._report_nonfinite()
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from ignite_monitor import GradMonitor, SpectralNormHandler, StaticThreshold
-from tests._helpers import assert_same, make_step, run_monitored
+from tests._helpers import assert_same, make_batches, make_step, run_monitored
 from tests._models import Lambda
 from tests._truth import copies, spectral, spectral_norm
 
@@ -332,3 +332,19 @@ def test_names_that_tags_cannot_hold_and_parameters_that_come_and_go(batches):
     got = numbers(handler)
     assert got["norm/extra.weight"] == pytest.approx(spectral_norm(model.extra.weight), rel=1e-4)
     assert got["norm/hidden.weight"] == pytest.approx(spectral_norm(model.hidden.weight), rel=1e-3)
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_weight_that_cannot_be_computed_is_reported_once_and_training_continues(updates, caplog):
+    class WithGradients(nn.Module):
+        def forward(self, weight):
+            if not torch.is_grad_enabled():
+                raise RuntimeError("no gradients")
+            return 2 * weight
+
+    model = nn.Linear(6, 3)
+    nn.utils.parametrize.register_parametrization(model, "weight", WithGradients())
+    step = make_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert run_monitored(step, make_batches(3), SpectralNormHandler(model, updates=updates)) == [{}] * 3
+    text = "iteration 1: nothing is reported, since a weight can't be computed: RuntimeError: no gradients"
+    assert caplog.messages == [f"SpectralNormHandler (spectral): {text}"]
