@@ -60,7 +60,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         prefix: first part of the keys.
 
     Raises:
-        TypeError: if an argument has the wrong type.
+        TypeError: if an argument has the wrong type, or the state of an object in ``to_save`` can't be copied.
         ValueError: if an argument is out of its range, or ``to_save`` has no model.
 
     Examples:
