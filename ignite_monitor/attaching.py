@@ -131,7 +131,9 @@ def attach_monitors(
     check_type("trainer", trainer, Engine, "ignite.engine.Engine")
     check_optimizer(optimizer)
     every = check_count("every", every, least=1)
-    loggers = [loggers] if isinstance(loggers, (BaseLogger, str, os.PathLike)) else [*loggers]
+    given: Any = loggers
+    is_several = isinstance(given, Iterable) and not isinstance(given, (BaseLogger, str))
+    loggers = [*given] if is_several else [given]
     for logger in loggers:
         check_type("loggers", logger, BaseLogger, "BaseLogger, for instance HDF5Logger('run.h5')")
     if rollback is not None:

@@ -197,6 +197,7 @@ def test_leaves_as_it_came(parts):
     [
         ({"loggers": "run.h5"}, r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"),
         ({"loggers": ["run.h5"]}, r"Argument loggers should be of type .*HDF5Logger\('run.h5'\)"),
+        ({"loggers": None}, "Argument loggers should be of type BaseLogger"),
         ({"rollback": True}, "Argument rollback should be of type Mapping"),
     ],
 )

@@ -131,7 +131,7 @@ class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
             family: MetricSet(argument, metrics or {}, aggregate) for family, (argument, metrics) in given.items()
         }
         check_type("attention", attention, bool, "bool")
-        self._set_scaler(scaler)
+        self.set_scaler(scaler)
         generators = check_generators(generators)
         differences = bool(self._metrics["activation_difference"] or self._metrics["parameter_difference"])
         if differences != (reference is not None):

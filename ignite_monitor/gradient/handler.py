@@ -99,7 +99,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
     ) -> None:
         super().__init__(model, prefix, flag, max_consecutive_spikes, generators, group)
         check_optimizer(optimizer, model, optional=True)
-        self._set_scaler(scaler)
+        self.set_scaler(scaler)
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
             raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
         self._action = SpikeAction(on_spike, optimizer)

@@ -13,7 +13,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor
 
 
 class ScaledMonitor(Monitor):
-    """Reports a GradScaler that makes the steps, but was not given; a subclass extends :meth:`handlers`.
+    """Keeps the GradScaler, and reports one that makes the steps but was not given; extend :meth:`handlers`.
 
     Attributes:
         scaler: the GradScaler, or None.
@@ -23,7 +23,8 @@ class ScaledMonitor(Monitor):
     scaler: GradScaler | None = None  # an enabled one
     lacks_scaler: bool | None = None
 
-    def _set_scaler(self, scaler: GradScaler | None) -> None:
+    def set_scaler(self, scaler: GradScaler | None) -> None:
+        """Keep the argument; TypeError if it is no GradScaler of torch, nor None."""
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None

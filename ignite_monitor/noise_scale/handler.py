@@ -102,7 +102,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             )
         check_function("items", items, "the batch")
         self.optimizer = optimizer
-        self._set_scaler(scaler)
+        self.set_scaler(scaler)
         self.items = items
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step

@@ -117,7 +117,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer, model, optional=True)
-        self._set_scaler(scaler)
+        self.set_scaler(scaler)
         self.optimizer = optimizer
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.vanishing_grad_threshold = check_real("vanishing_grad_threshold", vanishing_grad_threshold, least=0.0)

@@ -194,9 +194,10 @@ def test_the_monitor_of_the_guide_in_a_gan(order):
     assert trainer.state.metrics == expected
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_the_monitor_of_the_guide_with_a_scaler_and_accumulation(fused, unscaled):
+def test_the_monitor_of_the_guide_with_a_scaler_and_accumulation(fused, unscaled, given):
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
@@ -215,6 +216,9 @@ def test_the_monitor_of_the_guide_with_a_scaler_and_accumulation(fused, unscaled
         scaler.update()
 
     trainer = Engine(train_step)
-    ClippingMonitor(model, optimizer, scaler=scaler).attach(trainer)
+    monitor = ClippingMonitor(model, optimizer, scaler=scaler if given else None)
+    monitor.attach(trainer)
     trainer.run(list(torch.randn(3, 8, 3)))
-    assert trainer.state.metrics == {"clipping/kept": pytest.approx(kept[0], rel=1e-4)}
+    assert [report.kind for report in monitor.reports] == ["scaler_not_given"] * (not given)
+    if given:
+        assert trainer.state.metrics == {"clipping/kept": pytest.approx(kept[0], rel=1e-4)}
