@@ -24,7 +24,14 @@ class ScaledMonitor(Monitor):
     lacks_scaler: bool | None = None
 
     def set_scaler(self, scaler: GradScaler | None) -> None:
-        """Keep the argument; TypeError if it is no GradScaler of torch, nor None."""
+        """Keep the GradScaler, if it is enabled.
+
+        Args:
+            scaler: the argument ``scaler`` of the constructor.
+
+        Raises:
+            TypeError: if it has another type.
+        """
         if scaler is not None:
             check_type("scaler", scaler, GradScaler, "torch.amp.GradScaler or None")
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
