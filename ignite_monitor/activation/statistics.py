@@ -76,8 +76,7 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
     # Differences keep their digits in the tensors' dtype, since they are taken from the mean in that dtype.
     shift = mean.to(torch.promote_types(tensors.dtype, torch.float32))
     differences = (piece - shift.view(-1, 1, 1) for piece in pieces)
-    # By vectors: torch 2.13 takes six times as long for one norm over all elements.
-    squares = _added(torch.linalg.vector_norm(item, dim=2, dtype=wide).square_().sum(1) for item in differences)
+    squares = _added(torch.linalg.vector_norm(item, dim=(1, 2), dtype=wide).square_() for item in differences)
     error = mean - shift
     squares = squares.addcmul_(error, error, value=-elements).clamp_(min=0.0)
     counts = (torch.full_like(mean, count) for count in (elements, vectors.shape[1]))
