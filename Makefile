@@ -53,7 +53,7 @@ bench-docs: $(READY) ## measure every table of the documentation that comes from
 	PYTHONPATH=. $(BIN)/python benchmarks/tables.py
 
 docs: $(VENV)/.docs ## build and check the documentation in build/docs, and run its snippets that need more packages
-	rm -rf build/docs
+	rm -rf build/docs docs/api
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python docs/_ext/check_site.py build/docs
 	$(BIN)/python -m sphinx -W -q -b doctest -D nb_execution_mode=off docs build/doctest
