@@ -73,7 +73,7 @@ def test_costs_within_their_noise_are_no_ratios(monkeypatch):
 def test_diagnosis_plants_faults_and_counts_the_causes_that_are_found(run):
     output = run("diagnosis.py", "--quick")
     assert MEASURED.findall(output) == ["diagnosis.py --quick"]
-    assert len(re.findall(r"^- .*, seed 8: 1 of 1 right\.$", output, re.MULTILINE)) == 3
+    assert len(re.findall(r"^- .*, seed [0-9]+: 1 of 1 right\.$", output, re.MULTILINE)) == 3
     assert "| a layer in no optimizer | mlp | problem `not_in_optimizer`: SetupCheck" in output
 
 
