@@ -63,8 +63,9 @@ def stability_limit(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Tenso
             damped = 1 - momentum
         else:
             momentum = group.get("momentum", 0.0)
-            damped = 1 + 2 * momentum if group.get("nesterov") else 1 - group.get("dampening", 0.0)
+            dampening = group.get("dampening", 0.0) if momentum else 0.0  # SGD without momentum ignores it
+            damped = 1 + 2 * momentum if group.get("nesterov") else 1 - dampening
         is_known = not group.get("maximize") and group.get("lr") is not None
-        rate = torch.as_tensor(group["lr"] if is_known else math.nan, dtype=flat_dtype(parameters)).detach()
-        limits.append(move((2 + 2 * momentum) / damped / rate, parameters[0].device))
+        rate = torch.as_tensor(group["lr"] if is_known else math.nan, dtype=flat_dtype(parameters)).detach().reshape(())
+        limits.append(move((2 + 2 * momentum) / (damped * rate), parameters[0].device))
     return torch.stack(limits).min()

@@ -6,6 +6,7 @@ import heapq
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
+from numbers import Real
 from operator import itemgetter
 from typing import Any
 
@@ -100,10 +101,14 @@ def held_by(optimizer: Optimizer) -> set[int]:
 
 
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor | None]:
-    """The learning rate of each group, 0-dim if it is a tensor; None where a group has none, as with Adafactor."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    numbers = [rate.detach().reshape(()) if isinstance(rate, Tensor) else rate for rate in rates]
-    return [rate if isinstance(rate, (float, int, Tensor)) else None for rate in numbers]
+    """The learning rate of each group, 0-dim if a tensor; None unless it is one real number, as with Adafactor."""
+    return [_number(group.get("lr")) for group in optimizer.param_groups]
+
+
+def _number(value: Any) -> float | Tensor | None:
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, Real) else None
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

@@ -51,6 +51,7 @@ class MomentMeasurement(SampledStep):
     def keep_gradients(self, step: OptimizerStep) -> None:
         """Keep samples of the gradients that a step uses: unscaled, negated where they are maximized, with decay."""
         self.step_started(step.optimizer)
+        self._made = step.made
         parameters = self.samples.parameters
         self._members = [
             index
@@ -82,7 +83,7 @@ class MomentMeasurement(SampledStep):
     def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
         """Measure the step that has returned; None if there is nothing to be measured."""
         samples, members = self.samples, self._members
-        if not members or not self.stepped:
+        if not members or self._made is False:
             return None
         parameters = [samples.parameters[index] for index in members]
         momenta = [_moment(optimizer, parameter, _MOMENTUM) for parameter in parameters]
@@ -100,13 +101,12 @@ class MomentMeasurement(SampledStep):
         at = move(torch.tensor(members, device="cpu"), samples.device)
         *rows, change_norms = samples.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members).unbind()
         statistics = _statistics(torch.stack(rows), eps, correction, samples.counts[at])
-        moved = self.stepped.mask(len(samples.parameters), samples.device)[at]
-        # Without a step the norm is 0 / 0.
-        update_norm = torch.where(moved, change_norms * samples.factors[at], 0.0).square().sum().sqrt() / moved.any()
+        update_norm = (change_norms * samples.factors[at]).square().sum().sqrt()
+        made = move(torch.as_tensor(self._made, device=getattr(self._made, "device", "cpu")), samples.device)
         return MomentStatistics(
             [samples.names[index] for index in members],
-            torch.where(moved, statistics, math.nan),
-            update_norm if self._is_complete else torch.full_like(update_norm, math.nan),
+            torch.where(made, statistics, math.nan),
+            torch.where(made & self._is_complete, update_norm, math.nan),
         )
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:

@@ -132,7 +132,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     def _count_items(self, batch: Any) -> float | Tensor | None:
         if self.items is not None:
             items = self.items(batch)
-            return items.detach().clone().reshape(()) if isinstance(items, Tensor) else float(items)
+            if isinstance(items, Tensor) and has_local_data(items) and not items.is_complex():
+                return items.detach().clone().reshape(())
+            return float(items)
         count = count_items(batch)
         if count is None:
             text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 
 import pytest
 import torch
@@ -341,6 +342,16 @@ def test_the_preconditioner_is_that_of_a_step_with_l2_penalty(maximize):
         second = state["exp_avg_sq"] / (1 - 0.9 ** float(state["step"]))
         torch.testing.assert_close(preconditioner, second.sqrt() + 1e-8)
     assert bool(stability_limit(optimizer, [weight]).isnan()) is maximize
+
+
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "limit"), [(0, 0.5, 20), (0, 1, 20), (0.5, 0.5, 60), (0.5, 1, math.inf)]
+)
+def test_dampening_counts_only_with_momentum(momentum, dampening, limit):
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    groups = [{"params": weights[:1], "lr": torch.tensor([0.1])}, {"params": weights[1:], "lr": 0.05}]
+    optimizer = torch.optim.SGD(groups, momentum=momentum, dampening=dampening)
+    assert float(stability_limit(optimizer, weights)) == pytest.approx(limit)
 
 
 def test_a_subclass_with_a_step_of_its_own_has_no_threshold():

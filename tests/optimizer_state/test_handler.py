@@ -53,6 +53,7 @@ OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
     "Adamax": lambda p: torch.optim.Adamax(p),
+    "a group with lr 0": lambda p: torch.optim.Adam([{"params": next(p), "lr": 0.0}, {"params": p}]),
     "of its own": Own,
 }
 
@@ -225,6 +226,18 @@ def test_update_norm_of_a_step_that_moves_the_weights_before_it_calls_its_closur
     handler = OptimizerStateHandler(model, optimizer, sample_size=None)
     step, moves = moves_of(model, make_step(model, optimizer, closure=True))
     published = run_monitored(step, make_batches(5), handler)
+    true = [math.hypot(*item.values()) for item in moves]
+    assert [values["optimizer/update_norm"] for values in published] == pytest.approx(true, rel=1e-4)
+
+
+def test_update_norm_with_a_frozen_parameter_that_its_last_gradient_still_moves():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    next(model.parameters()).requires_grad_(False)
+    step, moves = moves_of(model, lambda *_: optimizer.step())
+    published = run_monitored(step, [0] * 3, OptimizerStateHandler(model, optimizer, sample_size=None))
     true = [math.hypot(*item.values()) for item in moves]
     assert [values["optimizer/update_norm"] for values in published] == pytest.approx(true, rel=1e-4)
 

@@ -52,6 +52,8 @@ def test_throughput_and_mfu_are_those_of_the_published_time(items, count):
     [
         (0, lambda batch: batch[0]),
         (torch.ones(3), lambda batch: batch),
+        (0, lambda batch: torch.tensor(3 + 1j)),
+        (0, lambda batch: torch.tensor(3.0, device="meta")),
         (torch.ones(2).to(torch.float8_e4m3fn), None),
     ],
 )
@@ -131,9 +133,9 @@ class Halving(torch.optim.Optimizer):
                 parameter.mul_(0.5)
 
 
-@pytest.mark.parametrize("defaults", [{"lr": None}, {"scale": 2.0}])
+@pytest.mark.parametrize("defaults", [{"lr": None}, {"scale": 2.0}, {"lr": torch.ones(2)}, {"lr": torch.tensor(1j)}])
 def test_groups_without_a_learning_rate_have_none(defaults, caplog):
-    """Groups of transformers' Adafactor have a rate of None; other optimizers call it by another name."""
+    """Groups of transformers' Adafactor have a rate of None; others have another name for it, or many rates."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 7))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
     optimizer = Halving(groups, defaults)
