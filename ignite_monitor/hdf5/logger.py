@@ -43,7 +43,8 @@ class HDF5Logger(BaseLogger):
         path: the file, in an existing directory.
         mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
             of the trainer that resumes from iteration n replaces what the file holds after n.
-        trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger.
+        trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger,
+            which is right if no engine of an evaluation has monitors.
             Values of other engines, as of an evaluator, are placed at its iteration. Without a trainer, values are
             placed at the iteration of their own engine, and a resumed run replaces none.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
@@ -266,10 +267,10 @@ class ReportSources:
         self._sources.setdefault(id(reports), (reports, self._tracker.is_trainer(engine)))
 
     def take(self, at_end: bool = False) -> bool:
-        """Give new reports to the writer, once there is a run; return True if one is a problem."""
+        """Give new reports to the writer, once the run has a record; return True if one is a problem."""
         is_urgent = False
         for key, (reports, is_trainers) in self._sources.items():
-            while (self._tracker.has_begun or at_end) and (count := self._counts.get(key, 0)) < len(reports):
+            while (self._tracker.is_recorded or at_end) and (count := self._counts.get(key, 0)) < len(reports):
                 self._counts[key] = count + 1
                 self.write(reports[count], is_trainers)
                 is_urgent |= reports[count].severity == "problem"

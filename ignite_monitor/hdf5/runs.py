@@ -24,7 +24,7 @@ class RunTracker:
         self._trainer: weakref.ref[Engine] | None = None
         self._number, self._offset, self._last = writer.last_run  # iterations before its own; its last one, with these
         self._is_due = False  # a run of the trainer has started, and has no record yet
-        self.has_begun = False  # a run in this session
+        self._has_begun = False  # a run in this session
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
         self._iterations, self._written = 0, time.monotonic()
 
@@ -36,6 +36,11 @@ class RunTracker:
         """Return True for the engine whose runs are recorded."""
         return self._trainer is not None and self._trainer() is engine
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if the run that started last has a record."""
+        return self._has_begun and not self._is_due
+
     def start(self) -> None:
         """Note that a run of the trainer starts; its record is made later, as handlers may resume at STARTED."""
         self._is_due = True
@@ -46,26 +51,25 @@ class RunTracker:
         if self.is_trainer(engine):
             iteration = engine.state.iteration
             is_rewound = iteration + self._offset <= self._last
-            if self._is_due or is_rewound or not self.has_begun:
+            if self._is_due or is_rewound or not self._has_begun:
                 self._begin(iteration - 1, adds=self._is_due)
             self._last = iteration + self._offset
+        else:
+            self._begin_due()
 
     def position(self, engine: Engine) -> Position:
         """Return the position of a value of an engine."""
-        trainer = None if self._trainer is None else self._trainer()
-        iteration = 0 if trainer is None else trainer.state.iteration
-        if self._is_due or self._number < 0 or (iteration and not self.has_begun):
-            self._begin(iteration, adds=True)
+        self._begin_due()
         if self._trainer is None:
             return Position(self._number, max(0, engine.state.iteration))
-        if trainer is engine:
-            self._last = max(self._last, iteration + self._offset)
+        if self.is_trainer(engine):
+            self._last = max(self._last, engine.state.iteration + self._offset)
         return Position(self._number, self._last)
 
     def position_of_report(self, is_trainers: bool, iteration: int) -> Position:
         """Return the position of a report that a monitor of the trainer or of another engine made."""
-        if self._number < 0:
-            self._begin(0, adds=True)
+        if self._is_due or self._number < 0:
+            self._begin_due()
         return Position(self._number, max(0, iteration) + self._offset if is_trainers else self._last)
 
     def is_time(self) -> bool:
@@ -77,13 +81,20 @@ class RunTracker:
         self._distance = min(max(1, 10 * self._distance), self._flush_every)
         self._iterations, self._written = 0, time.monotonic()
 
+    def _begin_due(self) -> None:
+        """Begin a run that has started without a record, or that a restored trainer is about to start."""
+        trainer = None if self._trainer is None else self._trainer()
+        iteration = 0 if trainer is None else trainer.state.iteration
+        if self._is_due or self._number < 0 or (iteration and not self._has_begun):
+            self._begin(iteration, adds=True)
+
     def _begin(self, start: int, adds: bool) -> None:
         """Begin a run after an iteration of the trainer; one from the beginning is added to the session's earlier ones.
 
         Any other run replaces what the file holds after that iteration, and the session's first one everything if it
         is from the beginning.
         """
-        if start == 0 and not self.has_begun:
+        if start == 0 and not self._has_begun:
             self._offset = self._last = 0
             after = -1
         elif start == 0 and adds:
@@ -91,4 +102,4 @@ class RunTracker:
         else:
             self._last = after = start + self._offset
         self._number = self._writer.begin_run(self._offset, after)
-        self._is_due, self.has_begun = False, True
+        self._is_due, self._has_begun = False, True

@@ -286,18 +286,22 @@ def test_without_h5py(path, monkeypatch):
 
 
 def test_reports_and_settings_of_an_evaluators_monitor(path):
-    """They belong to the trainer's iteration; settings are returned once per run."""
+    """They belong to the trainer's run and iteration; settings are returned once per run."""
     trainer, evaluator, monitor = engine_of(), engine_of(), GradMonitor(torch.nn.Linear(1, 1))
+    trainer.add_event_handler(Events.STARTED, lambda: evaluator.run(range(1)))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: evaluator.run(range(9)))
     evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=9), lambda: monitor.report("nine", "at 9"))
     monitor.attach(evaluator)
     with HDF5Logger(path, trainer=trainer) as logger:
         log_output(logger, trainer)
         monitor.log_to(logger, evaluator)
-        trainer.run(range(10))
+        for trainer.state.max_epochs in (None, None):
+            trainer.run(range(10), max_epochs=1)
     recording = read_hdf5(path)
     assert [(it.kind, it.iteration, it.run) for it in recording.reports if it.kind == "nine"] == [("nine", 5, 0)]
-    assert [it.monitor for it in recording.settings] == ["run", "GradMonitor (grad)"]
+    assert [(it.monitor, it.iteration, it.run) for it in recording.settings] == [
+        (name, start, run) for run, start in enumerate((0, 10)) for name in ("run", "GradMonitor (grad)")
+    ]
 
 
 def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):

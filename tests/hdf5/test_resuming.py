@@ -120,6 +120,7 @@ def test_reports_of_replaced_iterations_go_with_the_values(path, same_logger):
             log_output(logger, engine)
             again = lambda engine, own=monitor: own.report("start", "again", once=False)  # noqa: E731
             engine.add_event_handler(Events.STARTED, again)
+            engine.add_event_handler(Events.STARTED, logger.flush)
             engine.add_event_handler(
                 Events.ITERATION_COMPLETED(every=7),
                 lambda engine, own=monitor: own.report("seven", f"{engine.state.iteration} {engine.start}", once=False),
