@@ -102,9 +102,11 @@ class HealthyCheckpoint(Checkpoint):
         return self._copy or super()._setup_checkpoint()
 
     def _on_started(self, engine: Engine) -> None:
-        if engine.state.iteration == 0 or engine.state.iteration < self._healthy:  # another run
+        if engine.state.iteration <= self._healthy:  # another run, or one that resumes from the healthy state
             self._earlier.clear()
-            self._due, self._healthy, self._copy = None, 0, {}
+            self._due = None
+        if engine.state.iteration < self._healthy:
+            self._healthy, self._copy = 0, {}
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         iteration = engine.state.iteration

@@ -42,7 +42,7 @@ class SpikeRecord:
         lr: learning rate of each parameter group of the monitor's optimizer; None where there is none.
         batch: the batch: tensors on the CPU, mappings and dataclasses as dictionaries, named tuples as tuples; None if
             it was not saved.
-        losses: loss of every sample, on the CPU, if the train step records it; else None.
+        losses: loss of every sample that the train step has recorded before the spike, on the CPU; else None.
         random_state: RNG state of torch, Python and NumPy before the train step.
         path: path of the file.
     """

@@ -119,6 +119,19 @@ def test_a_run_that_continues_knows_its_spikes():
     assert run.saved[6:8] == ["checkpoint_45.pt", "checkpoint_48.pt"]
 
 
+def test_a_run_that_resumes_from_the_healthy_state_forgets_the_spikes_after_it():
+    run, states = Run(dict.fromkeys(range(11, 16), 1e4)), []
+    run.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=10), lambda: states.append(copy.deepcopy(run.monitor.state_dict()))
+    )
+    assert run.run(15, Events.ITERATION_COMPLETED(every=2)) == [2, 4, 6, 8, 10]
+    run.scales = {}
+    run.monitor.load_state_dict(states[0])
+    run.trainer.load_state_dict({"iteration": 10, "epoch_length": 15, "max_epochs": 1})
+    run.trainer.run(torch.randn(15, 8, 4))
+    assert run.saved[5:] == ["checkpoint_12.pt", "checkpoint_14.pt"]
+
+
 def test_a_checkpoint_that_a_failed_run_postponed_is_not_saved_by_the_next_run():
     run = Run(dict.fromkeys(range(8, 13), 1e4))
     with (
