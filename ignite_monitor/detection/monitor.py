@@ -37,6 +37,9 @@ class DetectionMonitor(CountingMonitor):
 
     def reset_run_state(self) -> None:
         self._known_spike = None
+
+    def on_run_completed(self) -> None:
+        super().on_run_completed()
         self._report_resets(float(self._reset_count()))
 
     def deferred_tensors(self) -> list[Tensor]:
@@ -73,12 +76,13 @@ class DetectionMonitor(CountingMonitor):
 
     def _fire_spike(self, engine: Any, spike: Spike, value: Tensor) -> None:
         """Call ``on_spike`` and fire SPIKE_DETECTED while ``engine.state.spike`` describes the spike."""
-        if self._source is not None:
+        source = self._source  # on_spike may detach the monitor
+        if source is not None:
             with exposed_spike(engine, spike):
                 if callable(self.on_spike):
                     with users_grad_mode():
                         self.on_spike(engine, as_published(value))
-                self._source.fire(MonitorEvents.SPIKE_DETECTED)
+                source.fire(MonitorEvents.SPIKE_DETECTED)
 
     def _fire_reset(self, engine: Any, detection: Any) -> None:
         """Report a reset of the threshold, if that takes no synchronization or handlers await it."""

@@ -37,7 +37,7 @@ class SummarizedMonitor(Monitor):
         self._steps[optimizer] = self._steps.get(optimizer, 0) + made
 
     def on_run_end(self) -> None:
-        self._totals = None
+        self._totals, self._steps, self._rates = None, {}, {}
 
     def on_run_completed(self) -> None:
         if self._totals is None:

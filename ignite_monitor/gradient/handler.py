@@ -225,7 +225,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
                 self._detector.postpone(newest, flag)
                 if published is None:  # else the values are those of the last step
                     published, is_published = newest, None if is_cpu(flag) else flag
-            self._report_spike_once(engine, newest)
         self._warn(published or newest)
         if published is None:
             self._publish_none()

@@ -56,7 +56,7 @@ class PerParameterDetector(SpikeDetector):
         self._start(tuple(own.pop("names")))
         try:
             super().load_state_dict(own)
-        except ValueError:
+        except Exception:
             self.names = names
             self.restore(before)
             raise

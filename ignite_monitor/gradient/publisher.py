@@ -102,11 +102,9 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
         if self._source is not None and self._source.listened:  # by handlers that may log values
             self._publish(detection)
-        if report and may_be_true(detection.spike):
-            self._report_spike_once(engine, detection)
-
-    def _report_spike_once(self, engine: Any, detection: GradientDetection) -> None:
-        if not self._window.is_reported and self._is_awaited_spike(detection.spike):
+        if not report or self._window.is_reported or not may_be_true(detection.spike):
+            return
+        if self._is_awaited_spike(detection.spike):
             self._window.is_reported = True
             self._fire_spike(engine, self._describe_spike(detection), detection.norm.value)
 
@@ -164,7 +162,8 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
             self.report("recurring_spikes", text + "skipped, since rare data cause them too")
         action = self._action.message([count for (count,) in counts])
         if action is not None:
-            self._log(logging.INFO, f"{describe(spike)}; {action}")
+            which = describe(spike) if is_spike else "spikes since values were last read"  # on a device
+            self._log(logging.INFO, f"{which}; {action}")
         if not (is_spike and detection.names):
             return {}
         if not self._now.is_described:

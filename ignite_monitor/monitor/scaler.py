@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
@@ -17,10 +18,12 @@ class ScaledMonitor(Monitor):
 
     Attributes:
         scaler: the GradScaler, or None.
+        optimizer: the optimizer whose steps count; None for all of the model's.
         lacks_scaler: whether a GradScaler that was not given makes the steps; None before a step.
     """
 
     scaler: GradScaler | None = None  # an enabled one
+    optimizer: Optimizer | None = None
     lacks_scaler: bool | None = None
 
     def set_scaler(self, scaler: GradScaler | None) -> None:
@@ -40,7 +43,7 @@ class ScaledMonitor(Monitor):
         return [(MonitorEvents.OPTIMIZER_STEP_STARTED, self._check_scaler)] if self.scaler is None else []
 
     def _check_scaler(self, engine: Any, step: Any) -> None:
-        if self.lacks_scaler is None and step.parameters:
+        if self.lacks_scaler is None and step.is_of(self.optimizer):
             self.lacks_scaler = _steps_through_scaler()
             if self.lacks_scaler:
                 text = "gradients are scaled by a GradScaler, and measured so: give the argument scaler"

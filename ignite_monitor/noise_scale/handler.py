@@ -101,7 +101,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
                 "optimizer step from several backward passes, each over a part of the batch"
             )
         check_function("items", items, "the batch")
-        self.optimizer = optimizer
+        self.optimizer: Optimizer = optimizer
         self.set_scaler(scaler)
         self.items = items
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))

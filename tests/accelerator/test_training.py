@@ -108,6 +108,19 @@ def test_recurring_spikes_are_the_same_whether_a_logger_reads_values_or_not(fuse
     assert_same(*states)
 
 
+def test_steps_skipped_before_values_are_read_are_not_those_of_the_last_norm(device, caplog):
+    training = Training(device, fused=True, model=transformer(1, 8, records=False))
+    data = batches(10, device.name, [3, 5])
+    training.trainer.run(data[:1])  # makes the optimizer's state
+    monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")
+    monitor.attach(training.trainer)
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), lambda _: monitor.on_host())
+    with caplog.at_level(logging.INFO, "ignite_monitor"):
+        training.trainer.run(data, max_epochs=1)
+    text = "iteration 10: spikes since values were last read; optimizer step skipped (2 so far)."
+    assert [line for line in caplog.messages if "so far" in line] == [f"GradMonitor (grad): {text}"]
+
+
 def test_other_optimizers_read_the_flag_once(device):
     training = Training(device)
     monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ignite.engine import Engine
 from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MeanStdThreshold, StaticThreshold
@@ -156,3 +157,27 @@ def test_gradients_set_by_hand_before_scaler_step_are_compared_unscaled(name):
     run, monitor = build(name, options={"by_hand": True})
     recorder = train(run.step, mlp_batches(10), monitor)
     assert recorder.norms == pytest.approx(run.truth, **CLOSE)
+
+
+@pytest.mark.parametrize("scaled", [0, 1])
+def test_only_a_scaler_of_the_own_optimizer_is_missed(scaled):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model]
+    scaler = make_scaler()
+
+    def train_step(engine, batch):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            if optimizer is optimizers[scaled]:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+
+    monitor = GradMonitor(model, optimizers[1])
+    monitor.attach(trainer := Engine(train_step))
+    trainer.run(torch.randn(2, 4, 3))
+    assert [report.kind for report in monitor.reports] == ["scaler_not_given"] * (scaled == 1)

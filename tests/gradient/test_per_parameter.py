@@ -146,10 +146,11 @@ def test_the_state_of_something_else_is_refused():
         PerParameterDetector().load_state_dict({"rule": {}})
     detector = PerParameterDetector()
     detected(norms_of(30), detector)
-    with pytest.raises(ValueError, match="spike_score"):
-        detector.load_state_dict({"names": ["a"], "rule": {}})
-    assert detector.names == NAMES
-    assert detector.rule.state["count"].tolist() == [30] * 4
+    for score, error in ((torch.zeros(2), ValueError), ("text", TypeError)):
+        with pytest.raises(error):
+            detector.load_state_dict({"names": ["a"], "spike_score": score, "rule": {}})
+        assert detector.names == NAMES
+        assert detector.rule.state["count"].tolist() == [30] * 4
 
 
 def test_nothing_is_read_on_the_host_and_operations_do_not_grow_with_the_tensors():

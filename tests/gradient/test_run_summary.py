@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -79,6 +81,18 @@ def test_monitors_of_other_iterations_count_their_own(caplog):
     first, second = run(trainer, caplog, (40,))
     assert "59 optimizer steps in monitored iterations, 1 spike, 1 skipped" in first
     assert "5 optimizer steps in monitored iterations, 0 spikes, 0 skipped" in second
+
+
+def test_no_optimizer_is_kept_after_a_run(caplog):
+    model, optimizer, trainer = make()
+    monitor = GradMonitor(model)
+    monitor.attach(trainer)
+    run(trainer, caplog, count=3)
+    monitor.detach()
+    gone = weakref.ref(optimizer)
+    del optimizer, trainer
+    gc.collect()
+    assert gone() is None
 
 
 def test_no_line_without_a_step_or_after_an_error(caplog):
