@@ -107,7 +107,8 @@ def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], t
         step = layer.a + solution.c[layer.name] + solution.g[node.name]  # of the output by one element of the weight
         update, drift = max(alpha, u - reached) - step, omega - layer.a - layer.b - reached
         aligned = 1.0 - layer.a - layer.b - reached if layer.role == "readout" or layer.has_few_outputs else drift
-        change = max(update, drift), max(update, aligned)
+        # Below the faster of its terms, as long as widths are so small that the slower one counts.
+        change = min(update, drift) if node.inputs else update, max(update, aligned)
         values = (start, max(start, change[1])), change, (update, update), (drift, aligned)
         for quantity, (low, high) in zip(QUANTITIES, values, strict=True):
             if math.isfinite(low):

@@ -57,6 +57,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
             second pass to restore.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
+        prefix: prefix of the keys.
 
     Attributes:
         alignment: name -> current (alpha, omega, u).
@@ -91,12 +92,13 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         reference: str | nn.Module = "init",
         generators: Iterable[Any] = (),
         group: Group = None,
+        prefix: str = "maxp",
     ) -> None:
         check_type("parametrization", parametrization, Parametrization, "Parametrization")
         check_optimizer(optimizer)
         if not has_step_hooks(optimizer):
             raise ValueError("Argument optimizer should call step hooks (if it wraps an optimizer, give that one)")
-        super().__init__(parametrization.model, "maxp", reference, generators, group)
+        super().__init__(parametrization.model, prefix, reference, generators, group)
         self.parametrization = parametrization
         self.optimizer = optimizer
         self._warmup_steps = check_count("warmup_steps", warmup_steps)
@@ -212,7 +214,9 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     def _check_groups(self) -> None:
         groups = [group for _, group in self._groups()]
-        if not groups or not {group["layer_name"] for group in groups} <= {*self.parametrization.layers, "_other"}:
+        is_known = {group["layer_name"] for group in groups} <= {*self.parametrization.layers, "_other"}
+        trained = {parameter for group in groups for parameter in group["params"]}
+        if not groups or not is_known or not trained <= {*self.model.parameters()}:
             raise ValueError("Argument optimizer should be made of the parametrization's param_groups")
         has_penalty = any(group.get("decoupled_weight_decay") is False for group in groups)
         if self.parametrization.weight_decay and has_penalty:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
+from ignite_monitor.scaling.program import LIKE
 from ignite_monitor.scaling.solver import Alignment, Node, ParametrizedLayer, Solution, solve
 
 
@@ -109,8 +110,9 @@ class RandomTensors(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_copy = func.overloadpacket.__name__ == "copy_"
-        sources = pytree.tree_leaves((args[is_copy:], kwargs))
+        name = func.overloadpacket.__name__
+        is_overwritten = name in ("copy_", "fill_", "zero_") and _fills_storage(args[0])
+        sources = [] if name in LIKE else pytree.tree_leaves(args[is_overwritten:])  # not what is written to as "out"
         is_random = torch.Tag.nondeterministic_seeded in func.tags or any(
             isinstance(source, Tensor) and source in self for source in sources
         )
@@ -121,6 +123,10 @@ class RandomTensors(DispatchMode):
                 if is_random:
                     self._storages[reference.cdata] = reference
         return result
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_zero(parameter: Tensor) -> bool:

@@ -119,10 +119,8 @@ def parametrize(
     owners: dict[str, ParametrizedLayer] = {}
     for layer in layers.values():
         layer.a, layer.b = PRESETS[preset][layer.role]
-        exponent = layer.log_factor or 0.0  # of the model's own factor
-        exponent = (
-            0.0 if abs(exponent) <= NEGLIGIBLE else round(exponent / math.log(layer.widths[1] / layer.widths[0]), 6)
-        )
+        factor = layer.log_factor or 0.0  # logarithm of the ratio of the model's own factors
+        exponent = 0.0 if abs(factor) <= NEGLIGIBLE else round(factor / math.log(layer.widths[1] / layer.widths[0]), 6)
         # A weight that is zero may be added to another one, as LoRA's is when it is merged: it has no multiplier.
         is_kept = not initialize or is_zero(weights[layer.weight])
         if layer.module is None or is_kept:

@@ -68,7 +68,8 @@ def test_mup_is_flat():
         assert abs(slopes_of(result, "weight_update", step)["6"].slope) < 0.1
     # Its output is a sum over n of independent terms, times 1 / n.
     assert slopes_of(result, "activation", 0)["6"].slope == pytest.approx(-0.5, abs=0.2)
-    assert slopes_of(result, "input_drift", 3)["6"].expected == (-0.5, 0.0)
+    for quantity in ("input_drift", "output_change"):
+        assert slopes_of(result, quantity, 3)["6"].expected == (-0.5, 0.0)
     assert steep_layers(result, 3) == set()
     assert "(-0.50 to +0.00)" in result.table()
 
@@ -98,13 +99,17 @@ class Optimizers:
             optimizer.step()
 
 
+MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")
+
+
 @pytest.mark.parametrize(
     ("make", "optimizer_type"),
     [
         (mlp, "adam"),
         (mlp, "sgd"),
+        pytest.param(mlp, "muon", marks=MUON),
         (Bottleneck, "adam"),
-        pytest.param(Bottleneck, "muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")),
+        pytest.param(Bottleneck, "muon", marks=MUON),
     ],
 )
 def test_first_updates_have_the_expected_slopes(make, optimizer_type):

@@ -181,13 +181,23 @@ def test_muon_changes_outputs_of_hidden_layers_by_as_much_at_any_width(adjust, c
 # Weights that are kept
 
 
-def pretrained(n):
-    model = _models.mlp(n)
-    model[3].load_state_dict({"weight": torch.full((n, n), 7.0), "bias": torch.ones(n)})
-    return model
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.copy_(torch.full_like(weight, 7.0)),
+        lambda weight: weight.fill_(7.0),
+        lambda weight: weight.zero_().add_(1.0),
+        lambda weight: weight.__setitem__(slice(None), 7.0),
+        nn.init.eye_,
+    ],
+)
+def test_pretrained_weights_are_named(write, caplog):
+    def pretrained(n):
+        model = _models.mlp(n)
+        with torch.no_grad():
+            write(model[3].weight)
+        return model
 
-
-def test_pretrained_weights_are_named(caplog):
     with caplog.at_level(logging.WARNING):
         parametrization = made(pretrained)
     assert messages(caplog) == [
@@ -213,11 +223,11 @@ def test_weights_that_were_drawn_are_not_named(caplog):
 
 def test_initialize_false_keeps_the_function(caplog):
     torch.manual_seed(0)
-    model = pretrained(64).eval()
+    model = _models.mlp(64).eval()
     expected = model(X)
     with caplog.at_level(logging.WARNING):
         parametrization = parametrize(
-            lambda n: model if n == 64 else pretrained(n), WIDTHS, sample_input=X, lr_prefactor=0.1, initialize=False
+            lambda n: model if n == 64 else _models.mlp(n), WIDTHS, sample_input=X, lr_prefactor=0.1, initialize=False
         )
     assert parametrization.model is model
     assert torch.equal(model(X), expected)
