@@ -19,7 +19,7 @@ from ignite_monitor.checks import check_count, check_function, check_real
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import NOISE_SCALE
-from ignite_monitor.model.devices import wide_dtype
+from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.names import parameters_of
 from ignite_monitor.model.tensors import count_items
@@ -189,7 +189,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         if not self.ranks.reduce(parameters_of(self.optimizer)):
             self.report("no_value", f"no value: {NOT_REDUCED}")
             return
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         sums = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
         if self._is_complete_window(window):
             sums = sums_of(window)

@@ -140,8 +140,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         return [] if self._measured is None or not self.metrics else [self._measured.statistics[0]]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        return (
-            {}
-            if self._measured is None or not extra
-            else top("topk_rms", tags(self._measured.names), extra[0], self.top_k)
-        )
+        if self._measured is None or not extra:
+            return {}
+        return top("topk_rms", tags(self._measured.names), extra[0], self.top_k)

@@ -34,24 +34,20 @@ class FrozenParameters:
         self.counts = torch.where(stepped, torch.where(unmoved, self.counts + 1, 0), self.counts)
         return stepped & (self.counts >= self._patience)
 
-    def is_frozen(self, count: float) -> bool:
-        """Return True for the count of a frozen parameter."""
-        return count >= self._patience
-
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return a list of names and a tensor of counts."""
-        return OrderedDict(names=list(self._names), still=self.counts)
+        return OrderedDict(names=list(self._names), counts=self.counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start at 0."""
-        names, counts = state_dict["names"], state_dict["still"]
+        names, counts = state_dict["names"], state_dict["counts"]
         is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if not is_named or not isinstance(counts, Tensor):
-            text = "Argument state_dict should hold a list of names in 'names' and a tensor of counts in 'still'"
+            text = "Argument state_dict should hold a list of names in 'names' and a tensor in 'counts'"
             raise TypeError(f"{text}, but it holds {names!r} and {counts!r}")
         counts = counts.to("cpu", torch.float64)
         if counts.shape != (len(names),) or not bool((counts.isfinite() & (counts >= 0)).all()):
-            raise ValueError("Argument state_dict should hold in 'still' one finite count of at least 0 for each name")
+            raise ValueError("Argument state_dict should hold in 'counts' one finite count of at least 0 for each name")
         if set(names).isdisjoint(self._names):
             raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
         own, self._names, self.counts = self._names, names, counts

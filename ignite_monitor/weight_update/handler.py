@@ -65,8 +65,8 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
     {keys}
 
     The change of a parameter with more than ``sample_size`` elements is estimated from a sample; if fewer than 32 of
-    its elements have moved, all elements are measured from the next monitored iteration on. Keys with names of
-    parameters appear when a logger writes.
+    its elements have moved, it is not reported, and all are measured from the next monitored iteration on. Keys with
+    names of parameters appear when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -97,7 +97,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             print([name for name, parameter in handler.diagnostics.items() if parameter.is_frozen])
     """
 
-    _state_dict_all_req_keys = ("names", "still")
+    _state_dict_all_req_keys = ("names", "counts")
 
     def __init__(
         self,
@@ -254,9 +254,8 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         self._table = extra
         self._learn(extra)
         names, (norms, ratios, counts, _, weights) = tags(self._names), extra
-        frozen = [
-            count if self._is_frozen(*pair) else math.nan for count, *pair in zip(counts, ratios, counts, strict=True)
-        ]
+        pairs = zip(ratios, counts, strict=True)
+        frozen = [count if self._is_frozen(ratio, count) else math.nan for ratio, count in pairs]
         values = top("topk_grad", names, norms, self.top_k)
         values |= top("smallest_grad", names, norms, self.top_k, least=True)
         values |= top("largest_weight", names, weights, self.top_k) | top("topk_frozen", names, frozen, self.top_k)
@@ -266,7 +265,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         return values
 
     def _is_frozen(self, ratio: float, count: float) -> bool:
-        return not math.isnan(ratio) and self._frozen.is_frozen(count)
+        return not math.isnan(ratio) and count >= self.frozen_patience_steps
 
     def _groups(self) -> list[list[int]]:
         """Indices of the parameters in each group of the given optimizer."""
@@ -287,13 +286,13 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         """Report parameters that are frozen, and choose those to measure whole, when the host knows the table."""
         new = {}
         for name, norm, _, count, is_few, _ in zip(self._names, *rows, strict=True):
-            if self._frozen.is_frozen(count) and name not in self._reported:
+            if count >= self.frozen_patience_steps and name not in self._reported:
                 new[name] = norm
             if is_few:
                 self._whole.add(name)
         self._reported.update(new)
         if new:
-            advice = _ROUNDING if self._step is not None and self._step.rounds(new) else ""
+            advice = _ROUNDING if self._step is not None and self._step.any_rounded(new) else ""
             steps = f"the last {self.frozen_patience_steps} monitored steps"
             text = f"parameters unchanged during {steps}: {', '.join(new)}{advice}"
             # Without a gradient it may be a part of the model that is rarely used.

@@ -29,7 +29,7 @@ class MeasuredUpdates(NamedTuple):
     weights: Tensor  # norms before the step
     ratios: Tensor
     unmoved: Tensor  # True if all elements were compared, and none has moved
-    few: Tensor  # True if too few elements of a sample have moved
+    few: Tensor  # True if too few elements of a sample have moved to estimate the ratio
     stepped: Tensor  # True if a step was to move it
     lost: Tensor | None  # fraction of the elements with a gradient whose update was lost to rounding
 
@@ -80,7 +80,7 @@ class UpdateMeasurement(SampledStep):
         self._of_last_step |= self._of_running_step
         self._of_running_step = {}
 
-    def rounds(self, names: Iterable[str]) -> bool:
+    def any_rounded(self, names: Iterable[str]) -> bool:
         """Return True if rounding may keep a parameter, by name, from moving."""
         return any(self.is_rounded(index) for index, name in enumerate(self.samples.names) if name in set(names))
 
@@ -113,10 +113,9 @@ class UpdateMeasurement(SampledStep):
         table = torch.full((5, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
         norms, weights, changes, roots, sampled = table.index_copy_(1, at, measured[:5]).unbind()
         stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
-        # A sample of which nothing has moved says nothing of the other elements.
-        ratios = changes * samples.factors / (weights + self._eps)
-        ratios = ratios.masked_fill(~stepped | ratios.isinf() | is_sampled & (moved == 0), math.nan)
         few = stepped & is_sampled & (moved < self._least_moved)
+        ratios = changes * samples.factors / (weights + self._eps)
+        ratios = ratios.masked_fill(~stepped | ratios.isinf() | few, math.nan)
         unmoved = ~is_sampled & (moved == 0)
         lost, had_gradient = (measured[5:].square() * stepped[at]).sum(1).unbind()
         fraction = lost / had_gradient if rounded else None

@@ -183,9 +183,9 @@ def test_sparsely_updated_parameters_are_not_frozen_and_soon_exact(kind, caplog)
     assert frozen_counts(run) == [0] * 12
     for ratios, norms, item in zip(run.ratios, run.norms, seen, strict=True):
         assert item.grad_norm == pytest.approx(norms["table"], rel=1e-5)
-        assert math.isnan(item.update_ratio) or item.update_ratio > 0
-        if item is not seen[0]:  # of 1,024 sampled elements at least 32 have moved, or all are measured
-            assert item.update_ratio == pytest.approx(ratios["table"], rel=0.4 if kind == "experts" else 1e-4)
+        # Of 1,024 sampled elements at least 32 have moved, or all are measured from the next iteration on.
+        is_measured = item.update_ratio == pytest.approx(ratios["table"], rel=0.4 if kind == "experts" else 1e-4)
+        assert is_measured or (item is seen[0] and math.isnan(item.update_ratio))
     assert not caplog.messages
 
 
@@ -629,10 +629,10 @@ def test_no_step_that_moves_a_parameter_is_no_reason_for_a_warning(caplog, how):
     [
         ({"names": "abcd"}, TypeError),
         ({"names": [1, 2]}, TypeError),
-        ({"still": None}, TypeError),
-        ({"still": torch.tensor([math.nan, 0.0])}, ValueError),
-        ({"still": torch.tensor([0.0, -1.0])}, ValueError),
-        ({"still": torch.zeros(3)}, ValueError),
+        ({"counts": None}, TypeError),
+        ({"counts": torch.tensor([math.nan, 0.0])}, ValueError),
+        ({"counts": torch.tensor([0.0, -1.0])}, ValueError),
+        ({"counts": torch.zeros(3)}, ValueError),
     ],
 )
 def test_damaged_state(damaged, error):
