@@ -135,6 +135,7 @@ class SpikeDetector:
     def to(self, reference: Tensor) -> None:
         """Move the state to the device, dtype and shape of a tensor."""
         self.rule.to(reference)
+        self._state = dict(self._state)  # snapshots keep the former one
         for name, value in self._state.items():
             moved = move(value, reference.device) if value.dtype == torch.bool else move_like(value, reference)
             self._state[name] = moved.expand(reference.shape)

@@ -217,15 +217,15 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._count_unseen(self._source.trackers[id(self.model)])
             return
         self._unseen = 0
-        newest, taken = self._window.since_step, self._window.last_step
-        published, is_published = None if taken is None else taken.detection, None
-        if newest is not None:
-            flag = newest.spike | newest.norm.nonfinite
+        since_step, last_step = self._window.since_step, self._window.last_step
+        published, is_published = None if last_step is None else last_step.detection, None
+        if since_step is not None:
+            flag = since_step.spike | since_step.norm.nonfinite
             if may_be_true(flag):
-                self._detector.postpone(newest, flag)
+                self._detector.postpone(since_step, flag)
                 if published is None:  # else the values are those of the last step
-                    published, is_published = newest, None if is_cpu(flag) else flag
-        self._warn(published or newest)
+                    published, is_published = since_step, None if is_cpu(flag) else flag
+        self._warn(published or since_step)
         if published is None:
             self._publish_none()
         else:

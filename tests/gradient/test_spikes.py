@@ -122,6 +122,9 @@ def test_a_detection_and_an_observation_that_is_undone_change_nothing(when):
         detector.observe(detection)
         detector.restore(earlier, when)
     assert detector.state_dict() == before
+    detector.detect(torch.ones(2))
+    detector.restore(earlier)
+    assert detector.state_dict() == before
 
 
 def test_a_state_with_a_part_missing_is_refused():
