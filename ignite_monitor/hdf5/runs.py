@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 
@@ -24,6 +25,7 @@ class RunTracker:
         self._trainer: weakref.ref[Engine] | None = None
         self._number, self._offset, self._last = writer.last_run  # iterations before its own; its last one, with these
         self._is_due = False  # a run of the trainer has started, and has no record yet
+        self._thread = threading.get_ident()  # of the trainer
         self._has_begun = False  # a run in this session
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
         self._iterations, self._written = 0, time.monotonic()
@@ -43,7 +45,7 @@ class RunTracker:
 
     def start(self) -> None:
         """Note that a run of the trainer starts; its record is made later, as handlers may resume at STARTED."""
-        self._is_due = True
+        self._is_due, self._thread = True, threading.get_ident()
 
     def tick(self, engine: Engine) -> None:
         """Count an iteration that starts; one of the trainer's that was counted before begins a run."""
@@ -83,9 +85,11 @@ class RunTracker:
 
     def _begin_due(self) -> None:
         """Begin a run that has started without a record, or that a restored trainer is about to start."""
+        # In another thread than the trainer's, the iteration may be the last one before the run or its first one.
+        is_known = not self._is_due or self._thread == threading.get_ident()
         trainer = None if self._trainer is None else self._trainer()
-        iteration = 0 if trainer is None else trainer.state.iteration
-        if self._is_due or self._number < 0 or (iteration and not self._has_begun):
+        iteration = trainer.state.iteration if trainer is not None and is_known else 0
+        if (self._is_due and is_known) or self._number < 0 or (iteration and not self._has_begun):
             self._begin(iteration, adds=True)
 
     def _begin(self, start: int, adds: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
 
 from ignite_monitor import HDF5Logger, Monitor, read_hdf5
+from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.base import NoModel
 from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 
@@ -220,6 +222,27 @@ def test_a_second_training_in_one_logger_loses_nothing(path, flush_every, caplog
     assert values == [scale / i for scale in (1.0, 100.0) for i in range(1, 31)]
     [warning] = caplog.messages
     assert "a second engine writes train/loss: give each training a file of its own" in warning
+
+
+def test_an_evaluator_in_a_thread_of_its_own_begins_no_run_of_the_trainer(path):
+    """The trainer has counted its first iteration, and its logger has not been called."""
+    trainer, evaluator = engine_of(), engine_of()
+
+    def evaluate():
+        thread = threading.Thread(target=evaluator.run, args=(range(3),))
+        thread.start()
+        thread.join()
+
+    with HDF5Logger(path, trainer=trainer) as logger:
+        log_output(logger, trainer)
+        log_output(logger, evaluator, tag="valid")
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=1), evaluate)
+        put_first(trainer, Events.ITERATION_STARTED)
+        for trainer.state.max_epochs in (None, None):
+            trainer.run(range(5), max_epochs=1)
+    read = read_hdf5(path)
+    assert read.iterations("train/loss").tolist() == [*range(1, 11)]
+    assert read.iterations("valid/loss").tolist() == [0] * 3 + [5] * 3
 
 
 def test_monitors_of_a_second_engine_are_refused_unless_the_trainer_is_named(tmp_path):
