@@ -80,7 +80,7 @@ class CoordinateCheck:
             for key, values in points.items()
             if (fitted := log_log_slope(values)) is not None
         ]
-        last = max(record.step for record in self.records)
+        self._last = last = max(record.step for record in self.records)
         self._last_slopes = {(slope.layer, slope.quantity): slope for slope in self.slopes if slope.step == last}
 
     def table(self) -> str:
@@ -108,7 +108,7 @@ class CoordinateCheck:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("A figure needs matplotlib: pip install 'ignite-monitor[scaling]'") from error
-        slopes, layers, last = self._last_slopes, self._layers, max(record.step for record in self.records)
+        slopes, layers, last = self._last_slopes, self._layers, self._last
         runs: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for record in self.records:
             if record.step == last and 0 < record.value < math.inf:

@@ -111,7 +111,7 @@ class RandomTensors(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        is_overwritten = name in ("copy_", "fill_", "zero_") and _fills_storage(args[0])
+        is_overwritten = name in ("copy_", "fill_", "zero_") and args[0].nbytes == args[0].untyped_storage().nbytes()
         sources = [] if name in LIKE else pytree.tree_leaves(args[is_overwritten:])  # not what is written to as "out"
         is_random = torch.Tag.nondeterministic_seeded in func.tags or any(
             isinstance(source, Tensor) and source in self for source in sources
@@ -123,10 +123,6 @@ class RandomTensors(DispatchMode):
                 if is_random:
                     self._storages[reference.cdata] = reference
         return result
-
-
-def _fills_storage(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_zero(parameter: Tensor) -> bool:
