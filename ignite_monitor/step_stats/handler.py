@@ -19,7 +19,7 @@ from ignite_monitor.keys import STEP_STATS
 from ignite_monitor.model.devices import device_of, move, move_like
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.modes import has_local_data
-from ignite_monitor.model.names import held_by, learning_rates, parameters_of
+from ignite_monitor.model.names import held_by, learning_rates, parameters_of, tags
 from ignite_monitor.model.norms import total_norm, whole_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items, floating_tensors
@@ -116,9 +116,10 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     def _measure_batch(self, batch: Any) -> None:
         self._items = self._count_items(batch)
         floating = [pair for pair in floating_tensors(batch) if has_local_data(pair[1]) and pair[1].numel()]
-        for place, item in floating[:_MOST_TENSORS]:
+        places = tags(place or "0" for place, _ in floating[:_MOST_TENSORS])
+        for place, (_, item) in zip(places, floating, strict=False):
             part = item.detach().reshape(-1)[: 2**20]
-            self._early[f"batch_rms/{place or 0}"] = total_norm([part]) / len(part) ** 0.5
+            self._early[f"batch_rms/{place}"] = total_norm([part]) / len(part) ** 0.5
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         device = device_of(self.model)

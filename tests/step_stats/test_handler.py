@@ -185,6 +185,15 @@ def test_items_are_those_that_the_train_step_was_given(items):
     assert float(handler.metrics["step/items_per_s"]) == pytest.approx((80 if items else 16) / seconds)
 
 
+def test_each_tensor_of_a_batch_has_a_name_that_loggers_keep():
+    model = nn.Linear(5, 7)
+    handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"x:0": torch.full((3,), 2.0), 1: torch.full((3,), 3.0), "1": torch.full((3,), 4.0)}
+    (row,) = run_monitored(lambda *_: None, [batch], handler)
+    scales = {name.removeprefix("step/batch_rms/"): value for name, value in row.items() if "batch_rms" in name}
+    assert scales == pytest.approx({"x_0": 2, "1": 3, "1_2": 4})
+
+
 def test_batch_without_tensors_has_no_items_and_one_note():
     model = nn.Linear(2, 2)
     handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
