@@ -30,6 +30,12 @@ class SummarizedMonitor(Monitor):
             self._totals = {word: _copied(total) for word, total in self.run_totals().items()}
             self._steps, self._rates = {}, {}
 
+    def _totals_loaded(self, before: dict[str, float | Tensor]) -> None:
+        """Keep the counts of this run when a loaded state has replaced those over all runs."""
+        if self._totals is not None:
+            loaded = self.run_totals()
+            self._totals = {word: total + loaded[word] - before[word] for word, total in self._totals.items()}
+
     def _count_step(self, optimizer: Optimizer, made: bool | Tensor) -> None:
         """Count a completed step, which was made or skipped, without synchronization."""
         if optimizer not in self._steps:

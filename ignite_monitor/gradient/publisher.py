@@ -89,8 +89,10 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        before = self.run_totals()
         self._detector.load_state_dict(state_dict)
         self._action.load(state_dict)
+        self._totals_loaded(before)
         self._reported_resets = float(self._reset_count())
 
     def _reset_count(self) -> Tensor:

@@ -149,10 +149,12 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         own = self._training.objects.keys()
         if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
+        before = self.run_totals()
         self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
         for name in self._OBJECTS:
             vars(getattr(self, f"_{name}")).update(clone(dict(state_dict[name])))
         vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
+        self._totals_loaded(before)
         self._layout = self._training.layout()
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -81,6 +82,22 @@ def test_monitors_of_other_iterations_count_their_own(caplog):
     first, second = run(trainer, caplog, (40,))
     assert "59 optimizer steps in monitored iterations, 1 spike, 1 skipped" in first
     assert "5 optimizer steps in monitored iterations, 0 spikes, 0 skipped" in second
+
+
+def test_a_state_that_is_loaded_in_a_run_changes_no_count_of_the_run(caplog):
+    model, optimizer, trainer = make()
+    monitor = GradMonitor(model, optimizer, on_spike="skip")
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: None)
+    monitor.attach(trainer)
+    rollback.attach(trainer)
+    states = [(item, copy.deepcopy(item.state_dict())) for item in (monitor, rollback)]
+    request = trainer.add_event_handler(Events.ITERATION_STARTED(once=25), lambda: rollback.request("a test"))
+    run(trainer, caplog)
+    request.remove()
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=80), lambda: [a.load_state_dict(b) for a, b in states])
+    first, *rest = run(trainer, caplog, spikes=(45,))
+    assert "59 optimizer steps in monitored iterations, 1 spike, 1 skipped" in first
+    assert rest == []
 
 
 def test_no_optimizer_is_kept_after_a_run(caplog):
