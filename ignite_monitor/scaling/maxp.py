@@ -77,7 +77,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             trainer.add_event_handler(Events.ITERATION_STARTED, cosine)
     """
 
-    _state_dict_all_req_keys = ("steps", "lr_prefactor", "alignment", "c", "reference")
+    _state_dict_all_req_keys = ("steps", "lr_prefactor", "applied_prefactor", "alignment", "c", "reference")
 
     def __init__(
         self,
@@ -142,6 +142,7 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
             super().state_dict(),
             steps=self._steps,
             lr_prefactor=self.lr_prefactor,
+            applied_prefactor=self._applied_prefactor,
             alignment={name: list(alignment) for name, alignment in self.alignment.items()},
             c=dict(self.solution.c),
         )
@@ -156,6 +157,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
         self.alignment = alignment
         self.solution = self.solution._replace(c=dict(state_dict["c"]))
         self.lr_prefactor = state_dict["lr_prefactor"]
+        # The optimizer's state, which may be loaded later, has these rates.
+        self._applied_prefactor = state_dict["applied_prefactor"]
 
     # Events
 

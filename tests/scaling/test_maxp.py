@@ -223,7 +223,9 @@ def test_weight_decay_is_not_for_adams_penalty():
     MaxPScheduler(parametrization, torch.optim.SGD(parametrization.param_groups, lr=0.1))
 
 
-def test_resumed_run_is_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("scheduled", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("last", ["trainer", "optimizer"])
+def test_resumed_run_is_the_uninterrupted_one(scheduled, last, tmp_path):
     batches, cut = make_batches(12), 5
 
     def start():
@@ -231,7 +233,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path):
         scheduler = MaxPScheduler(parametrization, optimizer, warmup_steps=1, solve_interval=2, c_ema=0.3)
         cosine = CosineAnnealingScheduler(scheduler.as_optimizer(), "lr", 0.05, 0.001, cycle_size=20)
         engine = trainer_of(parametrization.model, optimizer)
-        engine.add_event_handler(Events.ITERATION_STARTED, cosine)
+        engine.add_event_handler(scheduled, cosine)
         scheduler.attach(engine)
         seen = {}
 
@@ -254,6 +256,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path):
     with torch.no_grad():
         for parameter in to_load["model"].parameters():
             parameter += 1.0  # another start
+    to_load[last] = to_load.pop(last)
     Checkpoint.load_objects(to_load, torch.load(tmp_path / "c.pt", weights_only=True))
     engine.run(batches[cut:] + batches[:cut], max_epochs=1)
     assert sorted(resumed) == list(range(cut + 1, 13))
