@@ -56,8 +56,8 @@ class ScalarMonitor(CountingMonitor):
             if self._missing == self._PATIENCE:
                 self.report(
                     "no_value",
-                    f"{self._PATIENCE} iterations had no value, so nothing can be detected. Likely cause: the function "
-                    "given as value reads a name that these iterations do not publish, or the train step returns None.",
+                    f"{self._PATIENCE} iterations had no value, so nothing can be detected. Check that the function "
+                    "given as value reads a name that these iterations publish, and that the train step returns it.",
                 )
             return None
         self._missing = self._PATIENCE

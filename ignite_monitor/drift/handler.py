@@ -40,7 +40,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     Args:
         value: function of the engine that returns a number, a tensor with one element, or None for no value.
         direction: ``"up"`` to detect a rise, ``"down"`` for a fall, ``"both"`` for either.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of all names.
 
     Raises:

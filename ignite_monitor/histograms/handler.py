@@ -64,7 +64,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         max_histograms: the maximum number of each kind, at least 1.
         include: a regular expression; only modules and parameters with a match in their names are drawn.
         exclude: a regular expression; modules and parameters with a match in their names are excluded.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the start of all names.
 
     Raises:

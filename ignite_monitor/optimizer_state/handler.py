@@ -42,7 +42,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         optimizer: the optimizer whose state is measured.
         sample_size: the number of elements to sample per parameter; None for all.
         top_k: the number of tensors to publish by name.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the first part of the keys.
 
     Raises:

@@ -50,7 +50,7 @@ class SetupCheck(Monitor):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: its optimizer.
         iterations: number of monitored iterations with a step to check; most faults are found from 3 on.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: name of the check in the log.
 
     Attributes:

@@ -51,7 +51,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         updates: whether to measure the change of each train step, which keeps a copy of the weights.
         top_k: the number of largest norms to publish by name.
         per_parameter: whether to publish every norm by name.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the first part of the keys.
 
     Raises:

@@ -45,7 +45,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         direction: ``"up"`` if large values are spikes, ``"down"`` if small values are, ``"both"`` if either are. With
             ``"down"`` and ``"both"`` the rule is applied to the negated value, and ``threshold`` must not be a number.
         max_consecutive_spikes: number of consecutive spikes that reset the rule.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of all names.
         flag: attribute of ``engine.state`` for the result: False until it is known, then a bool on the CPU, else a
             0-dim bool tensor.

@@ -46,7 +46,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         keep: largest number of files of this recorder, at least 1.
         batch: whether to save the batch: tensors, numbers, strings, and containers of them. A batch with other types,
             or that the train step changes in place, is not saved, with one warning.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
 
     Attributes:
         largest_batch: largest size of a saved batch in bytes, by default 256 MiB.

@@ -80,7 +80,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         frozen_patience_steps: the number of such consecutive steps after which a parameter is frozen, with a warning.
         top_k: the number of parameters to publish by name, of each kind; 0 for no names.
         eps: :math:`\epsilon`, greater than 0.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; values are of this rank alone.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: the first part of the keys.
 
     Raises:
