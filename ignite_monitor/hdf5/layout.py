@@ -6,9 +6,11 @@
 ``ids``     indices of names; a list of indices is stored once, however many rows use it
 ``values``  float64
 ``rows``    one row per write: its next ``count`` values, with names ``ids[first_id:]``; ``step``; ``time`` in
-            milliseconds since 1970; the number of the ``run``; ``iteration`` of the training
+            milliseconds since 1970; the number of the ``run``; ``iteration`` of the training, or in rows from before
+            the run's first iteration, ``-1 - iteration`` of the last one known
 ``runs``    one row per run of the trainer, numbered from 0: ``offset``, the iterations of the training before the
-            trainer's own; ``after``, the iteration of the training after which it replaces earlier runs, -1 for all
+            trainer's own; ``after``, the iteration of the training after which it replaces earlier runs, -1 for all,
+            2**62 for none. Rows and reports may have the number of a run that has not begun
 ``reports`` one JSON line per report of a monitor: ``[run, iteration, monitor, kind, severity, text, names]``
 =========== ==================================================================================================
 
@@ -33,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 5
+VERSION = 6
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 LARGEST = 2**62  # number of a run or iteration
 SEVERITIES = ("problem", "warning", "note")
@@ -142,7 +144,10 @@ def one_line(error: BaseException) -> str:
 
 
 class Contents(NamedTuple):
-    """Checked contents of a file; ``values`` is the dataset. All texts but names are safe to print."""
+    """Checked contents of a file; ``values`` is the dataset. All texts but names are safe to print.
+
+    If rows or reports wait for a run, ``runs`` ends with one that replaces nothing, which is not in the file.
+    """
 
     sizes: dict[str, int]  # of the datasets
     names: list[Name]
@@ -174,6 +179,9 @@ def opened(path: Path) -> Iterator[Contents]:
             _check(len({name.name for name in names}) == len(names), "names has a name twice")
             _check_rows(rows, ids, sizes | {"name": len(names)})
             reports = [_report(entry, len(runs)) for entry in _json_lines(file["reports"][()])]
+            if len(runs) in rows["run"] or any(report.run == len(runs) for report in reports):
+                runs = np.append(runs, np.array([(runs["offset"][-1] if len(runs) else 0, LARGEST)], RUN))
+            _place_early_rows(rows, runs)
             yield Contents(sizes, names, ids, rows, runs, reports, file["values"])
     except BlockingIOError:
         raise
@@ -229,13 +237,20 @@ def _check_rows(rows: NDArray[Any], ids: NDArray[np.int32], sizes: dict[str, int
     starts, counts = rows["first_id"], rows["count"]
     _check(
         _are_within(ids, 0, sizes["name"])
-        and _are_within(rows["run"], 0, sizes["runs"])
+        and _are_within(rows["run"], 0, sizes["runs"] + 1)
         and _are_within(counts, 1, sizes["values"] + 1)
         and counts.sum() == sizes["values"]
         and _are_within(starts, 0, sizes["ids"] + 1)
         and _are_within(starts + counts, 0, sizes["ids"] + 1),
         "rows, values and names do not agree",
     )
+
+
+def _place_early_rows(rows: NDArray[Any], runs: NDArray[Any]) -> None:
+    """Give the rows that were written before their run began the iteration at which it starts."""
+    early = np.flatnonzero(rows["iteration"] < 0)
+    after, last = runs["after"][rows["run"][early]], ~rows["iteration"][early]
+    rows["iteration"][early] = np.where(after < LARGEST, np.maximum(after, 0), last)
 
 
 def _are_within(numbers: NDArray[Any], begin: int, end: int) -> bool:
@@ -254,7 +269,7 @@ def _text(value: Any) -> str:
 def _report(entry: Any, runs: int) -> RecordedReport:
     run, iteration, *texts, names = entry
     monitor, kind, severity, text = (printable(_text(it)) for it in texts)
-    is_valid = 0 <= run < runs and 0 <= iteration <= LARGEST and severity in SEVERITIES
+    is_valid = 0 <= run <= runs and 0 <= iteration <= LARGEST and severity in SEVERITIES
     _check(is_valid, "reports should hold existing runs and severities")
     shown = tuple(printable(_text(name)) for name in names)
     return RecordedReport(int(iteration), monitor, kind, severity, text, shown, int(run))

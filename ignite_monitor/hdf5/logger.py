@@ -21,9 +21,9 @@ from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, 
 
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, path_of_rank, printable
+from ignite_monitor.hdf5.layout import Name, Position, check_regular, import_h5py, one_line, path_of_rank, printable
+from ignite_monitor.hdf5.reports import ReportSources
 from ignite_monitor.hdf5.runs import RunTracker
-from ignite_monitor.hdf5.settings import settings_of
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
@@ -96,15 +96,14 @@ class HDF5Logger(BaseLogger):
         self._trainer: weakref.ref[Engine] | None = None
         self._engines: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # numbers
         self._numbers = itertools.count()
-        self._described: weakref.WeakSet[Engine] = weakref.WeakSet()  # whose settings this run has
         self._warned: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
         if self._rank == 0 or ranks == "all":
-            self._writer = _open(self.path, mode, self.logger)
-            self._tracker = RunTracker(self._writer, flush_every)
-            self._reports = ReportSources(self._writer, self._tracker)
+            self._writer = _open(self.path, mode, flush_every, self.logger)
+            self._runs = RunTracker(self._writer)
+            self._reports = ReportSources(self._writer, self._runs)
             # Also where a program or a child process ends without closing: atexit does not run in the child.
             self._finalizer = Finalize(self, _finish, (self._writer, self._reports), exitpriority=10)
 
@@ -131,20 +130,21 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if self._trainer is None:
                 self._set_trainer(engine)
-            elif not self._is_named and self._trainer() is not engine:
+            elif not self._is_named and not self._is_trainer(engine):
                 raise ValueError(
                     f"HDF5Logger ({printable(str(self.path))}) records one training, and has the monitors of another "
                     "engine. For a second training make a logger with another path; if this engine runs within a "
                     "training, name the one that trains: HDF5Logger(path, trainer=trainer)"
                 )
             if self._writer is not None:
-                self._reports.add(reports, engine)
+                self._reports.add(reports, is_trainers=self._is_trainer(engine))
 
     def _set_trainer(self, trainer: Engine) -> None:
         self._trainer = weakref.ref(trainer)
-        if self._writer is not None:
-            self._tracker.name_trainer(self._trainer)
-            self._follow(trainer)
+        self._follow(trainer)
+
+    def _is_trainer(self, engine: Engine) -> bool:
+        return self._trainer is not None and self._trainer() is engine
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
@@ -154,7 +154,6 @@ class HDF5Logger(BaseLogger):
             if self._writer is not None:
                 self._reports.take()
                 self._writer.flush()
-                self._tracker.written()
 
     def close(self) -> None:
         """Write the values that are in memory, and release the file. Later values are lost, with one warning."""
@@ -191,13 +190,19 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if names and self._writer is not None:
                 self._follow(engine)
-                if self._trainer is None and self._writer.last_run[0] >= 0:
+                if self._trainer is None and self._writer.is_continued:
                     text = "a run that resumes replaces no values, since no trainer is known: "
                     self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
-                position = self._tracker.position(engine)
-                self._writer.add(self._engines[engine], step, tag, names, numbers, position, make_origin)
-                if self._tracker.is_time():
+                number, position = self._engines[engine], self._position(engine)
+                self._writer.add(number, step, tag, names, numbers, position, make_origin)
+                if self._writer.is_time():
                     self.flush()
+
+    def _position(self, engine: Engine) -> Position:
+        if self._trainer is None:
+            return Position(self._runs.number, max(0, engine.state.iteration))
+        trainer = self._trainer()
+        return self._runs.position(0 if trainer is None else trainer.state.iteration)
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
@@ -233,52 +238,23 @@ class HDF5Logger(BaseLogger):
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
-            if self._writer is not None and self._tracker.is_trainer(engine):
-                self._reports.take()
-                self._tracker.start()
-                self._described.clear()
+            if self._writer is not None and self._is_trainer(engine):
+                self._reports.start_run()
+                self._runs.start_run()
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None:
-                self._tracker.tick(engine)
-                if engine not in self._described:
-                    self._described.add(engine)
-                    for report in settings_of(engine):
-                        self._reports.write(report, self._tracker.is_trainer(engine))
-                if self._reports.take() or self._tracker.is_time():
+                self._writer.count_iteration()
+                if is_trainer := self._is_trainer(engine):
+                    self._runs.start_iteration(engine.state.iteration)
+                self._reports.describe(engine, is_trainers=is_trainer)
+                if self._reports.take() or self._writer.is_time():
                     self.flush()
 
     def _skip(self, name: str, value: Any) -> None:
         described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
         self._warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
-
-
-class ReportSources:
-    """Lists to which monitors append reports, and how many of each have been given to a writer."""
-
-    def __init__(self, writer: Writer, tracker: RunTracker) -> None:
-        self._writer, self._tracker = writer, tracker
-        self._sources: dict[int, tuple[list[Report], bool]] = {}  # by the list's id; True for the trainer's monitors
-        self._counts: dict[int, int] = {}
-
-    def add(self, reports: list[Report], engine: Engine) -> None:
-        """Add a list, unless it is known."""
-        self._sources.setdefault(id(reports), (reports, self._tracker.is_trainer(engine)))
-
-    def take(self, at_end: bool = False) -> bool:
-        """Give new reports to the writer, once the run has a record; return True if one is a problem."""
-        is_urgent = False
-        for key, (reports, is_trainers) in self._sources.items():
-            while (self._tracker.is_recorded or at_end) and (count := self._counts.get(key, 0)) < len(reports):
-                self._counts[key] = count + 1
-                self.write(reports[count], is_trainers)
-                is_urgent |= reports[count].severity == "problem"
-        return is_urgent
-
-    def write(self, report: Report, is_trainers: bool) -> None:
-        """Give a report to the writer."""
-        self._writer.add_report(self._tracker.position_of_report(is_trainers, report.iteration), *report[1:])
 
 
 def _finish(writer: Writer, reports: ReportSources) -> None:
@@ -287,14 +263,14 @@ def _finish(writer: Writer, reports: ReportSources) -> None:
     writer.close()
 
 
-def _open(path: Path, mode: str, logger: logging.Logger) -> Writer:
+def _open(path: Path, mode: str, flush_every: int, logger: logging.Logger) -> Writer:
     import_h5py()
     shown = printable(str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The directory of {shown} does not exist")
     check_regular(path)  # a device must not be replaced
     try:
-        return Writer(path, mode, logger)
+        return Writer(path, mode, flush_every, logger)
     except OSError as error:
         raise type(error)(f"Can't write {shown}: {one_line(error)}") from error
 

@@ -21,6 +21,7 @@ from ignite_monitor.hdf5.layout import ROW, RUN, Name, Position, one_line, opene
 
 REMEMBERED = 64  # lists of names
 KEPT_BYTES = 2**27  # of rows kept in memory at most while writing fails
+SECONDS = 10.0  # between writes at most
 ROW_BYTES, NAME_BYTES = 512, 256  # approximate size of a row and of a name in a list of names, without the values
 
 
@@ -40,7 +41,7 @@ class PendingRows:
 class Writer:
     """Writes rows to a file. Rows that can't be written are kept in memory, and written with the next ones."""
 
-    def __init__(self, path: Path, mode: str, logger: logging.Logger) -> None:
+    def __init__(self, path: Path, mode: str, flush_every: int, logger: logging.Logger) -> None:
         self.path = path
         self._logger = logger
         self._process = os.getpid()
@@ -49,28 +50,43 @@ class Writer:
             undo.callback(self._release)
             with opened(path) as contents:
                 names, runs, rows = contents.names, contents.runs, contents.rows
-                self._pending = PendingRows(contents.sizes, len(names))
+                new_runs = runs[contents.sizes["runs"] :].tolist()
+                self._pending = PendingRows(contents.sizes, len(names), new_runs)
             undo.pop_all()
-        # Number and offset of the last run, and the last iteration.
-        self.last_run = -1, 0, 0
-        if len(runs):
-            self.last_run = len(runs) - 1, int(runs["offset"][-1]), int(rows["iteration"][-1]) if len(rows) else 0
+        self.offset = int(runs["offset"][-1]) if len(runs) else 0  # of the last run in the file
+        self.last = int(rows["iteration"][-1]) if len(rows) else 0  # iteration in the file
+        self.is_continued = len(rows) > 0
         self._names = {name.name: name for name in names}
         self._ids = {name: index for index, name in enumerate(self._names)}
         self._lists: dict[tuple[int, str | None, tuple[str, ...]], int] = {}  # engine, tag, names -> place of their ids
         self._engine_of_name: dict[str, int] = {}  # number of the engine that writes it in this session
         self._is_shared = False  # whether several engines write under the same names
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
+        self._flush_every = flush_every
+        self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
+        self._iterations, self._written = 0, time.monotonic()
 
     @property
     def is_own(self) -> bool:
         """True in the process that made it, and not in one that was forked."""
         return os.getpid() == self._process
 
-    def begin_run(self, offset: int, after: int) -> int:
-        """Begin a run with the fields of RUN, and return its number."""
+    @property
+    def runs(self) -> int:
+        """Number of runs that have begun."""
+        return self._pending.sizes["runs"] + len(self._pending.runs)
+
+    def begin_run(self, offset: int, after: int) -> None:
+        """Begin a run with the fields of RUN."""
         self._pending.runs.append((offset, after))
-        return self._pending.sizes["runs"] + len(self._pending.runs) - 1
+
+    def count_iteration(self) -> None:
+        """Count an iteration of an engine."""
+        self._iterations += 1
+
+    def is_time(self) -> bool:
+        """Return True if rows should be written: after enough iterations or seconds."""
+        return self._iterations >= self._distance or time.monotonic() - self._written > SECONDS
 
     def add(
         self,
@@ -107,6 +123,8 @@ class Writer:
 
     def flush(self) -> None:
         """Write what is pending."""
+        self._distance = min(max(1, 10 * self._distance), self._flush_every)
+        self._iterations, self._written = 0, time.monotonic()
         if self._file is None or not self.is_own or not (self._pending.rows or self._pending.reports):
             return
         try:

@@ -300,7 +300,7 @@ def test_reports_and_settings_of_an_evaluators_monitor(path):
     recording = read_hdf5(path)
     assert [(it.kind, it.iteration, it.run) for it in recording.reports if it.kind == "nine"] == [("nine", 5, 0)]
     assert [(it.monitor, it.iteration, it.run) for it in recording.settings] == [
-        (name, start, run) for run, start in enumerate((0, 10)) for name in ("run", "GradMonitor (grad)")
+        (name, start, run) for run, start in enumerate((1, 11)) for name in ("run", "GradMonitor (grad)")
     ]
 
 

@@ -97,17 +97,53 @@ def test_other_events_of_a_resumed_run_are_those_of_an_uninterrupted_one(path, e
     assert as_lists(path)["train/loss"][0] == list(expected)
 
 
-def test_a_later_evaluation_supersedes_no_training_values(path):
-    for mode, value in (("x", 0.25), ("a", 0.75)):
-        trainer, evaluator = engine_of(), engine_of(lambda _, value=value: {"accuracy": value})
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=20), lambda _, own=evaluator: own.run(range(3)))
-        with HDF5Logger(path, mode, trainer=trainer) as logger:
+@pytest.mark.parametrize("start", [None, 0, 40])
+@pytest.mark.parametrize("loaded", [0, 60])
+def test_an_evaluation_without_training_replaces_nothing(path, loaded, start):
+    """Its values are those of the iteration that the trainer has loaded, else of the last one, in any later run."""
+
+    def session(value, train):
+        trainer, evaluator = engine_of(lambda _: {"loss": value}), engine_of(lambda _: {"accuracy": value})
+        with HDF5Logger(path, "a", trainer=trainer, flush_every=1) as logger:
             log_output(logger, trainer)
             log_output(logger, evaluator, Events.COMPLETED, tag="valid")
-            trainer.run(range(100), max_epochs=1) if mode == "x" else evaluator.run(range(200))
-    read = as_lists(path)
-    assert read["train/loss"][0] == list(range(1, 101))
-    assert read["valid/accuracy"][1] == [0.25] * 5 + [0.75]
+            train(trainer, evaluator)
+            logger.flush()
+            return as_lists(path)  # as after a kill
+
+    def evaluate(trainer, evaluator):
+        trainer.state.iteration = loaded
+        evaluator.run(range(3))
+
+    def resume_later(trainer, evaluator):
+        evaluator.run(range(3))  # before the checkpoint is loaded
+        trainer.add_event_handler(Events.STARTED, lambda: evaluator.run(range(3)))
+        resume(trainer, start, 100)
+
+    session(1.0, lambda trainer, _: trainer.run(range(100)))
+    read = session(2.0, evaluate)
+    assert read["train/loss"] == ([*range(1, 101)], [1.0] * 100)
+    assert read_hdf5(path).iterations("valid/accuracy").tolist() == [loaded or 100]
+    if start is not None:
+        read = session(3.0, resume_later)
+        assert read["train/loss"] == ([*range(1, 101)], [1.0] * start + [3.0] * (100 - start))
+        assert read["valid/accuracy"][1] == [3.0, 3.0]
+        assert read_hdf5(path).iterations("valid/accuracy").tolist() == [start, start]
+        assert set(read_hdf5(path).runs("valid/accuracy")) == {2}
+        assert read_hdf5(path, before_run=1)["train/loss"].steps.tolist() == [*range(1, 101)]
+
+
+def test_values_from_before_the_trainer_is_known(path):
+    trainer, evaluator = engine_of(), engine_of()
+    with HDF5Logger(path) as logger:
+        log_output(logger, evaluator, tag="valid")
+        evaluator.run(range(3))
+        Monitor(NoModel(), "own").log_to(logger, trainer)
+        log_output(logger, trainer)
+        trainer.run(range(5))
+    read = read_hdf5(path)
+    assert read.iterations("valid/loss").tolist() == [1, 2, 3]
+    assert read.iterations("train/loss").tolist() == [*range(1, 6)]
 
 
 @pytest.mark.parametrize("same_logger", [True, False])

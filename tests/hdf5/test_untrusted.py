@@ -128,7 +128,7 @@ REFUSED = {
     "dataset missing": lambda file, folder: file.__delitem__("ids"),
     "group": lambda file, folder: (file.__delitem__("ids"), file.create_group("ids")),
     "unknown version": attribute("version", 9),
-    "version of an older release": attribute("version", 1),
+    "version of an older release": attribute("version", 5),
     "no version": attribute("version"),
     "version as text": attribute("version", "2"),
     "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
@@ -145,14 +145,14 @@ REFUSED = {
         f"{field} {value} in row {row}": element("rows", row, value, field)
         for row, field, value in [
             *((0, "count", -1), (30, "count", 0), (-1, "count", 2**63 - 1), (0, "first_id", -(2**63))),
-            *((-1, "first_id", 2**63 - 1), (0, "run", -1), (9, "run", 2)),
+            *((-1, "first_id", 2**63 - 1), (0, "run", -1), (9, "run", 3)),
         ]
     },
     **{
         f"report {number}": lines(
             json.dumps([*REPORT[:place], value, *REPORT[place + 1 :]]).encode() + b"\n", "reports"
         )
-        for number, (place, value) in enumerate([(0, -1), (0, 2), (1, "a"), (2, 3), (4, "fatal"), (5, None), (6, [1])])
+        for number, (place, value) in enumerate([(0, -1), (0, 3), (1, "a"), (2, 3), (4, "fatal"), (5, None), (6, [1])])
     },
     "report without names": lines(json.dumps(REPORT[:6]).encode() + b"\n", "reports"),
     "a name twice": lines(b'["a", "user", ""]\n' * 4),
