@@ -39,7 +39,6 @@ class GradientsReady(NamedTuple):
     tracker: GradientTracker
     reached: Set[int]  # ids of the parameters whose gradients may have changed
     shared: bool  # whether the backward reached other monitored models too
-    numbers: Set[int]  # of the backward and those inside of it
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
         """The scale of the gradients, 0-dim; None for 1."""

@@ -197,7 +197,7 @@ class EventSource:
         for tracker, whole in changed.items():
             shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
             tracker.has_own_backward |= not shared
-            about[id(tracker.model)] = GradientsReady(tracker, whole, shared, numbers)
+            about[id(tracker.model)] = GradientsReady(tracker, whole, shared)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 

@@ -19,7 +19,7 @@ from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossSource
+from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossFunction
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
@@ -55,7 +55,7 @@ class GradientDetector:
         ranks: Ranks,
         rule: ThresholdRule,
         *,
-        loss: LossSource | None,
+        loss: LossFunction | None,
         per_parameter: bool,
         norm_type: float,
         reduction: str | None,
@@ -65,7 +65,7 @@ class GradientDetector:
         if reduction is not None:
             check_choice("reduction", reduction, "mean", "sum")
         self._model, self._ranks, self._norm_type, self._reduction = model, ranks, float(norm_type), reduction
-        self.losses = LossCollector(loss, ranks)
+        self.losses = None if loss is None else LossCollector(loss, ranks)
         self.of_norm = SpikeDetector(rule, **options)
         self._detectors: dict[str, Any] = {"detector": self.of_norm}
         if loss is not None:
@@ -80,13 +80,14 @@ class GradientDetector:
 
     def start_iteration(self, unseen: bool) -> None:
         """Drop losses that no gradient has used; all of them after iterations that were not monitored."""
-        self.losses.start_iteration(unseen)
+        if self.losses is not None:
+            self.losses.start_iteration(unseen)
         if unseen and self.postponed is not None:
             self.postponed.losses = None
 
     def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
         """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
-        of_parameters, of_loss = self._detectors.get("per_parameter"), self._detectors.get("loss")
+        of_parameters = self._detectors.get("per_parameter")
         loss, parameter, names = None, None, ()
         if of_parameters is None:
             norm, _, origin = self.norm(parameters, scale)
@@ -101,8 +102,8 @@ class GradientDetector:
         if parameter is not None:
             spike, reset = (torch.stack((spike, reset)) | any_flags).unbind()
         by_gradient = spike
-        if of_loss is not None:
-            loss = of_loss.detect(self.losses.mean(norm.device))
+        if self.losses is not None:
+            loss = self._detectors["loss"].detect(self.losses.mean(norm.device))
             spike, reset = spike | loss.spike, reset | loss.threshold_reset
         return GradientDetection(detection, loss, parameter, by_gradient, spike, reset, names, origin)
 
@@ -146,18 +147,19 @@ class GradientDetector:
 
     def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
         """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
-        self.postponed = PostponedSpike(self._snapshots(), self.counts, self.losses.take())
+        losses = None if self.losses is None else self.losses.take()
+        self.postponed = PostponedSpike(self._snapshots(), self.counts, losses)
         self.observe(detection)
         self._restore(self.postponed, ~is_spike)
 
     def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
-        """Contexts of a train step that show which losses it uses, and whether it accumulates."""
-        contexts, postponed = self.losses.contexts(), self.postponed
+        """Contexts of a train step that show whether it accumulates into the gradient of a postponed spike."""
+        postponed = self.postponed
         # It may have been measured in a backward under no_sync().
-        if postponed is not None and (postponed.probe is None or postponed.probe.accumulates is None):
-            postponed.probe = AccumulationProbe(tracker, optimizer)
-            contexts.append(postponed.probe)
-        return contexts
+        if postponed is None or (postponed.probe is not None and postponed.probe.accumulates is not None):
+            return []
+        postponed.probe = AccumulationProbe(tracker, optimizer)
+        return [postponed.probe]
 
     def decide(self, postponed: PostponedSpike) -> Tensor:
         """A backward has come: undo the update of the postponed spike if that of any rank accumulates."""
@@ -166,7 +168,8 @@ class GradientDetector:
             accumulated = torch.zeros_like(self.counts[0], dtype=torch.bool)
         accumulated = self._ranks.any(accumulated)
         self._restore(postponed, accumulated)
-        self.losses.give_back(postponed.losses, accumulated)
+        if self.losses is not None:
+            self.losses.give_back(postponed.losses, accumulated)
         self.postponed = None
         return accumulated
 
@@ -195,7 +198,8 @@ class GradientDetector:
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
-        self.losses.clear()
+        if self.losses is not None:
+            self.losses.take()
         self._named, self.reset_by = ((), ()), None
 
     def reset_threshold(self) -> None:

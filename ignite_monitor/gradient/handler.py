@@ -20,7 +20,7 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector, has_gradients
-from ignite_monitor.gradient.loss import LossSource
+from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import Iteration
 from ignite_monitor.keys import GRADIENT
@@ -50,8 +50,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         scaler: the GradScaler of the train step. Overflows are then counted, but are no spikes.
         threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
             ``MeanStdThreshold()``.
-        loss: criterion module, or function of the engine that returns the loss after a backward. A step is then also a
-            spike if the logarithm of its loss is 4.5 standard deviations above its trend.
+        loss: function of the engine, called after each backward, that returns its loss, or None for no loss. A step is
+            then also a spike if the logarithm of its loss is 4.5 standard deviations above its trend.
         per_parameter: compare the gradient of each parameter with its own threshold too, and name the parameters with
             the largest excess at a spike.
         on_spike: None; ``"skip"``: the optimizer's ``step()`` does nothing; ``"clip"``: gradients are multiplied by
@@ -86,7 +86,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         *,
         scaler: GradScaler | None = None,
         threshold: Threshold = None,
-        loss: LossSource | None = None,
+        loss: LossFunction | None = None,
         per_parameter: bool = False,
         on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
@@ -161,7 +161,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             accumulated = self._detector.decide(self._detector.postponed)
             if self._window.is_reported:  # which has synchronized already
                 self._window.is_reported = bool(accumulated)
-        self._detector.losses.backward_ended(engine, backward.numbers, backward.shared)
+        if self._detector.losses is not None:
+            self._detector.losses.backward_ended(engine, backward.shared)
         self._now.scale = None if self.scaler is None else backward.scale(self.scaler)
         if backward.shared or self.ranks.exceed_wrappers:  # no rank may wait for another one here
             self._window.is_mixed = True
@@ -188,7 +189,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         def detect() -> GradientDetection:
             self._now.seen = True
             self._detector.undo_postponed()
-            self._detector.losses.add_rest()
+            if self._detector.losses is not None:
+                self._detector.losses.add_shared()
             return self._detector.detect(parameters, step.loss_scale)
 
         taken = self._window.step_started(detect)
@@ -202,7 +204,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if not step.is_of(self.optimizer):
             return
         taken = self._window.step_completed()
-        self._detector.losses.clear()
+        if self._detector.losses is not None:
+            self._detector.losses.take()
         if taken is None:
             return
         self._now.stepped = self._now.stepped | (made := step.made)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,20 +12,18 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_function
 from ignite_monitor.detection.spikes import Detection, SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, State
-from ignite_monitor.model._torch import backward_number
-from ignite_monitor.model.devices import move, wide_dtype
+from ignite_monitor.model.devices import move, move_like, wide_dtype
 from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.ranks import Ranks
 
-_SOURCE = "the module that computes the loss (nn.MSELoss() in place of F.mse_loss), or a function of the engine"
 _PATIENCE = 20
 
 NO_LOSS = (
-    f"{_PATIENCE} gradients, but no loss was seen, so loss_spike is not reported. If another module, a function or a "
-    "compiled module computes the loss, give a function of the engine that returns it."
+    f"the function given as loss returned None after {_PATIENCE} backwards, so loss_spike is not reported. It should "
+    "return the loss, which the train step keeps: engine.state.loss = loss.detach()."
 )
 
-LossSource = nn.Module | Callable[[Any], Any]
+LossFunction = Callable[[Any], Tensor | float | None]
 
 
 class TrendThreshold(MeanStdThreshold):
@@ -69,75 +65,52 @@ class LossDetector(SpikeDetector):
 
 
 class LossCollector:
-    """Collects the losses of an optimizer step, from the output of a module or a function of the engine.
+    """Collects the losses of an optimizer step: what a function of the engine returns after each backward."""
 
-    The output of a module belongs to the backward that goes through it: what is never back-propagated is no loss.
-    """
-
-    def __init__(self, source: LossSource | None, ranks: Ranks) -> None:
-        if isinstance(source, type):
-            raise TypeError(f"Argument loss should be {_SOURCE}, but given {source}")
-        if not isinstance(source, nn.Module):
-            check_function("loss", source, "the engine", described=_SOURCE)
-        self.source, self._ranks = source, ranks
+    def __init__(self, function: LossFunction, ranks: Ranks) -> None:
+        described = "a function of the engine that returns the loss of the last backward"
+        if isinstance(function, type | nn.Module):
+            raise TypeError(f"Argument loss should be {described}, but given {function}")
+        check_function("loss", function, "the engine", described=described, optional=False)
+        self._function, self._ranks = function, ranks
         self._missing = 0  # iterations with a gradient, as long as there was no loss
-        self._outputs: dict[int, Tensor | None] = {}  # by number of the backward: sum and number of losses
         self._shared: Tensor | None = None  # of the last backward that reached other monitored models too
         self._sum_and_count: Tensor | None = None
 
-    def contexts(self) -> list[AbstractContextManager[Any]]:
-        """Contexts of a train step: a hook on the module."""
-        return [self.source.register_forward_hook(self._on_output)] if isinstance(self.source, nn.Module) else []
-
-    def backward_ended(self, engine: Any, numbers: Iterable[int], shared: bool) -> None:
-        """Add the losses of a backward, by the numbers of those inside of it too, or set them aside if it is shared."""
-        own: Tensor | None = None
-        if isinstance(self.source, nn.Module):
-            for number in numbers:
-                own = _plus(own, self._outputs.pop(number, None))
-        elif self.source is not None:
-            with users_grad_mode():
-                own = self._pair(self.source(engine))
+    def backward_ended(self, engine: Any, shared: bool) -> None:
+        """Add the loss of a backward; if the backward is shared, only at the own step."""
+        with users_grad_mode():
+            loss = self._function(engine)
+        own = None if loss is None else _pair(loss)
         if shared:
             self._shared = own
-        elif own is not None:
+        else:
             self._sum_and_count = _plus(self._sum_and_count, own)
 
-    def add_rest(self) -> None:
-        """Add what belongs to a gradient that is detected at its step: a shared one, or one that was set by hand."""
-        rest = [self._shared] if self._shared is not None else list(self._outputs.values())
-        for pair in rest:
-            self._sum_and_count = _plus(self._sum_and_count, pair)
-        self._shared = None
-        self._outputs.clear()
+    def add_shared(self) -> None:
+        """Add the loss of a shared backward: the own step uses its gradient."""
+        self._sum_and_count, self._shared = _plus(self._sum_and_count, self._shared), None
 
     def mean(self, device: torch.device) -> Tensor:
         """Mean of the losses over micro-batches and ranks, in one collective if there are several; 0 without a loss.
 
         Every rank calls it after every backward. Under ``join()`` some ranks may be gone: then it is 0.
         """
-        wide = wide_dtype(device)
-        both = torch.zeros(2, dtype=wide, device=device)
+        both = torch.zeros(2, dtype=wide_dtype(device), device=device)
         if self._sum_and_count is not None:
+            both = move_like(self._sum_and_count, both)
+        if self._sum_and_count is not None or self._ranks.size > 1:
             self._missing = _PATIENCE + 1
-            both = move(self._sum_and_count.to(wide), device)
-        both = self._ranks.sum(both) if self._ranks.all_present else torch.zeros_like(both)
-        total, count = both.unbind()
+        total, count = (self._ranks.sum(both) if self._ranks.all_present else torch.zeros_like(both)).unbind()
         return torch.where(count > 0, total / count, 0.0)
 
     def start_iteration(self, unseen: bool) -> None:
         """Drop what no gradient has used, and all losses after iterations that were not monitored."""
-        self._outputs.clear()
         self._shared = None
         self._sum_and_count = None if unseen else self._sum_and_count
 
-    def clear(self) -> None:
-        """Drop the losses: the gradient has been used."""
-        self._sum_and_count = None
-        self._outputs.clear()
-
     def take(self) -> Tensor | None:
-        """Remove and return the losses: the gradient may have been discarded, or may be accumulated into."""
+        """Remove and return the losses: their gradient has been used, or may be discarded or accumulated into."""
         taken, self._sum_and_count = self._sum_and_count, None
         return taken
 
@@ -151,23 +124,13 @@ class LossCollector:
         self._missing += self._missing <= _PATIENCE
         return self._missing == _PATIENCE
 
-    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        # What is evaluated without gradients belongs to no backward.
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._back_propagated, self._pair(output)))
 
-    def _back_propagated(self, pair: Tensor | None, gradient: Tensor) -> None:
-        number = backward_number()
-        self._outputs[number] = _plus(self._outputs.get(number), pair)
-
-    def _pair(self, loss: Any) -> Tensor | None:
-        """The mean of a loss, and 1; None for None."""
-        if loss is None:
-            return None
-        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
-        with torch.no_grad():
-            value = value.to(wide_dtype(value.device)).mean()
-            return torch.stack((value, torch.ones_like(value)))
+@torch.no_grad()
+def _pair(loss: Tensor | float) -> Tensor:
+    """The mean of a loss, and 1."""
+    value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu")
+    value = value.to(wide_dtype(value.device)).mean()
+    return torch.stack((value, torch.ones_like(value)))
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:

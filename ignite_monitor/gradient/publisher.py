@@ -196,7 +196,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
             self.report("no_gradient", _NO_GRADIENT, severity="note")
 
     def _warn(self, detection: GradientDetection | None) -> None:
-        if self._detector.losses.source is not None and self._detector.losses.is_missing():
+        if self._detector.losses is not None and self._detector.losses.is_missing():
             self.report("no_loss", NO_LOSS)
         if self._detector.of_norm.rule.is_refused:
             self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")

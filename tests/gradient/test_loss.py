@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
 )
+from ignite_monitor.gradient.loss import LossCollector
 from tests._helpers import assert_same, make_step, mlp_batches, train, training_state
 from tests._models import make_mlp
 from tests._oracle import spikes_in_losses
@@ -29,20 +31,14 @@ def batches_of(count, spikes=(), seed=0):
 
 
 class Training:
-    """A training that knows its losses, and can be watched in either way."""
+    """A training that knows its losses."""
 
-    def __init__(self, how, every=1, leaves_out=False, **arguments):
-        self.model, self.criterion = make_mlp(), nn.MSELoss()
+    def __init__(self, returns=lambda loss: loss, every=1, leaves_out=False, **arguments):
+        self.model = make_mlp()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.every, self.losses = every, []
-        source = {
-            "module": self.criterion,
-            "function": lambda engine: self.loss,
-            "number": lambda engine: float(self.loss.detach()),
-        }
-        self.monitor = GradMonitor(
-            self.model, self.optimizer, loss=source[how], **{"threshold": StaticThreshold(1e9)} | arguments
-        )
+        arguments = {"threshold": StaticThreshold(1e9), "loss": lambda engine: returns(self.loss)} | arguments
+        self.monitor = GradMonitor(self.model, self.optimizer, **arguments)
 
         self.step = make_step(
             self.model,
@@ -53,9 +49,7 @@ class Training:
         )
 
     def part_of_loss(self, model, batch):
-        with torch.no_grad():
-            self.criterion(model(batch[0]), 100 * batch[1])  # what is evaluated aside belongs to no gradient
-        self.loss = self.criterion(model(batch[0]), batch[1])
+        self.loss = nn.functional.mse_loss(model(batch[0]), batch[1])
         self.losses.append(float(self.loss.detach().double()))
         return self.loss / self.every
 
@@ -65,9 +59,9 @@ def expected(losses):
     return [float(spike) for spike in spikes_in_losses(losses)[0]]
 
 
-@pytest.mark.parametrize("how", ["module", "function", "number"])
-def test_a_loss_that_is_a_spike_makes_the_step_one(how):
-    training = Training(how)
+@pytest.mark.parametrize("returns", [lambda loss: loss, lambda loss: float(loss.detach())], ids=["tensor", "number"])
+def test_a_loss_that_is_a_spike_makes_the_step_one(returns):
+    training = Training(returns)
     recorder = train(training.step, batches_of(50, spikes=(30, 41, 42)), training.monitor)
     truth = expected(training.losses)
     assert [i for i, spike in enumerate(truth, 1) if spike] == [30, 41, 42]
@@ -80,7 +74,7 @@ def test_a_loss_that_is_a_spike_makes_the_step_one(how):
 def test_a_spike_of_the_loss_alone_names_the_loss(caplog):
     reported = []
     for threshold in (StaticThreshold(1e9), StaticThreshold(5.0)):
-        training = Training("module", per_parameter=True, threshold=threshold)
+        training = Training(per_parameter=True, threshold=threshold)
         trainer = Engine(training.step)
         training.monitor.attach(trainer)
         trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: reported.append(engine.state.spike))
@@ -98,9 +92,8 @@ def test_a_spike_of_the_loss_alone_names_the_loss(caplog):
             assert reported[-1].name == "grad/norm"
 
 
-@pytest.mark.parametrize("how", ["module", "function"])
-def test_the_mean_of_accumulated_micro_batches_is_compared_once_per_step(how):
-    training = Training(how, every=3)
+def test_the_mean_of_accumulated_micro_batches_is_compared_once_per_step():
+    training = Training(every=3)
     recorder = train(training.step, batches_of(120, spikes=(91,)), training.monitor)
     means = [sum(training.losses[i : i + 3]) / 3 for i in range(0, 120, 3)]
     truth = expected(means)
@@ -109,9 +102,8 @@ def test_the_mean_of_accumulated_micro_batches_is_compared_once_per_step(how):
     assert published == truth
 
 
-@pytest.mark.parametrize("how", ["module", "function"])
-def test_the_losses_of_a_skipped_step_are_not_those_of_the_next(how):
-    training = Training(how, leaves_out=True)
+def test_the_losses_of_a_skipped_step_are_not_those_of_the_next():
+    training = Training(leaves_out=True)
     recorder = train(training.step, batches_of(50, spikes=(30, 40)), training.monitor)
     assert recorder.of("grad/loss_spike") == expected(training.losses)
     rule = training.monitor.state_dict()["loss"]["rule"]
@@ -121,7 +113,7 @@ def test_the_losses_of_a_skipped_step_are_not_those_of_the_next(how):
 @pytest.mark.parametrize("spikes", [(101,), (101, 104)])
 def test_iterations_that_are_not_monitored_end_an_accumulation(spikes):
     reported = []
-    training = Training("module", every=2, on_spike=lambda *_: reported.append(training.losses[-1]))
+    training = Training(every=2, on_spike=lambda *_: reported.append(training.losses[-1]))
     event = Events.ITERATION_STARTED(event_filter=lambda engine, i: i % 4 < 2)
     recorder = train(training.step, batches_of(110, spikes), training.monitor, event=event)
     assert [i for i, flag in enumerate(recorder.flags, 1) if flag] == [*spikes]
@@ -129,7 +121,7 @@ def test_iterations_that_are_not_monitored_end_an_accumulation(spikes):
 
 
 def test_norm_and_loss_each_count():
-    training = Training("module", threshold=StaticThreshold(5.0))
+    training = Training(threshold=StaticThreshold(5.0))
     recorder = train(training.step, batches_of(40, spikes=(5, 30)), training.monitor)
     # The loss is not compared yet at the first, a spike of the norm.
     assert [i for i, spike in enumerate(recorder.of("grad/spike"), 1) if spike] == [5, 30]
@@ -139,9 +131,9 @@ def test_norm_and_loss_each_count():
 
 @pytest.mark.parametrize("on_spike", ["skip", "clip"])
 def test_on_spike(on_spike):
-    training, batches = Training("module", on_spike=on_spike), batches_of(40, spikes=(30,))
+    training, batches = Training(on_spike=on_spike), batches_of(40, spikes=(30,))
     recorder = train(training.step, batches, training.monitor)
-    other = Training("module")
+    other = Training()
     train(other.step, [batch for i, batch in enumerate(batches, 1) if on_spike == "clip" or i != 30])
     # The norm is within its threshold: there is nothing to scale down to.
     assert_same(training_state(training.model, training.optimizer), training_state(other.model, other.optimizer))
@@ -150,27 +142,22 @@ def test_on_spike(on_spike):
 
 def test_losses_without_a_logarithm_or_without_a_value_are_no_spikes_and_do_not_enter():
     for loss in (-1.0, 0.0, None):
-        training = Training("module")
-        monitor = GradMonitor(
-            training.model, training.optimizer, threshold=StaticThreshold(1e9), loss=lambda engine, loss=loss: loss
-        )
-        recorder = train(training.step, batches_of(5), monitor)
+        training = Training(loss=lambda engine, loss=loss: loss)
+        recorder = train(training.step, batches_of(5), training.monitor)
         assert recorder.of("grad/loss_spike") == [None] * 5
-        assert float(monitor.state_dict()["loss"]["rule"]["count"]) == 0
+        assert float(training.monitor.state_dict()["loss"]["rule"]["count"]) == 0
 
 
-def test_the_criterion_is_left_as_it_was_and_states_from_before_load():
-    training = Training("module")
-    before = {name: len(value) for name, value in vars(training.criterion).items() if name.endswith("hooks")}
+def test_states_of_monitors_without_a_loss_load():
+    training = Training()
     train(training.step, batches_of(3), training.monitor)
-    assert {name: len(value) for name, value in vars(training.criterion).items() if name.endswith("hooks")} == before
     plain = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(1.0))
     training.monitor.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize("loss", [1.0, nn.functional.mse_loss, lambda: 1.0, nn.MSELoss])
-def test_a_loss_that_is_no_module_and_no_function_of_the_engine_is_refused(loss):
-    with pytest.raises(TypeError, match=r"Argument loss .* module .*nn.MSELoss\(\).* function of the engine, but"):
+@pytest.mark.parametrize("loss", [1.0, nn.functional.mse_loss, lambda: 1.0, nn.MSELoss, nn.MSELoss()])
+def test_a_loss_that_is_no_function_of_the_engine_is_refused(loss):
+    with pytest.raises(TypeError, match=r"Argument loss should be a function of the engine .*, but"):
         GradMonitor(make_mlp(), loss=loss)
 
 
@@ -200,22 +187,18 @@ def compared(monitor):
     return values
 
 
-@pytest.mark.parametrize("how", ["guard", "retry"])
-def test_a_loss_that_no_backward_uses_is_none_of_the_step(how):
-    """The train step returns at a loss that is not finite, or computes it anew with a smaller batch."""
-    training, used = Training("module", on_spike="skip"), []
+def test_a_loss_that_no_backward_uses_is_none_of_the_step():
+    training, used = Training(on_spike="skip"), []
     values = compared(training.monitor)
 
     def step(engine, batch):
         training.optimizer.zero_grad()
-        scale = {10: 1e6, 30: math.inf}.get(engine.state.iteration, 1.0)
-        loss = training.criterion(training.model(batch[0]), batch[1] * scale)
-        if scale > 1:
-            if how == "guard":
-                return
-            loss = training.criterion(training.model(batch[0][:2]), batch[1][:2])
+        loss = training.part_of_loss(training.model, batch)
+        if engine.state.iteration == 30:
+            training.loss = torch.tensor(math.inf)
+            return
         loss.backward()
-        used.append(float(loss.detach().double()))
+        used.append(training.losses[-1])
         training.optimizer.step()
 
     recorder = train(step, batches_of(50), training.monitor)
@@ -223,7 +206,7 @@ def test_a_loss_that_no_backward_uses_is_none_of_the_step(how):
     assert recorder.of("grad/spike_count")[-1] == 0
 
 
-def test_of_a_shared_criterion_each_model_has_the_losses_of_its_own_backward():
+def test_the_loss_of_a_shared_backward_counts_for_the_model_that_steps():
     generator, discriminator, criterion = nn.Linear(2, 4), nn.Linear(4, 1), nn.BCEWithLogitsLoss()
     adversarial = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in (generator, discriminator)]
     losses = {"generator": [], "discriminator": []}
@@ -238,14 +221,15 @@ def test_of_a_shared_criterion_each_model_has_the_losses_of_its_own_backward():
             loss = criterion(logits, torch.full((3, 1), label))
             if name == "discriminator":
                 loss = loss + criterion(discriminator(real), torch.ones(3, 1))
+            engine.state.loss = loss.detach()
             loss.backward()
-            losses[name].append(float(loss.detach().double()) / (2 if name == "discriminator" else 1))
+            losses[name].append(float(loss.detach().double()))
             adversarial[name == "discriminator"].step()
 
     engine = Engine(step)
     values = []
     for model, optimizer, name in zip((generator, discriminator), adversarial, losses, strict=True):
-        monitor = GradMonitor(model, optimizer, loss=criterion, prefix=name, flag=name)
+        monitor = GradMonitor(model, optimizer, loss=lambda engine: engine.state.loss, prefix=name, flag=name)
         values.append(compared(monitor))
         monitor.attach(engine)
     engine.run([torch.ones(3, 4) * i for i in range(4)], max_epochs=1)
@@ -253,29 +237,28 @@ def test_of_a_shared_criterion_each_model_has_the_losses_of_its_own_backward():
     assert values[1] == pytest.approx(losses["discriminator"], rel=1e-6)
 
 
-@pytest.mark.parametrize("unseen", [True, False])
-def test_a_loss_that_is_never_seen_is_said_once_and_not_reported(unseen, caplog):
-    training = Training("module")
-    step = training.step
-    if unseen:
-        training.criterion = nn.MSELoss()
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loss_that_is_never_given_is_reported_once_and_not_published(given, caplog):
+    training = Training(loss=lambda engine: 1.0 if given else None)
     with caplog.at_level(logging.WARNING):
-        recorder = train(step, batches_of(50), training.monitor)
-    assert recorder.of("grad/loss_spike") == [None if unseen else 0.0] * 50
-    assert len([text for text in caplog.messages if "no loss was seen" in text]) == unseen
+        recorder = train(training.step, batches_of(50), training.monitor)
+    assert recorder.of("grad/loss_spike") == [0.0 if given else None] * 50
+    assert len([text for text in caplog.messages if "given as loss returned None" in text]) == (not given)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
-def test_a_compiled_criterion_is_seen_without_a_warning_of_the_compiler():
-    training = Training("module")
-    training.criterion = torch.compile(training.criterion, backend="eager")
-    recorder = train(training.step, batches_of(25), training.monitor)  # warnings are errors in tests
-    assert recorder.of("grad/loss_spike") == [0.0] * 25
+def test_a_rank_without_a_loss_of_its_own_misses_none():
+    """The loss of the last stage counts for all."""
+    ranks = SimpleNamespace(size=2, all_present=True, sum=lambda both: both + 2.0)
+    losses = LossCollector(lambda engine: None, ranks)
+    for _ in range(30):
+        losses.backward_ended(None, shared=False)
+        assert float(losses.mean(torch.device("cpu"))) == 1.0
+        assert not losses.is_missing()
 
 
 @pytest.mark.parametrize("part", ["detector", "loss", "per_parameter"])
 def test_a_state_that_fails_to_load_changes_nothing(part):
-    one, other = (Training("module", per_parameter=True) for _ in range(2))
+    one, other = (Training(per_parameter=True) for _ in range(2))
     train(one.step, batches_of(30), one.monitor)
     train(other.step, batches_of(40, seed=1), other.monitor)
     before, state = copy.deepcopy(other.monitor.state_dict()), copy.deepcopy(one.monitor.state_dict())
