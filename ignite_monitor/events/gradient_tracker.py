@@ -39,6 +39,7 @@ class GradientsReady(NamedTuple):
     tracker: GradientTracker
     reached: Set[int]  # ids of the parameters whose gradients may have changed
     shared: bool  # whether the backward reached other monitored models too
+    in_step: bool  # whether the closure of a step that has started is evaluated again
 
     def scale(self, scaler: GradScaler | None) -> Tensor | None:
         """The scale of the gradients, 0-dim; None for 1."""

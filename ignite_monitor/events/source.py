@@ -78,6 +78,7 @@ class EventSource:
         self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
         self._requests: StepRequests | None = None  # for that step, once it is reported
         self._about: dict[int, OptimizerStep] = {}  # that step, by id of the model
+        self._in_closure = False
         self.nonfinite_source: NonFiniteSource | None = None
         self.train_step: functools.partial[Any] | None = None
         self.running = self.listened = self._awaits_step = False
@@ -193,11 +194,11 @@ class EventSource:
             if reached and (whole := tracker.backward_ended(numbers, reached)):
                 changed[tracker] = whole
         everything = set[int]().union(*changed.values())
-        about = {}
+        about, in_step = {}, self._in_closure and self._requests is not None
         for tracker, whole in changed.items():
             shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
             tracker.has_own_backward |= not shared
-            about[id(tracker.model)] = GradientsReady(tracker, whole, shared)
+            about[id(tracker.model)] = GradientsReady(tracker, whole, shared, in_step)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
 
@@ -229,7 +230,11 @@ class EventSource:
 
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            loss = closure(*args, **kwargs)
+            self._in_closure = True
+            try:
+                loss = closure(*args, **kwargs)
+            finally:
+                self._in_closure = False
             self._report_step(optimizer)  # the step uses the gradients that its closure computes
             return loss
 

@@ -169,9 +169,10 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._locator.calls.backward_ended()
             return
         detection = self._detector.detect(parameters, self._now.scale)
-        report = self._window.backward(detection)
+        if not backward.in_step:
+            self._window.backward(detection)
         self._locate_nonfinite(detection, self.scaler is not None)
-        self._set_flag(engine, detection, report)
+        self._set_flag(engine, detection, report=not backward.in_step)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):

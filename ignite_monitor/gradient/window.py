@@ -82,12 +82,9 @@ class GradientWindow:
         self.close()
         self.last_step, self.is_reported = None, is_reported
 
-    def backward(self, detection: GradientDetection) -> bool:
-        """A backward has ended: return True if a spike is to be reported now."""
-        if self.in_step is not None:
-            return False
-        self.since_step, self.is_mixed = detection, False
-        return True
+    def backward(self, detection: GradientDetection) -> None:
+        """A backward has ended, after a step that has completed or raised an error."""
+        self.since_step, self.in_step, self.is_mixed = detection, None, False
 
     def step_started(self, detect: Callable[[], GradientDetection]) -> StepDetection:
         """The own optimizer starts its step; ``detect`` is called if no backward of its own made the gradient."""

@@ -45,6 +45,34 @@ def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
     assert recorder.of("discriminator/spike_count") == [0] * 4
 
 
+def test_a_step_that_raises_an_error_leaves_the_next_its_own_gradient():
+    """The train step makes the iteration anew with smaller gradients."""
+    model, norms, errors = make_mlp(), [], [MemoryError()]
+    optimizer = sgd(model)
+
+    def fail(*_):
+        if len(norms) == 3 and errors:
+            raise errors.pop()
+
+    def step(engine, batch):
+        for factor in (1e4 if engine.state.iteration == 3 else 1.0, 1.0):
+            optimizer.zero_grad()
+            (factor * mse_loss(model, batch)).backward()
+            norms.append(grad_norm(model))
+            try:
+                optimizer.step()
+                break
+            except MemoryError:
+                norms.pop()
+
+    optimizer.register_step_post_hook(fail)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e3), on_spike="skip")
+    recorder = train(step, mlp_batches(5), monitor)
+    assert not errors
+    assert recorder.of("grad/norm") == pytest.approx(norms, **CLOSE)
+    assert recorder.of("grad/spike") == [0] * 5
+
+
 def test_gradients_and_parameters_that_are_inference_tensors_stop_nothing():
     def forward(self, x):
         with torch.no_grad():
