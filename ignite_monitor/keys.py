@@ -51,7 +51,7 @@ WEIGHT_UPDATE = Schema("weights", "monitor", (
     Key("update_ratio_max", "largest update ratio", chart=_RATIOS),
     Key("frozen_count", "number of parameters that had a step and are frozen", chart=_PARAMETERS),
     Key("lost_update_fraction", "fraction of elements whose update was lost to rounding",
-        when="with bfloat16 or float16 weights and no float32 copy of them", chart="updates lost to rounding"),
+        when="with bfloat16 or float16 weights and optimizers of ``torch.optim``", chart="updates lost to rounding"),
     Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf", chart="largest gradient norms"),
     Key("smallest_grad/{name}", "the ``top_k`` smallest gradient norms", chart="smallest gradient norms"),
     Key("largest_weight/{name}", "the ``top_k`` largest parameters, by their l2 norm before the step",

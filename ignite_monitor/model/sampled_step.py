@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +14,6 @@ from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.names import held_by
 from ignite_monitor.model.sampling import NARROW, ParameterSamples
-
-# In an optimizer's state: float32 copies of weights, and what rounding has taken of them.
-_COPY = re.compile("master|fp32_?(param|weight|copy)", re.IGNORECASE)
-_COMPENSATION = re.compile("kahan|compensation", re.IGNORECASE)
 
 
 class SteppedParameters:
@@ -67,7 +62,6 @@ class SteppedParameters:
 class SampledStep:
     """Samples the weights before and after each train step of a run.
 
-    If an optimizer keeps a float32 copy of a low-precision weight in its state, the copy is measured in its place.
     Without an optimizer, the parameters of every optimizer count; ``own`` are the indices of those that count.
     """
 
@@ -90,20 +84,16 @@ class SampledStep:
             held = held_by(self._optimizer)
             self.own = [index for index in self.own if id(self.samples.parameters[index]) in held]
         self.stepped = SteppedParameters({id(self.samples.parameters[index]): index for index in self.own})
-        parts = [self.samples.take(index, self._weight(index)) for index in self.own]
+        parts = [self.samples.take(index, self.samples.parameters[index]) for index in self.own]
         copies = torch.cat(parts).split(list(map(len, parts))) if parts else ()
         self._before: dict[int, Tensor] = dict(zip(self.own, copies, strict=True))
 
-    @torch.no_grad()
     def step_started(self, optimizer: Optimizer) -> list[int]:
         """Note an optimizer's step that is about to be made; return the indices of its parameters."""
-        if optimizer not in self._optimizers:
+        indices = self.stepped.started(optimizer)
+        if indices:
             self._optimizers.add(optimizer)
-            for index in self.own:
-                copy = _state(optimizer, self.samples.parameters[index], _COPY)
-                if copy is not None:
-                    self._before[index] = self.samples.take(index, copy).clone()
-        return self.stepped.started(optimizer)
+        return indices
 
     def before(self, indices: Sequence[int]) -> list[Tensor]:
         """The samples of each of some parameters when the iteration started."""
@@ -111,7 +101,7 @@ class SampledStep:
 
     def changes(self, indices: Sequence[int]) -> Tensor:
         """The changes of sampled weights since the iteration started, one parameter after the other."""
-        after = self.samples.flat(indices, [self._weight(index) for index in indices])
+        after = self.samples.flat(indices, [self.samples.parameters[index] for index in indices])
         return after.sub_(torch.cat(self.before(indices)))
 
     def split(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
@@ -119,24 +109,8 @@ class SampledStep:
         return flat.split([len(self._before[index]) for index in indices])  # type: ignore[no-any-return]
 
     def is_rounded(self, index: int) -> bool:
-        """Return True for a parameter of low precision without a float32 copy or a compensation of rounding."""
-        parameter = self.samples.parameters[index]
-        if parameter.dtype not in NARROW or self._weight(index) is not parameter:
-            return False
-        return all(_state(optimizer, parameter, _COMPENSATION) is None for optimizer in self._optimizers)
-
-    def _weight(self, index: int) -> Tensor:
-        parameter: Tensor = self.samples.parameters[index]
-        copies = [_state(optimizer, parameter, _COPY) for optimizer in self._optimizers]
-        return next((copy for copy in copies if copy is not None), parameter)
-
-
-def _state(optimizer: Optimizer, parameter: Any, keys: re.Pattern[str]) -> Tensor | None:
-    """The tensor of a low-precision parameter's shape in an optimizer's state whose key matches a pattern."""
-    state = optimizer.state.get(parameter, {}) if parameter.dtype in NARROW else {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or value.shape != parameter.shape or not keys.search(str(key)):
-            continue
-        if keys is _COMPENSATION or value.dtype not in NARROW:
-            return value
-    return None
+        """Return True for a parameter of low precision that only torch's own optimizers move: they keep no copy."""
+        modules = (f"{type(optimizer).__module__}." for optimizer in self._optimizers)
+        return self.samples.parameters[index].dtype in NARROW and all(
+            name.startswith("torch.optim.") for name in modules
+        )

@@ -61,7 +61,7 @@ class UpdateMeasurement(SampledStep):
         self._of_last_step: dict[int, Tensor | None] = {}
         self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
         sampled = [index for index in self.own if self.samples.is_sampled(index)]
-        self._whole_norms = self._norms({index: self._weight(index) for index in sampled})
+        self._whole_norms = self._norms({index: self.samples.parameters[index] for index in sampled})
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
