@@ -89,7 +89,6 @@ class Spike(NamedTuple):
         culprits: parameter -> share of the excess, where single tensors have thresholds too; else empty.
         source: source of a non-finite value, as far as a ``GradMonitor`` has located it; else None.
         rank: the rank with the largest part of a gradient norm; None if all ranks have the same gradient.
-        stage: number of its stage, the index in the dimensions of ``group`` that no wrapper covers; None without one.
     """
 
     monitor: Any
@@ -99,7 +98,6 @@ class Spike(NamedTuple):
     culprits: Mapping[str, float]
     source: NonFiniteSource | None = None
     rank: int | None = None
-    stage: int | None = None
 
 
 @contextmanager

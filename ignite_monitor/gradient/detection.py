@@ -41,10 +41,10 @@ class GradientDetection(NamedTuple):
     def to_spike(self, numbers: Sequence[float], monitor: Any, source: NonFiniteSource | None) -> Spike:
         """Convert :meth:`numbers`, read on the host; the largest part is on a rank if the ranks' gradients differ."""
         by_loss, value, threshold, *shares = numbers
-        place = (None, None) if self.origin is None else monitor.ranks.place(shares.pop(0))
-        name, place = (f"{monitor.prefix}/loss", (None, None)) if by_loss else (f"{monitor.prefix}/norm", place)
+        rank = None if self.origin is None else int(shares.pop(0))
+        name, rank = (f"{monitor.prefix}/loss", None) if by_loss else (f"{monitor.prefix}/norm", rank)
         threshold = math.inf if math.isnan(threshold) else threshold
-        return Spike(monitor, name, value, threshold, named(shares, self.names), source, *place)
+        return Spike(monitor, name, value, threshold, named(shares, self.names), source, rank)
 
 
 def describe(spike: Spike) -> str:
@@ -53,7 +53,7 @@ def describe(spike: Spike) -> str:
     if 0 < spike.threshold < spike.value < math.inf:
         text += f", {spike.value / spike.threshold:.3g} x its threshold"
     if spike.rank is not None:
-        text += f", most of it on rank {spike.rank}" + ("" if spike.stage is None else f" (stage {spike.stage})")
+        text += f", most of it on rank {spike.rank}"
     shares = ", ".join(f"{100 * share:.0f} % of the excess in {name}" for name, share in spike.culprits.items())
     return f"{text}; {shares}" if shares else text
 

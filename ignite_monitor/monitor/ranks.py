@@ -27,7 +27,7 @@ class RankNorm(NamedTuple):
 
     value: Tensor
     flags: Tensor  # whether the flags of any rank are set
-    origin: Tensor | None = None  # number of the rank with the largest part and of its stage; None if all have the same
+    origin: Tensor | None = None  # number of the rank with the largest part; None if all have the same
 
 
 class Ranks:
@@ -64,7 +64,6 @@ class Ranks:
         self._wrappers: list[DistributedDataParallel] = []
         self._reduced, self.ignored = set[int](), set[int]()  # ids of parameters of the wrappers
         self.size = self.replicas = 1
-        self._stage = 0, 1  # index in the dimensions of the group that no wrapper covers, and number of indices
 
     def resolve(self, *wrappers: nn.Module) -> None:
         """Find the process groups.
@@ -89,11 +88,9 @@ class Ranks:
         meshes = {parameter.device_mesh for parameter in parameters if is_dtensor(parameter)}
         wrapper_groups = [wrapper.process_group for wrapper in self._wrappers]
         wrapper_groups += [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-        wrapped, ranks_of = _union(wrapper_groups), dist.get_process_group_ranks
+        wrapped = _union(wrapper_groups)
         self.groups = wrapped if self._group is None else _union([*wrapper_groups, self._group])
         self.replicas, self.size = (math.prod(map(dist.get_world_size, groups)) for groups in (wrapped, self.groups))
-        across = [group for group in self.groups if ranks_of(group) not in map(ranks_of, wrapped)]
-        self._stage = _index(across[::-1])
 
     @property
     def exceed_wrappers(self) -> bool:
@@ -185,9 +182,7 @@ class Ranks:
             own = combine(parts / move(copies, device).to(own) ** (1.0 / norm_type), norm_type)
         own_flags = own.new_zeros(0) if flags is None else flags.to(own)
         reduced = reduce_norm(torch.cat([own.view(1), own_flags]), norm_type, self._reduce)
-        stage, stages = self._stage
-        _, origin = self.largest(own, dist.get_rank() * stages + stage)
-        return RankNorm(reduced[0], reduced[1:] > 0, origin)
+        return RankNorm(reduced[0], reduced[1:] > 0, self.largest(own)[1])
 
     def _have_same(self, parameters: Iterable[nn.Parameter]) -> bool:
         if self.size == 1 or not self.all_present:
@@ -204,16 +199,11 @@ class Ranks:
             return self.size
         return self.replicas if id(parameter) in self._reduced or is_dtensor(parameter) else 1
 
-    def place(self, origin: float) -> tuple[int, int | None]:
-        """Return the number of a rank and that of its stage, if there are several, from an origin on the host."""
-        rank, stage = divmod(int(origin), self._stage[1])
-        return rank, stage if self._stage[1] > 1 else None
-
-    def largest(self, value: Tensor, place: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the largest of the ranks' 0-dim values, and the place, by default the number, of its rank."""
+    def largest(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest of the ranks' 0-dim values, and the number of its rank."""
         largest = self.max(value := value.nan_to_num(math.inf, math.inf))
-        own = torch.full_like(value, float(dist.get_rank() if place is None else place))
-        return largest, self.max(torch.where(value == largest, own, -1.0))
+        rank = torch.full_like(value, float(dist.get_rank()))
+        return largest, self.max(torch.where(value == largest, rank, -1.0))
 
 
 def _ranks_and_groups(group: Any) -> tuple[set[int], list[Any]]:
