@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from ignite.base import Serializable
@@ -17,7 +16,6 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_choice
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
@@ -27,7 +25,7 @@ from ignite_monitor.monitor.arguments import NoModel, check_flag
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.loggers import add_logger
 from ignite_monitor.monitor.ranks import Group, Ranks
-from ignite_monitor.monitor.reports import LEVELS, Report, describe_arguments
+from ignite_monitor.monitor.reports import Reporter
 from ignite_monitor.schema import Schema
 
 __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
@@ -35,7 +33,7 @@ __all__ = ["Handlers", "Monitor", "MonitorHandle", "NoModel", "check_flag"]
 Handlers = list[tuple[MonitorEvents | Phase, Callable[..., Any]]]
 
 
-class Monitor(Serializable):
+class Monitor(Reporter, Serializable):
     """Base class of all monitors, and of your own.
 
     A subclass overrides :meth:`handlers` and calls :meth:`publish`. Values on a device are 0-dim tensors until a logger
@@ -55,7 +53,6 @@ class Monitor(Serializable):
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
         reports: what :meth:`report` has recorded, oldest first.
-        given_arguments: the arguments that the constructor was given, in words.
 
     Raises:
         ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
@@ -65,18 +62,12 @@ class Monitor(Serializable):
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
-    given_arguments = ""  # of the constructor, in words
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if schema is not None:
             cls.schema = schema
             cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.table())
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        monitor = super().__new__(cls)
-        monitor.given_arguments = describe_arguments(cls.__init__, args, kwargs)
-        return monitor
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = (), *, group: Group = None) -> None:
         if not isinstance(model, NoModel):
@@ -87,14 +78,10 @@ class Monitor(Serializable):
         self.families = [self._named(family) for family in families] or [prefix]
         self.metrics: dict[str, float | Tensor] = {}
         self.attributes: dict[str, Any] = {}
-        self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
-        self._engine: weakref.ref[Engine] | None = None
         self._source: EventSource | None = None
         self._filters: list[Any] = []
         self._log_handlers: list[Any] = []
         self._engine_handles: list[Any] = []
-        self.reports: list[Report] = []
-        self._reported_kinds: set[str] = set()
         self._monitored = False
         self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
         self._is_resolved = True  # False until deferred values have been resolved
@@ -170,10 +157,10 @@ class Monitor(Serializable):
         arguments.check_attachable(self, engine, replaced)
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
         arguments.check_handlers(self, handlers, engine_handlers)
-        self.ranks.resolve()
-        self._source, self._engine = EventSource.of(engine), weakref.ref(engine)
-        self._filters = [getattr(single, "filter", None) for single in events]
         try:
+            self.ranks.resolve()
+            self._source, self._engine = EventSource.of(engine), weakref.ref(engine)
+            self._filters = [getattr(single, "filter", None) for single in events]
             self._source.add(self, handlers)
             self._engine_handles.append(engine.add_event_handler(Events.ITERATION_STARTED, self._start))
             for name, handler in engine_handlers:
@@ -251,46 +238,6 @@ class Monitor(Serializable):
         else:
             self._put(dict(zip(names, map(float, values.tolist()), strict=True)))
 
-    def report(
-        self,
-        kind: str,
-        text: str,
-        *,
-        severity: str = "warning",
-        names: Sequence[str] = (),
-        once: bool = True,
-    ) -> None:
-        """Log a line, and record it: loggers that keep reports, as ``HDF5Logger`` does, write it to their file.
-
-        Args:
-            kind: identifier of what is reported: ``"not_in_optimizer"``.
-            text: the line without class, prefix and iteration, which precede it in the log.
-            severity: ``"problem"``, ``"warning"`` or ``"note"``.
-            names: the parameters, modules or groups it speaks of.
-            once: False to report a kind again that this monitor has reported.
-
-        Raises:
-            ValueError: if ``severity`` is another.
-        """
-        check_choice("severity", severity, *LEVELS)
-        if once and kind in self._reported_kinds:
-            return
-        self._reported_kinds.add(kind)
-        engine = self._attached_to()
-        iteration = 0 if engine is None else engine.state.iteration
-        self.reports.append(Report(iteration, self._title, str(kind), severity, str(text), tuple(map(str, names))))
-        place = f"iteration {iteration}: " if iteration else ""
-        self.logger.log(LEVELS[severity], "%s: %s%s", self._title, place, text)
-
-    @contextmanager
-    def _training_continues(self, kind: str, text: str) -> Iterator[None]:
-        """Report an error of the user's objects with a text before it."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001
-            reason = str(error).partition("\n")[0]
-            self.report(kind, f"{text}: {type(error).__name__}: {reason}")
-
     def on_host(self) -> Mapping[str, float | Tensor]:
         """Return this iteration's values as floats; all monitors on the engine share a transfer."""
         if not self._is_resolved:
@@ -310,14 +257,6 @@ class Monitor(Serializable):
         """True during a train step that this monitor watches."""
         return self._monitored and self._source is not None and self._source.running
 
-    @property
-    def _title(self) -> str:
-        """Class and prefix, as log messages begin."""
-        return f"{type(self).__name__} ({self.prefix})" if self.prefix else type(self).__name__
-
-    def _attached_to(self) -> Engine | None:
-        return None if self._engine is None else self._engine()
-
     def _named(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
@@ -325,13 +264,6 @@ class Monitor(Serializable):
         # Ignite still calls the handlers of an event that one of them removes.
         if self._attached_to() is engine:
             handler(engine)
-
-    def _claim_names(self, engine: Engine) -> None:
-        """Remove what others have left under the names of this monitor, and set its attributes."""
-        starts = tuple(f"{family}/" for family in self.families)
-        for name in [name for name in engine.state.metrics if name.startswith(starts)]:
-            del engine.state.metrics[name]
-        self.clear(engine)
 
     def _start(self, engine: Engine) -> None:
         if self._attached_to() is not engine:  # a handler before this one has detached it
@@ -353,5 +285,5 @@ class Monitor(Serializable):
             metrics.update(named)
 
     def _all_metrics(self) -> list[dict[str, Any]]:
-        engine = None if self._engine is None else self._engine()
+        engine = self._attached_to()
         return [self.metrics] if engine is None else [engine.state.metrics, self.metrics]

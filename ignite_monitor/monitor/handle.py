@@ -20,8 +20,7 @@ from ignite_monitor.checks import check_type
 class MonitorHandle(Serializable):
     """Handle of monitors on an engine: :meth:`remove` or the end of a ``with`` block detaches them.
 
-    It is saved and resumed as a whole: ``Checkpoint({"model": model, ..., "monitors": handle}, ...)``. After a ``with``
-    block the last values stay in ``engine.state.metrics``.
+    It is saved and resumed as a whole: ``Checkpoint({"model": model, ..., "monitors": handle}, ...)``.
 
     Args:
         engine: the engine that trains the model.
@@ -51,13 +50,15 @@ class MonitorHandle(Serializable):
         for monitor in replaced:
             monitor.detach()
         for monitor in self.monitors.values():
-            monitor._claim_names(engine)
+            monitor.clear(engine)
 
     def remove(self) -> None:
         """Detach the monitors that are still attached to the engine."""
+        engine = self._engine()
         with ExitStack() as stack:  # an error of one monitor detaches the others
-            for monitor in reversed(self._attached()):
-                stack.callback(monitor.detach)
+            for monitor in [*self.monitors.values()][::-1]:
+                if monitor._attached_to() is engine:
+                    stack.callback(monitor.detach)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return name -> state of the monitor."""
@@ -92,17 +93,5 @@ class MonitorHandle(Serializable):
     def __enter__(self) -> MonitorHandle:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        engine, attached, last = self._engine(), self._attached(), list[dict[str, Any]]()
-        try:
-            if kind is None:
-                last = [dict(monitor.on_host()) for monitor in attached]
-        finally:
-            self.remove()
-        for monitor, values in zip(attached, last, strict=False):
-            monitor.metrics.update(values)
-            if engine is not None:
-                engine.state.metrics.update(values)
-
-    def _attached(self) -> list[Any]:
-        return [monitor for monitor in self.monitors.values() if monitor._attached_to() is self._engine()]
+    def __exit__(self, *exception: object) -> None:
+        self.remove()

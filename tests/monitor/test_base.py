@@ -116,19 +116,6 @@ def test_a_prefix_inside_of_another_is_refused(one, other):
         Smallest(model, other).attach(trainer)
 
 
-def test_an_error_at_the_end_of_a_with_block_detaches():
-    class Lost(Smallest):
-        def resolve_deferred(self, extra):
-            raise RuntimeError("device lost")
-
-    model, optimizer, trainer = make_trainer()
-    before = footprint(trainer, model, optimizer)["handlers"]
-    monitors = {name: (kind(model, name), Events.ITERATION_STARTED) for name, kind in (("a", Lost), ("b", Smallest))}
-    with pytest.raises(RuntimeError, match="device lost"), MonitorHandle(trainer, monitors):
-        trainer.run(make_batches(1))
-    assert footprint(trainer, model, optimizer)["handlers"] == before
-
-
 def test_an_error_of_one_monitor_detaches_the_others():
     class Failing(Smallest):
         def on_run_end(self):
