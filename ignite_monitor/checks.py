@@ -18,8 +18,8 @@ def check_real(
         raise TypeError(f"Argument {name} should be a number, but given {type(value)}")
     number = float(value)
     if not above < number < below or number < least:
-        words = {"greater than": above, "at least": least, "less than": below}
-        bounds = [f"{word} {bound:g}" for word, bound in words.items() if math.isfinite(bound)]
+        bounds_by_name = {"greater than": above, "at least": least, "less than": below}
+        bounds = [f"{word} {bound:g}" for word, bound in bounds_by_name.items() if math.isfinite(bound)]
         raise ValueError(f"Argument {name} should be {' and '.join(bounds) or 'finite'}, but given {value}")
     return number
 

@@ -82,8 +82,8 @@ def _sums(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scal
     parts = []
     for first, start in product(range(0, batch, samples), range(0, length, step)):
         block = slice(first, first + samples), slice(None), slice(start, start + step)
-        own = None if mask is None else mask[block]
-        parts.append(_block(query[block], key[block[0]], own, start if is_causal else None, scale))
+        block_mask = None if mask is None else mask[block]
+        parts.append(_block(query[block], key[block[0]], block_mask, start if is_causal else None, scale))
     total, rows, largest = zip(*parts, strict=True)
     return HeadEntropy(reduce(torch.add, total), reduce(torch.add, rows), reduce(torch.maximum, largest))
 

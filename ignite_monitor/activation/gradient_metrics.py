@@ -54,15 +54,15 @@ class GradientMetrics:
 
     def step_started(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """Measure the scaled gradients of an optimizer's first step."""
-        own = [item for item in parameters if item in self._parameters and item not in self._stepped]
-        clipped = {item: item.grad for item in own if item in self._measured and item.grad is not None}
-        self._measure_before([item for item in own if item not in self._backwards], scale)
+        stepping = [item for item in parameters if item in self._parameters and item not in self._stepped]
+        clipped = {item: item.grad for item in stepping if item in self._measured and item.grad is not None}
+        self._measure_before([item for item in stepping if item not in self._backwards], scale)
         # All ranks gather sharded gradients, those without a step too: at the end of the iteration.
         sharded = {parameter: grad for parameter, grad in clipped.items() if is_dtensor(grad)}
         self._sharded |= {parameter: (grad.detach().clone(), scale) for parameter, grad in sharded.items()}
         whole = {parameter: grad for parameter, grad in clipped.items() if parameter not in sharded}
         self._after += self._measure("gradient_after_clip", whole, scale)
-        self._stepped.update(own)
+        self._stepped.update(stepping)
 
     def values(self) -> list[NamedValues]:
         """Names and values before clipping, and after clipping NaN where those of a parameter have not changed.

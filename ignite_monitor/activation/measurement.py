@@ -66,7 +66,7 @@ class Measurement:
         size = tensor.numel()
         if not size:
             return
-        if self.metrics.own:
+        if self.metrics.custom:
             self._call(key, name, tensor.detach(), *([] if minus is None else [minus]))
         if not self._columns or tensor.dtype in WITHOUT_STATISTICS:
             return
@@ -100,9 +100,9 @@ class Measurement:
         values, self._waiting_values = self._waiting_values, {}
         for how, pending in values.items():
             first = pending[0][1]
-            own = torch.stack([move_like(value, first) for _, value, _ in pending]).view(len(pending), -1)
-            weights = torch.tensor([[weight] for _, _, weight in pending], dtype=own.dtype, device="cpu")
-            rows = AGGREGATIONS[how].partial(own, move(weights, own.device))
+            stacked = torch.stack([move_like(value, first) for _, value, _ in pending]).view(len(pending), -1)
+            weights = torch.tensor([[weight] for _, _, weight in pending], dtype=stacked.dtype, device="cpu")
+            rows = AGGREGATIONS[how].partial(stacked, move(weights, stacked.device))
             self._tables.setdefault(how, []).append(NamedValues([key for key, _, _ in pending], rows))
         self._tables = {kind: [merged(parts, _summed(kind))] for kind, parts in self._tables.items()}
 
@@ -111,9 +111,9 @@ class Measurement:
         self.flush()
         sums, maxima = Rows(), Rows()
         for kind, [(keys, rows)] in self._tables.items():
-            for own, columns in zip((sums, maxima), rows.tensor_split([_summed(kind)], 1), strict=True):
+            for table, columns in zip((sums, maxima), rows.tensor_split([_summed(kind)], 1), strict=True):
                 if columns.shape[1]:
-                    own[self.family, kind] = NamedValues(keys, columns)
+                    table[self.family, kind] = NamedValues(keys, columns)
         return sums, maxima
 
     def values(self, sums: Rows, maxima: Rows) -> list[NamedValues]:

@@ -114,7 +114,7 @@ class MetricSet:
         if not isinstance(given, Mapping):
             raise TypeError(f"Argument {argument} should be a dict of functions, True or None, but given {type(given)}")
         self.builtin = [given.get(name) is True for name in STATISTICS]
-        self.own: dict[str, Metric] = {}
+        self.custom: dict[str, Metric] = {}
         self.aggregate = aggregate
         for name, metric in given.items():
             if not isinstance(name, str):
@@ -127,28 +127,28 @@ class MetricSet:
             if metric is True and name in builtin:
                 continue
             if metric is True and name == KURTOSIS and not is_difference:
-                self.own[name] = Metric(power_sums)
-                self.own[name].aggregate = KURTOSIS
+                self.custom[name] = Metric(power_sums)
+                self.custom[name].aggregate = KURTOSIS
             elif metric is True or isinstance(metric, torch.dtype):
                 dtype = torch.float16 if metric is True else metric
                 if is_difference or name not in _OF_DTYPES or not dtype.is_floating_point:
                     raise ValueError(
                         f"Argument {argument} has no built-in {name!r} of {metric}, but {', '.join(builtin)}"
                     )
-                self.own[name] = Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
+                self.custom[name] = Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
             elif callable(metric) or isinstance(metric, Metric):
-                self.own[name] = metric if isinstance(metric, Metric) else Metric(metric)
+                self.custom[name] = metric if isinstance(metric, Metric) else Metric(metric)
             else:
                 raise TypeError(
                     f"Argument {argument} should hold functions, Metric or True, but given {type(metric)} for {name!r}"
                 )
 
     def __bool__(self) -> bool:
-        return bool(self.own) or any(self.builtin)
+        return bool(self.custom) or any(self.builtin)
 
     def of(self, name: str) -> list[tuple[str, Metric]]:
         """Return the metrics, other than the built-in ones, of a module or parameter."""
-        return [(key, metric) for key, metric in self.own.items() if name in metric]
+        return [(key, metric) for key, metric in self.custom.items() if name in metric]
 
 
 def is_tag(name: str) -> bool:

@@ -23,16 +23,16 @@ NEGLIGIBLE = 1e-6
 """A standard deviation below this times the mean is rounding: in float32 norms have a relative error of about 1e-7."""
 
 
-def loaded(own: State, saved: Any) -> State:
+def loaded(current: State, saved: Any) -> State:
     """Convert saved numbers to devices and dtypes of others; a ValueError if names or shapes differ from theirs."""
     given = {name: torch.as_tensor(value) for name, value in saved.items()} if isinstance(saved, Mapping) else {}
-    own_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (own, given))
-    if shapes != own_shapes:
+    current_shapes, shapes = ({name: tuple(v.shape) for name, v in state.items()} for state in (current, given))
+    if shapes != current_shapes:
         raise ValueError(
-            f"Argument state_dict should hold {own_shapes}, but given {shapes}: was it saved with another threshold "
-            "rule?"
+            f"Argument state_dict should hold {current_shapes}, but given {shapes}: was it saved with another "
+            "threshold rule?"
         )
-    return {name: move_like(given[name], value) for name, value in own.items()}
+    return {name: move_like(given[name], value) for name, value in current.items()}
 
 
 class ThresholdRule:

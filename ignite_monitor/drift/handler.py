@@ -89,9 +89,9 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        own = dict(zip(self._NAMES, self._rows.unbind(), strict=True))
+        current = dict(zip(self._NAMES, self._rows.unbind(), strict=True))
         counts = self._saved_counts(state_dict)
-        self._rows = torch.stack([*loaded(own, state_dict["statistics"]).values()])
+        self._rows = torch.stack([*loaded(current, state_dict["statistics"]).values()])
         self._counts = counts
 
     def reset_run_state(self) -> None:
@@ -103,8 +103,8 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
             return
         rows = move_like(self._rows, number)
         if self._sides is None or self._sides.device != number.device:
-            own = torch.tensor([(1.0, -1.0), _SIDES[self.direction]], dtype=number.dtype, device="cpu")
-            self._sides = move(own, number.device)
+            sides = torch.tensor([(1.0, -1.0), _SIDES[self.direction]], dtype=number.dtype, device="cpu")
+            self._sides = move(sides, number.device)
         signs, watched = self._sides
         finite = number.abs() <= largest_usable(number)
         after, sums = self._update(rows, torch.where(finite, number, rows[2]), signs)
@@ -142,7 +142,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     def _report_drift(self, synchronize: bool) -> bool:
         drifted = self._drifts.take(synchronize)
         if drifted:
-            words = {"both": "up or down"}.get(self.direction, self.direction)
-            text = f"the value drifts {words} from its trend; resetting its statistics"
+            direction = {"both": "up or down"}.get(self.direction, self.direction)
+            text = f"the value drifts {direction} from its trend; resetting its statistics"
             self.report("drift", text, once=False)
         return drifted

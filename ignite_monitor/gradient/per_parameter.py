@@ -50,12 +50,12 @@ class PerParameterDetector(SpikeDetector):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is of something else, and nothing has changed then."""
-        own, names, before = dict(state_dict), self.names, self.snapshot()
-        if "names" not in own:
+        state, names, before = dict(state_dict), self.names, self.snapshot()
+        if "names" not in state:
             raise ValueError(f"Argument state_dict should hold names, but given {state_dict}")
-        self._start(tuple(own.pop("names")))
+        self._start(tuple(state.pop("names")))
         try:
-            super().load_state_dict(own)
+            super().load_state_dict(state)
         except Exception:
             self.names = names
             self.restore(before)

@@ -111,7 +111,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
             self._fire_spike(engine, self._describe_spike(detection), detection.norm.value)
 
     def _describe_spike(self, detection: GradientDetection) -> Spike:
-        return detection.to_spike(detection.numbers().tolist(), self, self._locator.newest)
+        return detection.to_spike(detection.numbers().tolist(), self, self._locator.source)
 
     def _publish(self, detection: GradientDetection) -> None:
         if self.metrics:  # of an earlier gradient of this iteration
@@ -158,7 +158,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         if detection is None:
             return {}
         recurring, *counts, (is_spike,), numbers = extra
-        spike = detection.to_spike(numbers, self, self._locator.newest)
+        spike = detection.to_spike(numbers, self, self._locator.source)
         if iterations := ", ".join(f"{at:.0f}" for at in sorted(recurring) if at == at):
             text = f"isolated spikes of a similar size in iterations {iterations}; from now on such spikes are not "
             self.report("recurring_spikes", text + "skipped, since rare data cause them too")
@@ -183,9 +183,9 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         # Without a scaler what is no spike is finite, and needs no further synchronization.
         known = handles_overflow or self._is_known_spike(detection.spike)
         text = self._locator.locate(not (known and torch.is_nonzero(nonfinite)), handles_overflow)
-        self._source.nonfinite_source = self._locator.newest or self._source.nonfinite_source
+        self._source.nonfinite_source = self._locator.source or self._source.nonfinite_source
         if text is not None:
-            source = self._locator.newest
+            source = self._locator.source
             kind, names = ("not_located", ()) if source is None else (source.kind, (source.name,))
             self.report(f"nonfinite_{kind}", text, names=names, once=False)
 

@@ -156,14 +156,14 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
-    own = [registry for module in modules for registry in (module._parameters, module._modules)]
-    return [registry for registry in own if isinstance(registry, dict)]
+    candidates = [registry for module in modules for registry in (module._parameters, module._modules)]
+    return [registry for registry in candidates if isinstance(registry, dict)]
 
 
 def registries_of_buffers(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
     """The dictionaries of modules' own buffers, those that are not empty; scripted modules have none."""
-    own = [buffers_in(module) for module in modules]
-    return [registry for registry in own if isinstance(registry, dict) and registry]
+    candidates = [buffers_in(module) for module in modules]
+    return [registry for registry in candidates if isinstance(registry, dict) and registry]
 
 
 def buffers_of_scripted(module: nn.Module) -> list[Tensor]:

@@ -132,8 +132,8 @@ def structure(model: nn.Module) -> dict[str, str]:
     # fully_shard makes a class FSDPLinear out of Linear.
     modules = modules_by_name(model).items()
     kinds = {f"module {name!r}": type(module).__name__.removeprefix("FSDP") for name, module in modules}
-    own = [(name, *item) for name, module in modules for item in module.named_parameters(recurse=False)]
-    return kinds | shapes({f"{name}.{last}".lstrip("."): parameter for name, last, parameter in own})
+    parameters = [(name, *item) for name, module in modules for item in module.named_parameters(recurse=False)]
+    return kinds | shapes({f"{name}.{last}".lstrip("."): parameter for name, last, parameter in parameters})
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, str]:

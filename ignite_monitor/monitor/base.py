@@ -165,8 +165,8 @@ class Monitor(Reporter, Serializable):
             self._engine_handles.append(engine.add_event_handler(Events.ITERATION_STARTED, self._start))
             for name, handler in engine_handlers:
                 is_start = name == Events.ITERATION_STARTED
-                own = functools.partial(self._if_attached, handler) if is_start else handler
-                self._engine_handles.append(engine.add_event_handler(name, own))
+                listener = functools.partial(self._if_attached, handler) if is_start else handler
+                self._engine_handles.append(engine.add_event_handler(name, listener))
                 if is_start:
                     put_first(engine, name)
         except BaseException:  # also an interrupt

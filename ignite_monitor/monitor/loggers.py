@@ -64,8 +64,8 @@ class Values:
             monitor.report(
                 "not_attached", "log_to() was called, but the monitor is not attached, so nothing is measured"
             )
-        own = {name: value for name, value in monitor.on_host().items() if name.startswith(self._start)}
-        return {name[len(self._start) :]: value for name, value in own.items() if name in self._selection}
+        values = {name: value for name, value in monitor.on_host().items() if name.startswith(self._start)}
+        return {name[len(self._start) :]: value for name, value in values.items() if name in self._selection}
 
 
 def _write(handler: Callable[..., Any], values: Values, engine: Engine, logger: BaseLogger, event_name: Any) -> None:

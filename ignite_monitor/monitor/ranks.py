@@ -174,15 +174,15 @@ class Ranks:
             value = whole_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
             return RankNorm(value, value if flags is None else flags)
         device = device_of(self._models[0])
-        own = torch.zeros((), dtype=wide_dtype(device), device=device)
+        norm = torch.zeros((), dtype=wide_dtype(device), device=device)
         if parameters:
-            parts = (norms(gradients, norm_type) if parts is None else parts).to(own)
+            parts = (norms(gradients, norm_type) if parts is None else parts).to(norm)
             is_mean = reduction == "mean" or (reduction is None and self._group is None)
             copies = torch.tensor([self._copies(item, is_mean) for item in parameters], device="cpu")
-            own = combine(parts / move(copies, device).to(own) ** (1.0 / norm_type), norm_type)
-        own_flags = own.new_zeros(0) if flags is None else flags.to(own)
-        reduced = reduce_norm(torch.cat([own.view(1), own_flags]), norm_type, self._reduce)
-        return RankNorm(reduced[0], reduced[1:] > 0, self.largest(own)[1])
+            norm = combine(parts / move(copies, device).to(norm) ** (1.0 / norm_type), norm_type)
+        local_flags = norm.new_zeros(0) if flags is None else flags.to(norm)
+        reduced = reduce_norm(torch.cat([norm.view(1), local_flags]), norm_type, self._reduce)
+        return RankNorm(reduced[0], reduced[1:] > 0, self.largest(norm)[1])
 
     def _have_same(self, parameters: Iterable[nn.Parameter]) -> bool:
         if self.size == 1 or not self.all_present:
@@ -262,35 +262,39 @@ class RankReduction:
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """Return the sums and maxima of all ranks' rows on a device."""
-        own = {("sum", kind, values.shape[1]): NamedValues(names, values) for kind, (names, values) in sums.items()}
+        local_tables = {
+            ("sum", kind, values.shape[1]): NamedValues(names, values) for kind, (names, values) in sums.items()
+        }
         for kind, (names, values) in maxima.items():  # the maximum of NaN depends on the order of ranks
-            own["max", kind, values.shape[1]] = NamedValues(names, values.nan_to_num(math.inf, math.inf, -math.inf))
+            local_tables["max", kind, values.shape[1]] = NamedValues(
+                names, values.nan_to_num(math.inf, math.inf, -math.inf)
+            )
         if self._has_news.take(wait=True):
-            while (source := self._ranks.first(self._lacks(own), device)) is not None:
-                names_here = [(table, list(rows.names)) for table, rows in own.items()]
-                for table, names in self._ranks.broadcast(names_here, source):
+            while (source := self._ranks.first(self._lacks(local_tables), device)) is not None:
+                local_names = [(table, list(rows.names)) for table, rows in local_tables.items()]
+                for table, names in self._ranks.broadcast(local_names, source):
                     self._names.setdefault(table, {}).update(dict.fromkeys(names))
-        flag = torch.full((1,), float(self._lacks(own)), dtype=wide_dtype(device), device=device)
+        flag = torch.full((1,), float(self._lacks(local_tables)), dtype=wide_dtype(device), device=device)
         reduced = list[Rows]()
         for reduction, over_ranks, missing in (("sum", self._ranks.sum, 0.0), ("max", self._ranks.max, -math.inf)):
             known = {table: list(names) for table, names in self._names.items() if table[0] == reduction}
-            rows = [_in_order(own.get(table), table, names, missing, device) for table, names in known.items()]
+            rows = [_in_order(local_tables.get(table), table, names, missing, device) for table, names in known.items()]
             *parts, flag = over_ranks(torch.cat([*rows, flag])).split([*map(len, rows), 1])
             tables = zip(known.items(), parts, strict=True)
             reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in tables})
         self._has_news.set(flag[0] > 0)
         return reduced[0], reduced[1]
 
-    def _lacks(self, own: dict[Table, NamedValues]) -> bool:
-        return any(not self._names.get(table, {}).keys() >= {*rows.names} for table, rows in own.items())
+    def _lacks(self, local_tables: dict[Table, NamedValues]) -> bool:
+        return any(not self._names.get(table, {}).keys() >= {*rows.names} for table, rows in local_tables.items())
 
 
 def _in_order(
-    own: NamedValues | None, table: Table, names: Sequence[str], missing: float, device: torch.device
+    rows: NamedValues | None, table: Table, names: Sequence[str], missing: float, device: torch.device
 ) -> Tensor:
     """Return this rank's rows of a table in the order of names, flat, with a value for what is missing."""
     values = torch.full((1, table[2]), missing, dtype=wide_dtype(device), device=device)  # of -1
-    place = {} if own is None else {name: index for index, name in enumerate(own.names)}
-    values = values if own is None else torch.cat([own.values.to(values), values])
+    place = {} if rows is None else {name: index for index, name in enumerate(rows.names)}
+    values = values if rows is None else torch.cat([rows.values.to(values), values])
     index = torch.tensor([place.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
     return values[move(index, device)].flatten()

@@ -145,8 +145,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         if self._source is None:
             return []
         tracker = self._source.trackers[id(self.model)]
-        own = tracker.parameters_of(self.optimizer)
-        parameters = [parameter for parameter in own if parameter.requires_grad and not parameter.is_inference()]
+        parameters = tracker.parameters_of(self.optimizer)
+        parameters = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_inference()]
         self._observed = set(map(id, parameters))
         return [IncrementObserver(tracker, parameters, self._window)]
 

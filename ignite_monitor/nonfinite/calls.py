@@ -37,7 +37,9 @@ class ModelCall(NamedTuple):
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # of tensors among the arguments, nested ones too
     states: list[tuple[torch.Generator, Tensor]]  # of devices
-    own: dict[tuple[Any, ...], tuple[Any, Any]]  # place of the model's generators -> generator, and its state
+    generator_states: dict[
+        tuple[Any, ...], tuple[Any, Any]
+    ]  # place of the model's generators -> generator, and its state
     autocast: dict[str, tuple[torch.dtype, bool]]  # device type -> dtype, and whether it was enabled
     received: dict[str, Sequence[Tensor]]  # place of an output -> extremes of the gradient that it received
     hooked: set[str]  # places of outputs whose hooks may have changed what they received
@@ -64,7 +66,7 @@ class ModelCalls(ModuleHook):
         self._device: torch.device | None = None  # of the generators
         self._generators: list[torch.Generator] = []
         self._named = generators
-        self._own: dict[tuple[Any, ...], Any] = {}
+        self._model_generators: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
     def __enter__(self) -> None:
@@ -116,10 +118,10 @@ class ModelCalls(ModuleHook):
             return None
         tensors = [(item, version(item)) for value in (*args, *kwargs.values()) for _, item in tensors_in(value)]
         states = [(item, item.get_state()) for item in generators]
-        own = {place: (item, generator_state(item)) for place, item in self._own.items()}
+        generator_states = {place: (item, generator_state(item)) for place, item in self._model_generators.items()}
         kinds = map(attrgetter("device.type"), generators)
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, own, autocast, {}, set()))
+        self.calls.append(ModelCall(args, kwargs, tensors, states, generator_states, autocast, {}, set()))
         return self.calls[-1]
 
     def _find_generators(self) -> list[torch.Generator]:
@@ -128,12 +130,14 @@ class ModelCalls(ModuleHook):
         if device != self._device:
             self._device = device
             try:
-                self._own = generators_of(unwrapped(self._called), self._named)
+                self._model_generators = generators_of(unwrapped(self._called), self._named)
             except Exception:  # noqa: BLE001 - a module may hold objects of any kind, and training continues
                 self._generators = []
                 return []
             devices = {
-                item.device for item in (*self._called.parameters(), *self._own.values()) if hasattr(item, "device")
+                item.device
+                for item in (*self._called.parameters(), *self._model_generators.values())
+                if hasattr(item, "device")
             }
             devices.discard(torch.device("cpu"))
             is_known = {item.type for item in devices} <= {"cuda"}

@@ -43,7 +43,7 @@ class NonFiniteLocator:
 
     Attributes:
         calls: calls of the model since its last backward pass, a context around the train step.
-        newest: source of the newest gradient; None if it is finite or the source could not be located.
+        source: that of the latest gradient; None if it is finite or the source could not be located.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, generators: Collection[Any] = ()) -> None:
@@ -51,7 +51,7 @@ class NonFiniteLocator:
         self._model, self._ranks = model, ranks
         self._was_finite = True
         self.calls = ModelCalls(model, generators)
-        self.newest: NonFiniteSource | None = None
+        self.source: NonFiniteSource | None = None
 
     def locate(self, is_finite: bool, is_overflow: bool) -> str | None:
         """Handle the end of a backward pass; return the text of a warning.
@@ -60,22 +60,22 @@ class NonFiniteLocator:
         """
         was_finite, self._was_finite = self._was_finite, is_finite
         if is_finite:
-            self.newest = None
+            self.source = None
         if is_finite or not was_finite:
             self.calls.backward_ended()
             return None
         try:
             calls, is_alone = [*self.calls.calls], self._ranks.size == 1
-            self.newest = _locate(unwrapped(self._model), calls, self._generators, is_overflow, is_alone)
+            self.source = _locate(unwrapped(self._model), calls, self._generators, is_overflow, is_alone)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
-            self.newest = None
+            self.source = None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
             return (
                 None if is_overflow else f"the gradient is not finite; its source could not be located: {name}{error}"
             )
         finally:
             self.calls.backward_ended()
-        return None if self.newest is None else f"the gradient is not finite. {self.newest.text}"
+        return None if self.source is None else f"the gradient is not finite. {self.source.text}"
 
 
 def _locate(
@@ -131,7 +131,7 @@ def _check(root: nn.Module, calls: list[ModelCall], generators: Mapping[Any, Any
             parameter.device.type not in ("cpu", "cuda") for parameter in root.parameters()
         ),
         "a random number generator of the model has been replaced": any(
-            {place: id(item) for place, (item, _) in call.own.items()} != places for call in calls
+            {place: id(item) for place, (item, _) in call.generator_states.items()} != places for call in calls
         ),
         "the model was not called as a whole, or is compiled in place": not calls,
         "the model was called too often": len(calls) > MOST_CALLS,
@@ -168,8 +168,8 @@ def _forward_source(trace: _Trace, model: nn.Module, call: ModelCall, used: list
         return NonFiniteSource("", "input", "The model's inputs are not finite")
     name = trace.names[source] or "_root_"
     text = f"It comes from the forward of {name}: its inputs are finite, and its output is not"
-    own = set(source.parameters())
-    parameters = _non_finite({name: item for name, item, _ in named_parameters(model) if item in own})
+    parameters_of_module = set(source.parameters())
+    parameters = _non_finite({name: item for name, item, _ in named_parameters(model) if item in parameters_of_module})
     if parameters:
         text += f", nor is its parameter {min(parameters)}"
     return NonFiniteSource(name, "forward", text)
@@ -207,7 +207,7 @@ def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device], na
 def _call_again(model: nn.Module, generators: Mapping[Any, Any], call: ModelCall) -> None:
     for generator, state in call.states:
         generator.set_state(state)
-    for place, (_, own_state) in call.own.items():
+    for place, (_, own_state) in call.generator_states.items():
         set_generator_state(generators[place], own_state)
     with contextlib.ExitStack() as contexts:
         for kind, (dtype, enabled) in call.autocast.items():

@@ -107,8 +107,10 @@ class LayerChanges(Comparison):
         if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
             dtype = wide_dtype(device)  # a user's forward may compute in another dtype
         with _no_autocast(device):
-            inputs, reference_inputs = ([x.to(dtype) for x in own] for own in (inputs, reference_inputs))
-            weights, initial = ({key: item.to(dtype) for key, item in own.items()} for own in (weights, initial))
+            inputs, reference_inputs = ([x.to(dtype) for x in tensors] for tensors in (inputs, reference_inputs))
+            weights, initial = (
+                {key: item.to(dtype) for key, item in tensors.items()} for tensors in (weights, initial)
+            )
             moved = [inputs[0], inputs[0] - reference_inputs[0]] if inputs else []
             if call.name in self._linear:
                 changes = self._linear_changes(call, moved, weights, initial)
@@ -142,7 +144,7 @@ class LayerChanges(Comparison):
         draws_nothing = _is_of_torch(module) and not isinstance(module, nn.RNNBase)
         with nullcontext() if draws_nothing else self._reference.isolated(call.name):
             if not _is_of_torch(module):  # it may change tensors in place, and keep state
-                hooks = [hook for own in user_forward_hooks([module]).values() for hook in own.values()]
+                hooks = [hook for registry in user_forward_hooks([module]).values() for hook in registry.values()]
                 memo = {id(item): item for item in (*hooks, *module.parameters())}
                 module, weights, args, kwargs = detached_copy((module, weights, args, kwargs), memo)
             buffers = {
@@ -217,7 +219,7 @@ def _first(value: Any) -> Tensor | None:
 def _check(values: list[Tensor], others: list[Tensor]) -> None:
     if not all(map(has_local_data, values)):
         raise NotComparableError("its tensors are sharded, nested or sparse")
-    shapes, expected = ([tuple(item.shape) for item in own] for own in (values, others))
+    shapes, expected = ([tuple(item.shape) for item in tensors] for tensors in (values, others))
     if shapes != expected:
         raise NotComparableError(f"its tensors are {shapes}, in the reference {expected}")
 

@@ -53,8 +53,8 @@ def table_of(
     sums = torch.zeros(layers, len(QUANTITIES), dtype=dtype, device=device)
     if calls:
         index = torch.tensor([row for row, _ in calls], device="cpu")
-        counts.index_add_(0, index, torch.tensor([own for _, (_, own) in calls], dtype=dtype, device="cpu"))
-        sums.index_add_(0, move(index, device), torch.stack([move(own, device) for _, (own, _) in calls]))
+        counts.index_add_(0, index, torch.tensor([count for _, (_, count) in calls], dtype=dtype, device="cpu"))
+        sums.index_add_(0, move(index, device), torch.stack([move(value, device) for _, (value, _) in calls]))
     return torch.stack([sums, move(counts, device)])
 
 

@@ -133,7 +133,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         for name, item in items.items():
             if name in self._selection and ((groups := replica_groups(item, self.ranks.groups)) or self.hashes):
                 members.setdefault(groups, {})[name] = item
-        return {groups: (list(own), hashes_of(own, device)) for groups, own in members.items()}
+        return {groups: (list(group_items), hashes_of(group_items, device)) for groups, group_items in members.items()}
 
     def _compare(self, hashes: Hashes | None, device: torch.device) -> None:
         """Compare one hash per replica group, the sum of those of its items, by its minimum and maximum over ranks."""
@@ -162,11 +162,13 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             return
         differing: set[str] = set()
         for groups, (names, hashes) in self._last.items():
-            own = dict(zip(names, hashes.tolist(), strict=True))
+            hashes_by_name = dict(zip(names, hashes.tolist(), strict=True))
             for group in groups:
-                first = [own]
+                first = [hashes_by_name]
                 dist.broadcast_object_list(first, dist.get_global_rank(group, 0), group)
-                differing |= {name for name in own | first[0] if own.get(name) != first[0].get(name)}
+                differing |= {
+                    name for name in hashes_by_name | first[0] if hashes_by_name.get(name) != first[0].get(name)
+                }
         ranks: dict[str, list[str]] = {}
         for rank, names in self.ranks.gather((dist.get_rank(), sorted(differing)[:_SHOWN])):
             for name in names:

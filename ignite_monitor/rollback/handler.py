@@ -146,9 +146,9 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        own = self._training.objects.keys()
-        if any(snapshot["state"].keys() != own for snapshot in state_dict["snapshots"]["all"]):
-            raise ValueError(f"Argument state_dict should hold snapshots of {[*own]}, but it does not")
+        expected = self._training.objects.keys()
+        if any(snapshot["state"].keys() != expected for snapshot in state_dict["snapshots"]["all"]):
+            raise ValueError(f"Argument state_dict should hold snapshots of {[*expected]}, but it does not")
         before = self.run_totals()
         self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
         for name in self._OBJECTS:

@@ -114,5 +114,8 @@ class RoutingHandler(Monitor, schema=ROUTING):
                 return
             sums, largest = self._over_ranks(sums, largest, device)
         if sums:
-            rows = [routing_values(own.values[0], largest[name].values[0]) for name, own in sums.items()]
+            rows = [
+                routing_values(sums_of_router.values[0], largest[name].values[0])
+                for name, sums_of_router in sums.items()
+            ]
             self.publish_table([f"{value}/{name}" for name in sums for value in VALUES], torch.cat(rows))

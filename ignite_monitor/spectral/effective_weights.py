@@ -118,9 +118,9 @@ def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
             make = partial(_parametrized, recipe)
             yield EffectiveWeight(name, tuple(recipe.parameters()), make().shape, make)
     if any(isinstance(hook, _COMPUTING) for hook in forward_pre_hooks(module).values()):
-        own: Any = parameters_in(module)
-        for name in [key.removesuffix(end) for key in own for end in ("_orig", "_v") if key.endswith(end)]:
-            parts = tuple(own[f"{name}{end}"] for end in ("_orig", "_g", "_v") if f"{name}{end}" in own)
+        parameters: Any = parameters_in(module)
+        for name in [key.removesuffix(end) for key in parameters for end in ("_orig", "_v") if key.endswith(end)]:
+            parts = tuple(parameters[f"{name}{end}"] for end in ("_orig", "_g", "_v") if f"{name}{end}" in parameters)
             yield EffectiveWeight(name, parts, parts[-1].shape, partial(_hooked, module, name))
 
 

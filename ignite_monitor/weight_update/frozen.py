@@ -50,5 +50,5 @@ class FrozenParameters:
             raise ValueError("Argument state_dict should hold in 'counts' one finite count of at least 0 for each name")
         if set(names).isdisjoint(self._names):
             raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
-        own, self._names, self.counts = self._names, names, counts
-        self.rename(own, like=counts)
+        current_names, self._names, self.counts = self._names, names, counts
+        self.rename(current_names, like=counts)
