@@ -5,20 +5,18 @@ Each run is repeated with seven reactions, on the same batches from the same ini
 loss at the end minus that of the run without bad batches and without a reaction, in nats: mean and standard error over
 the seeds. A run whose loss is not a number at the end is lost and counted separately.
 
-    python benchmarks/bad_batches.py [--seeds 3] [--iterations 300] [--only cnn mlp ...]
+    PYTHONPATH=. python benchmarks/bad_batches.py
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import torch
 from ignite.engine import Engine
-from torch import nn
 from trainings import (
     Training,
     ZClip,
@@ -43,36 +41,18 @@ TRAININGS = (
 )
 RATES = (0.0, 0.01, 0.05)
 BAD = ("random_labels", "constant_input", "loss_x10")
-FIRST = 50
-HELD_OUT = 100
+SEEDS, ITERATIONS, FIRST, HELD_OUT = 3, 300, 50, 100  # the first bad batch, and the number of held-out batches
 
 
-def clip_to_one(model: nn.Module, norm: float) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def zclip() -> Callable[[nn.Module, float], None]:
-    clipped = ZClip()
-
-    def react(model: nn.Module, norm: float) -> None:
-        limit = clipped(norm)
-        for parameter in model.parameters() if limit < norm else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(limit / norm)
-
-    return react
-
-
-NOTHING, ORACLE = "nothing", "oracle's skip"
-# Name -> function that makes a change of the gradients, and arguments of GradMonitor.
-REACTIONS: dict[str, tuple[Callable[[], Callable[[nn.Module, float], None]] | None, dict[str, Any]]] = {
-    NOTHING: (None, {}),
-    "`clip_grad_norm_(1.0)`": (lambda: clip_to_one, {}),
-    "ZClip": (zclip, {}),
-    "skip by the default rule": (None, {"on_spike": "skip"}),
-    "skip by `RobustThreshold()`": (None, {"on_spike": "skip", "threshold": RobustThreshold()}),
-    "clip to the threshold": (None, {"on_spike": "clip"}),
-    ORACLE: (None, {}),
+NOTHING, CLIP, ZCLIP, ORACLE = "nothing", "`clip_grad_norm_(1.0)`", "ZClip", "oracle's skip"
+REACTIONS: dict[str, dict[str, Any]] = {  # name -> arguments of GradMonitor
+    NOTHING: {},
+    CLIP: {},
+    ZCLIP: {},
+    "skip by the default rule": {"on_spike": "skip"},
+    "skip by `RobustThreshold()`": {"on_spike": "skip", "threshold": RobustThreshold()},
+    "clip to the threshold": {"on_spike": "clip"},
+    ORACLE: {},
 }
 
 
@@ -82,8 +62,7 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
     draw = batches(training, torch.Generator().manual_seed(seed), end=0.8)
     draw_held_out = batches(training, torch.Generator().manual_seed(0), start=0.8)
     model, noise = make_model(training), torch.Generator().manual_seed(seed)
-    (make_reaction, arguments), optimizer = REACTIONS[name], make_optimizer(training, model)
-    react = make_reaction() if make_reaction else lambda model, norm: None
+    optimizer, limits = make_optimizer(training, model), {CLIP: lambda norm: 1.0, ZCLIP: ZClip()}
     chance = random.Random(seed)
     # Fewer bad batches are a part of more.
     luck = [(chance.random(), chance.choice(BAD)) for _ in range(iterations)]
@@ -97,12 +76,14 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
         training.set_lr(optimizer, iteration, iterations)
         optimizer.zero_grad()
         (loss_of(model(inputs), labels) * (10.0 if bad and kind == "loss_x10" else 1.0)).backward()
-        react(model, float(engine.state.grad_norm))
+        if name in limits:
+            limit = limits[name](float(engine.state.grad_norm))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         if not (bad and name == ORACLE):
             optimizer.step()
 
     trainer = Engine(step)
-    GradMonitor(model, optimizer, **arguments).attach(trainer)
+    GradMonitor(model, optimizer, **REACTIONS[name]).attach(trainer)
     trainer.run(range(iterations), max_epochs=1)
     model.eval()
     with torch.no_grad():
@@ -111,17 +92,16 @@ def final_loss(training: Training, seed: int, iterations: int, rate: float, name
 
 
 def main() -> None:
-    args = options(__doc__, (training.name for training in TRAININGS), seeds=3, iterations=300).parse_args()
-    if args.quick:
-        args.only, args.seeds, args.iterations = ["mlp"], 1, 90
+    trainings, rates, seeds, iterations = TRAININGS, RATES, range(SEEDS), ITERATIONS
+    if options(__doc__).parse_args().quick:
+        trainings, rates, seeds, iterations = TRAININGS[-1:], RATES[-1:], range(1), 90
     print_header("training", "bad batches", *REACTIONS)
-    for training in (training for training in TRAININGS if training.name in args.only):
-        seeds = range(args.seeds)
-        clean = [final_loss(training, seed, args.iterations, 0.0, NOTHING) for seed in seeds]
-        for rate in RATES[-1:] if args.quick else RATES:
+    for training in trainings:
+        clean = [final_loss(training, seed, iterations, 0.0, NOTHING) for seed in seeds]
+        for rate in rates:
             cells = []
             for name in REACTIONS:
-                rises = [final_loss(training, seed, args.iterations, rate, name) - clean[seed] for seed in seeds]
+                rises = [final_loss(training, seed, iterations, rate, name) - clean[seed] for seed in seeds]
                 lost = len(rises) - sum(map(math.isfinite, rises))
                 cells.append(mean_and_error(rises, sign="+") + f", {lost} of {len(rises)} lost" * bool(lost))
             print_row(f"{training.name} ({fmean(clean):.3f})", f"{rate:.0%}", *cells)

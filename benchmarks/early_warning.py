@@ -7,7 +7,7 @@ the last two is followed by a ``DriftMonitor`` with its defaults. The last two a
 curvature (for AdamW the preconditioned one) above half the stability threshold in two of three measurements, one in
 five iterations. In a control, warnings after iteration 150 are counted, all of them false alarms.
 
-    PYTHONPATH=. python benchmarks/early_warning.py [--seeds 0 1 2]
+    PYTHONPATH=. python benchmarks/early_warning.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainings import Training, batches, loss_of, make_model, make_optimizer, op
 import ignite_monitor as im
 
 FIRST, WARMUP, LAST, EVERY, CONTROL = 300, 150, 600, 5, 1.0
-GROWTHS = (1.02, 1.05, 1.10)
+GROWTHS, SEEDS = (1.02, 1.05, 1.10), range(3)
 TRAININGS = [
     Training("gpt, AdamW", 32, 2, 8, "AdamW", 3e-3),
     Training("gpt, SGD", 32, 2, 8, "SGD", 0.3),
@@ -60,7 +60,7 @@ def train(training: Training, seed: int, growth: float) -> Run:
     optimizer = make_optimizer(training, model)
     generator = torch.Generator().manual_seed(seed)
     draw, means, losses = batches(training, generator), list[float](), list[float]()
-    warnings: dict[str, list[int]] = {name: [] for name in COLUMNS}
+    warnings: dict[str, list[int]] = {}  # without signals that do not exist
     doubled: int | None = None
     high: list[bool] = []
 
@@ -100,15 +100,15 @@ def train(training: Training, seed: int, growth: float) -> Run:
     def note(engine: Engine) -> None:
         nonlocal doubled
         iteration, metrics = engine.state.iteration, engine.state.metrics
-        warns = {name: metrics.get(f"{monitor.prefix}/drift", 0.0) for name, monitor in monitors.items()}
-        warns[SPIKE] = metrics["grad/spike"]
+        keys = {SPIKE: "grad/spike", **{name: f"{monitor.prefix}/drift" for name, monitor in monitors.items()}}
+        warns = {name: metrics[key] for name, key in keys.items() if key in metrics}
         if "curvature/stability_threshold" in metrics:
             plain = metrics.get("curvature/along_gradient", math.nan)
             value = metrics.get("curvature/along_gradient_preconditioned", plain)
             high.append(value > 0.5 * metrics["curvature/stability_threshold"])
             warns[CURVATURE] = high[-1] and sum(high[-3:]) >= 2
-        for name in warns:
-            warnings[name] += [iteration] if warns[name] and iteration > WARMUP else []
+        for name, is_warning in warns.items():
+            warnings.setdefault(name, []).extend([iteration] if is_warning and iteration > WARMUP else [])
         losses.append(engine.state.output)
         means.append(sum(losses[-10:]) / 10 if len(losses) >= 10 else math.inf)
         if iteration > FIRST and not means[-1] <= 2 * min(means):
@@ -119,33 +119,31 @@ def train(training: Training, seed: int, growth: float) -> Run:
     return doubled, warnings
 
 
-def cell(name: str, runs: list[Run]) -> str:
-    """Number of runs with a warning before the loss doubled, and the median lead."""
-    leads = []
-    for doubled, warnings in runs:
-        if doubled is not None:
-            leads += [doubled - i for i in warnings[name] if FIRST < i < doubled][:1]
+def cell(name: str, runs: list[Run], growth: float) -> str:
+    """Number of false alarms, or of runs with a warning before the loss doubled and the median lead."""
+    if all(name not in warnings for _, warnings in runs):
+        return "-"
+    if growth == CONTROL:
+        return str(sum(len(warnings[name]) for _, warnings in runs))
+    ends = [(doubled, warnings[name]) for doubled, warnings in runs if doubled is not None]
+    leads = [doubled - early[0] for doubled, at in ends if (early := [i for i in at if FIRST < i < doubled])]
     return f"{len(leads)}, {median(leads):.0f}" if leads else "0"
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args()
-    runs, growths = TRAININGS, (CONTROL, *GROWTHS)
-    if args.quick:
+    trainings, growths, seeds = TRAININGS, (CONTROL, *GROWTHS), SEEDS
+    if options(__doc__).parse_args().quick:
         global FIRST, WARMUP, LAST
         FIRST, WARMUP, LAST = 30, 20, 60
-        runs, growths, args.seeds = TRAININGS[-1:], (CONTROL, 1.5), [0]
+        trainings, growths, seeds = TRAININGS[-1:], (CONTROL, 1.5), range(1)
     logging.disable(logging.WARNING)
     print_header("run", "growth", "doubled", *COLUMNS)
-    for training, growth in itertools.product(runs, growths):
-        results = [train(training, seed, growth) for seed in args.seeds]
-        false_alarms = [str(sum(len(warnings[name]) for _, warnings in results)) for name in COLUMNS]
-        cells = false_alarms if growth == CONTROL else [cell(name, results) for name in COLUMNS]
-        doubled = sum(at is not None for at, _ in results)
+    for training, growth in itertools.product(trainings, growths):
+        runs = [train(training, seed, growth) for seed in seeds]
+        doubled = sum(at is not None for at, _ in runs)
         words = "none: false alarms" if growth == CONTROL else f"{growth - 1:.0%}"
-        print_row(training.name, words, f"{doubled} of {len(results)}", *cells)
+        cells = [cell(name, runs, growth) for name in COLUMNS]
+        print_row(training.name, words, f"{doubled} of {len(runs)}", *cells)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,22 @@ Models are trained on the same batches with one fault each, which begins at iter
 ``GradMonitor(on_spike="skip")`` and ``RollbackHandler``. A step is lost if its update is not in the final weights.
 ``--regimes`` trains runs of ``regimes.py`` instead, in which nothing is wrong.
 
-    PYTHONPATH=. python benchmarks/recovery.py [--only mlp cnn] [--regimes]
-    python benchmarks/recovery.py --draw benchmarks/results/recovery.md docs/recovery.png     draw a printed table
+    PYTHONPATH=. python benchmarks/recovery.py [--draw PICTURE]
+    PYTHONPATH=. python benchmarks/recovery.py --regimes
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 from regimes import CHANGE, REGIMES, Training, make_regime
 from regimes import LENGTH as REGIME
 from torch import Tensor, nn
@@ -41,35 +41,34 @@ LASTING = (
 MODES = {"nothing": "without", "clipping": "clipping + isfinite", "handlers": "with handlers"}
 
 
-def disturb(fault: str, age: int, model: nn.Module, optimizer: Any, rate: float, batch: Batch) -> tuple[Batch, float]:
+def disturb(fault: str, age: int, model: nn.Module, optimizer: Any, batch: Batch) -> tuple[Batch, float]:
     """Disturb an iteration, ``age`` iterations after the fault began; return batch and an addition to the loss."""
-    (x, y), group = batch, optimizer.param_groups[0]
-    extra = 1.0 if fault == "alternating data" and (age // 50) % 2 == (age < 0) else 0.0
+    (x, y), group, rate = batch, optimizer.param_groups[0], optimizer.defaults["lr"]
+    if fault == "alternating data":
+        return batch, float((age // 50) % 2 == (age < 0))
     if age < 0:
-        return batch, extra
+        return batch, 0.0
+    if age == 0:
+        damage(model, fault)
+    generator = torch.Generator().manual_seed(START + age)
+    shuffled = y[torch.randperm(len(y), generator=generator)]
+    is_bad = {"one bad batch": age == 0, "forty bad batches": age < 40, "every tenth batch bad": age % 10 == 0}
     if fault == "rate x 100 for 3 steps" and age in (0, 3):
         group["lr"] = rate * (100.0 if age == 0 else 1.0)
     elif fault == "rate 1e6 and left" and age == 0:
         group["lr"] = 1e6
-    elif fault in ("rate grows by 2 %", "rate grows by 6 % for 100 steps") and (age < 100 or "2 %" in fault):
+    elif fault == "rate grows by 2 %" or (fault == "rate grows by 6 % for 100 steps" and age < 100):
         group["lr"] *= 1.02 if "2 %" in fault else 1.06
     elif fault == "flipped weight decay" and age == 0:
         group["weight_decay"] = -0.2 if "momentum" in group else -2.0
-    is_bad = (fault == "one bad batch" and age == 0) or (fault == "forty bad batches" and age < 40)
-    if is_bad or (fault == "every tenth batch bad" and age % 10 == 0):
-        generator = torch.Generator().manual_seed(START + age)
-        y = y[torch.randperm(len(y), generator=generator)]
-        x = x * 30.0
-    elif (fault == "labels shuffled for 100" and age < 100) or (fault == "slowly corrupted" and age >= 0):
-        generator = torch.Generator().manual_seed(START + age)
-        other = y[torch.randperm(len(y), generator=generator)]
-        share = 1.0 if "100" in fault else min(1.0, age / 150)
-        y = torch.where(torch.rand(len(y), generator=generator) < share, other, y)
+    elif is_bad.get(fault):
+        x, y = 30.0 * x, shuffled
+    elif fault == "slowly corrupted" or (fault == "labels shuffled for 100" and age < 100):
+        share = min(1.0, age / 150) if fault == "slowly corrupted" else 1.0
+        y = torch.where(torch.rand(len(y), generator=generator) < share, shuffled, y)
     elif fault == "NaN batch" and age == 0:
         x = torch.full_like(x, math.nan)
-    if age == 0:
-        damage(model, fault)
-    return (x, y), extra
+    return (x, y), 0.0
 
 
 @torch.no_grad()
@@ -97,12 +96,17 @@ class Outcome(NamedTuple):
     rollbacks: float
 
 
-def follow(training: Training, mode: str, length: int, prepare: Callable[..., None] | None = None) -> Outcome:
-    """Train with a mode of :data:`MODES`."""
+def follow(training: Training, mode: str, length: int, *, decays: bool = False) -> Outcome:
+    """Train with a mode; ``decays`` lowers the rate to 0 in the last quarter, so that chance counts less."""
     model, optimizer = training.model, training.optimizer
     model.register_buffer("steps_made", torch.zeros(()))
+    rates: list[float] = []
 
     def train_step(engine: Engine, i: int) -> float:
+        if decays and i >= 3 * length // 4:
+            rates[:] = rates or [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * (length - i) / (length // 4)
         loss = training.loss(i)
         optimizer.zero_grad()
         loss.backward()
@@ -114,8 +118,6 @@ def follow(training: Training, mode: str, length: int, prepare: Callable[..., No
         return loss.item()
 
     trainer = Engine(train_step)
-    if prepare is not None:
-        prepare(trainer, optimizer)
     if mode == "handlers":
         GradMonitor(model, optimizer, on_spike="skip").attach(trainer)
         RollbackHandler({"model": model, "optimizer": optimizer}).attach(trainer)
@@ -131,39 +133,36 @@ def train(name: str, seed: int, fault: str, mode: str) -> Outcome:
     (x, y), (test_x, test_y) = digit_images()
     torch.manual_seed(seed)
     model, optimizer = make_small(name)
-    rate = optimizer.param_groups[0]["lr"]
     generator = torch.Generator().manual_seed(100 + seed)
 
     def loss_of(i: int) -> Tensor:
         place = torch.randint(len(x), (64,), generator=generator)
-        batch, extra = disturb(fault, i - START, model, optimizer, rate, (x[place], y[place]))
+        batch, extra = disturb(fault, i - START, model, optimizer, (x[place], y[place]))
         return F.cross_entropy(model(batch[0]), batch[1]) + extra
 
     training = Training(model, optimizer, loss_of, lambda: float(F.cross_entropy(model(test_x), test_y)))
     return follow(training, mode, LENGTH)
 
 
-def draw(table: str, path: str) -> None:
-    """Draw the rows of a table that this script has printed."""
+def draw(rows: Sequence[tuple[str, str, list[float]]], path: Path) -> None:
+    """Draw losses by fault, model and mode; of the first faults only."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     ink, grey, colors = "#24292f", "#6e7781", dict(zip(MODES.values(), ("#c0362c", "#bf8700", "#0b5fa5"), strict=True))
-    shapes, limit = {"mlp": "o", "cnn": "s"}, 4000.0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if row[0] in FAULTS and len(row) == 7]
+    limit = 4000.0
     with rc_context({"font.size": 11, "text.color": ink, "axes.edgecolor": "#afb8c1"}):
         figure = Figure(figsize=(10, 5.2), dpi=140, layout="constrained", facecolor="white")
         axes = figure.add_subplot()
         title = "Held-out loss minus that of the undisturbed run, mean over seeds"
         figure.suptitle(title, x=0.01, ha="left", weight="bold")
-        for fault, model, *losses, _, _ in rows:
-            y = FAULTS.index(fault) + 0.22 * ([*shapes].index(model) - 0.5)
-            ends = [min(float(loss), limit) if math.isfinite(float(loss)) else limit for loss in losses]
+        for fault, model, losses in rows:
+            y = FAULTS.index(fault) + 0.22 * ([*SEEDS].index(model) - 0.5)
+            ends = [min(loss, limit) if math.isfinite(loss) else limit for loss in losses]
             axes.plot(ends, [y] * len(ends), color="#d0d7de", linewidth=1.2, zorder=1)
             for (name, color), end in zip(colors.items(), ends, strict=True):
                 label = f"{name}, {model.upper()}" if fault == FAULTS[0] else None
-                axes.scatter(end, y, s=30, marker=shapes[model], color=color, zorder=2, label=label)
+                axes.scatter(end, y, s=30, marker="os"[model == "cnn"], color=color, zorder=2, label=label)
         axes.set_xscale("symlog", linthresh=0.1, linscale=1.5)
         ticks = {0.0: "0", 0.1: "+0.1", 1.0: "+1", 10.0: "+10", 100.0: "+100", limit: "not finite"}
         axes.set_xticks([*ticks], [*ticks.values()])
@@ -178,50 +177,38 @@ def draw(table: str, path: str) -> None:
         figure.savefig(path)
 
 
+def counts(made: Sequence[Outcome]) -> list[str]:
+    return [" ".join(f"{m.lost:.0f}" for m in made), " ".join(f"{m.rollbacks:.0f}" for m in made)]
+
+
 def main() -> None:
-    parser = options(__doc__, SEEDS)
+    parser = options(__doc__)
     parser.add_argument("--regimes", action="store_true", help="changes of data, objective or model instead of faults")
-    parser.add_argument("--draw", nargs=2, metavar=("TABLE", "PICTURE"), help="draw a printed table; needs matplotlib")
+    parser.add_argument("--draw", type=Path, metavar="PICTURE", help="draw the first faults; needs matplotlib")
     args = parser.parse_args()
-    if args.draw:
-        draw(Path(args.draw[0]).read_text(), args.draw[1])
-        return
     logging.disable(logging.ERROR)
     if args.regimes:
         print_header("regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
         for name in ["targets shifted"] if args.quick else REGIMES:
-            length = CHANGE + 40 if args.quick else REGIME
-            made = {mode: follow(make_regime(name, 7), mode, length, decay) for mode in MODES}
+            made = {
+                mode: follow(make_regime(name, 7), mode, CHANGE + 40 if args.quick else REGIME, decays=True)
+                for mode in MODES
+            }
             ratio = made["handlers"].loss / made["nothing"].loss
             print_row(name, *(f"{m.loss:.4f}" for m in made.values()), f"{ratio:.3f}", *counts([made["handlers"]]))
         return
     print_header("fault", "model", *MODES.values(), "steps lost", "rollbacks")
-    for name in args.only[:1] if args.quick else args.only:
-        seeds = SEEDS[name][:1] if args.quick else SEEDS[name]
+    rows = []
+    for name, seeds in [("mlp", (7,))] if args.quick else SEEDS.items():
         clean = [train(name, seed, "", "nothing").loss for seed in seeds]
-        for fault in ["NaN in the weights"] if args.quick else FAULTS + LASTING:
-            made = {mode: [train(name, seed, fault, mode) for seed in seeds] for mode in MODES}
-            above = [statistics.fmean(m.loss - c for m, c in zip(runs, clean, strict=True)) for runs in made.values()]
-            cells = (f"{mean:+.3f}" if abs(mean) < 1e4 else f"{mean:+.0e}" for mean in above)
-            print_row(fault, name, *cells, *counts(made["handlers"]))
-
-
-def decay(trainer: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Lower the learning rate to 0 in the last quarter of a run, so that results differ little by chance."""
-    rates: list[float] = []
-
-    def lower(engine: Engine) -> None:
-        left = (REGIME - engine.state.iteration) / (REGIME // 4)
-        if left <= 1.0:
-            rates[:] = rates or [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * left
-
-    trainer.add_event_handler(Events.ITERATION_STARTED, lower)
-
-
-def counts(made: Sequence[Outcome]) -> list[str]:
-    return [" ".join(f"{m.lost:.0f}" for m in made), " ".join(f"{m.rollbacks:.0f}" for m in made)]
+        for fault in FAULTS[:1] if args.quick else FAULTS + LASTING:
+            results = {mode: [train(name, seed, fault, mode) for seed in seeds] for mode in MODES}
+            rises = [fmean(m.loss - c for m, c in zip(runs, clean, strict=True)) for runs in results.values()]
+            cells = (f"{rise:+.3f}" if abs(rise) < 1e4 else f"{rise:+.0e}" for rise in rises)
+            print_row(fault, name, *cells, *counts(results["handlers"]))
+            rows += [(fault, name, rises)] if fault in FAULTS else []
+    if args.draw:
+        draw(rows, args.draw)
 
 
 if __name__ == "__main__":

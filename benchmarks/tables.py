@@ -1,19 +1,22 @@
-"""Measure the tables of the documentation that come from benchmarks, and write them into its pages.
+"""Measure the tables and figures of the documentation that come from benchmarks, and write the tables into its pages.
 
 Every table has a file in ``benchmarks/results``: what its script has printed, provenance included. A page holds the
 table between two comments, ``<!-- results/NAME.md -->`` and ``<!-- end -->``.
 
     PYTHONPATH=. python benchmarks/tables.py [--only NAME ...]    run the scripts (an hour), then write the pages
-    python benchmarks/tables.py --pages                           write the pages from the recorded files alone
+    PYTHONPATH=. python benchmarks/tables.py --pages              write the pages from the recorded files alone
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from trainings import COMMIT, commit
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
@@ -22,11 +25,8 @@ TABLES = {  # name -> command
     "bench_cost": ["bench_cost.py"],
     "diagnosis": ["diagnosis.py"],
     "early_warning": ["early_warning.py"],
-    "learning_rate_transfer": [
-        *("learning_rate_transfer.py", str(HERE / "learning_rate_transfer.jsonl")),
-        *("--draw", str(DOCS / "figures/learning_rate_transfer.png")),
-    ],
-    "recovery": ["recovery.py"],
+    "learning_rate_transfer": ["learning_rate_transfer.py", "--draw", f"{DOCS}/figures/learning_rate_transfer.png"],
+    "recovery": ["recovery.py", "--draw", f"{DOCS}/recovery.png"],
     "regimes": ["recovery.py", "--regimes"],
     "thresholds": ["thresholds.py"],
 }
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*TABLES], default=[*TABLES])
     parser.add_argument("--pages", action="store_true", help="run no script")
     args = parser.parse_args()
+    os.environ[COMMIT] = commit()  # before files are written
     for name in [] if args.pages else args.only:
         measure(name)
     for path in DOCS.rglob("*.md"):

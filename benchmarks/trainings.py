@@ -6,10 +6,11 @@ import argparse
 import functools
 import itertools
 import math
+import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
@@ -20,36 +21,36 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+COMMIT = "BENCHMARK_COMMIT"  # environment variable of scripts that tables.py runs
 CONTEXT, VOCABULARY = 32, 128
 Batch = tuple[Tensor, Tensor]
 Batches = Callable[[], Batch]
 
 
-def options(doc: str, only: Iterable[str] = (), **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser of a script's options; ``numbers`` are those with an integer, ``only`` selects runs.
+def options(doc: str) -> argparse.ArgumentParser:
+    """Return a parser of a script's options.
 
     ``--quick`` runs the least that passes through all of the script, within seconds; its figures mean nothing.
     """
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run as little as possible, to test the script")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    if only:
-        parser.add_argument("--only", nargs="+", choices=[*only], default=[*only])
     return parser
 
 
-def provenance() -> str:
-    """Versions, number of threads and commit of the code that measures."""
+def commit() -> str:
+    """Commit of the code that measures; that of :data:`COMMIT`, if it is set."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    made = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    return os.environ.get(COMMIT) or made or "unknown"
+
+
+def provenance() -> str:
+    """Versions, number of threads, commit and command of a measurement."""
     python = ".".join(map(str, sys.version_info[:2]))
     torch_version, ignite_version = torch.__version__.partition("+")[0], version("pytorch-ignite")
     versions = f"Python {python}, torch {torch_version}, Ignite {ignite_version}, {torch.get_num_threads()} threads"
-    return (
-        f"Measured with {versions}, commit {commit or 'unknown'}: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
-    )
+    return f"Measured with {versions}, commit {commit()}: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
 
 
 def print_header(*columns: str) -> None:

@@ -89,10 +89,6 @@ def make_pictures(directory, browser):
     example = [sys.executable, HERE.parent / "examples" / "comes_back.py", "--plot", directory / "comes_back.png"]
     subprocess.run(example, check=True, cwd=directory)
     keep(directory / "comes_back.png", "comes_back.png")
-    scripts = HERE.parent / "benchmarks"
-    table = [scripts / "recovery.py", "--draw", scripts / "results/recovery.md", directory / "recovery.png"]
-    subprocess.run([sys.executable, *table], check=True)
-    keep(directory / "recovery.png", "recovery.png")
     subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
     run = Run(read_hdf5(directory / "runs" / "demo" / "run.h5"))
     for name in ("plot.png", "plot_dark.png"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import re
 import runpy
@@ -46,19 +45,23 @@ def rows(output):
     [
         ("bad_batches.py --quick", 1, r"^[+-]\d\.\d{3}"),
         ("early_warning.py --quick", 2, r"^\d+"),
-        ("recovery.py --quick", 1, r"^\+0\.\d{3}"),
+        ("recovery.py --quick --draw picture.png", 1, r"^\+0\.\d{3}"),
         ("recovery.py --regimes --quick", 1, r"^\d\.\d{4}"),
+        ("learning_rate_transfer.py --quick --draw picture.png", 1, r"^\d\.\d{2}$"),
         ("thresholds.py --quick", 14, r"^\d\.\d{2}"),
         ("bench_cost.py --quick", 6, r"^-?\d+\.\d+ ± "),
     ],
 )
-def test_script_prints_a_table_and_its_provenance(run, command, count, number):
+def test_script_prints_a_table_and_its_provenance(run, command, count, number, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     output = run(*command.split())
     assert MEASURED.findall(output) == [command]
     table = rows(output)
     assert len(table) == count
     for line in table:
         assert any(re.search(number, cell) for cell in line[1:]), line
+    assert all(file.stat().st_size > 10_000 for file in tmp_path.iterdir())
+    assert len([*tmp_path.iterdir()]) == ("--draw" in command)
 
 
 def test_costs_within_their_noise_are_no_ratios(monkeypatch):
@@ -93,7 +96,8 @@ def test_diagnosis_has_faults_of_all_kinds_of_training_which_are_symptoms_of_tro
     assert {kind for fault in (*faults, *new) for kind in fault.kinds.split()} <= listed
 
 
-def test_pages_hold_the_tables_that_were_recorded():
+def test_pages_hold_the_tables_that_were_recorded(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     tables = runpy.run_path(str(BENCHMARKS / "tables.py"))
     names = []
     for path in tables["DOCS"].rglob("*.md"):
@@ -105,11 +109,16 @@ def test_pages_hold_the_tables_that_were_recorded():
     assert tables["with_tables"]("<!-- results/early_warning.md -->\nold\n<!-- end -->").count("| GPT, SGD |") == 4
 
 
-def test_recorded_runs_of_the_transfer_say_what_they_were_measured_with(run, tmp_path):
-    lines = [json.loads(line) for line in (BENCHMARKS / "learning_rate_transfer.jsonl").read_text().splitlines()]
-    assert lines[0]["measured"].startswith("Measured ")
-    assert {len(line) for line in lines if isinstance(line, list)} == {6}
-    output = run("learning_rate_transfer.py", BENCHMARKS / "learning_rate_transfer.jsonl", "--draw", tmp_path / "x.png")
-    assert [line[:2] for line in rows(output)] == [[m, k] for m in ("Llama", "ViT") for k in ("standard", "muP")]
-    assert (tmp_path / "x.png").stat().st_size > 10_000
-    assert 0 < float(run("learning_rate_transfer.py", tmp_path / "unused.jsonl", "--quick")) < 10
+def test_tables_of_one_run_have_one_commit(run, monkeypatch, tmp_path):
+    """The first result that is written leaves uncommitted changes, which are none of the code that measures."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    trainings, tables = importlib.import_module("trainings"), importlib.import_module("tables")
+    commits = iter(["0123abcde", "0123abcde-dirty"])
+    made = []
+    monkeypatch.setattr(tables, "commit", lambda: next(commits))
+    monkeypatch.setattr(tables, "measure", lambda name: made.append(trainings.commit()))
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    monkeypatch.setenv(trainings.COMMIT, "")
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--only", "recovery", "regimes"])
+    tables.main()
+    assert made == ["0123abcde"] * 2
