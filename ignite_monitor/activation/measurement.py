@@ -14,9 +14,11 @@ from ignite_monitor.activation.statistics import (
     STATISTICS,
     SUMMED,
     WITHOUT_STATISTICS,
+    Part,
     merged,
-    moments,
+    partial_sums,
     statistics,
+    table_of,
     with_units,
 )
 from ignite_monitor.model.devices import move, move_like
@@ -44,7 +46,8 @@ class Measurement:
         self._waiting: dict[Any, tuple[list[str], list[Tensor]]] = {}  # by what measures them together
         self._waiting_size = 0
         self._waiting_values: dict[str, list[tuple[str, Tensor, float]]] = {}  # aggregation -> key, value, weight
-        # By aggregation, and by number of units (0 for none) those of moments(); one part after flush().
+        self._parts: dict[int, list[Part]] = {}  # by number of units (0 for none)
+        # By aggregation, and by number of units those of table_of(); one part after flush().
         self._tables: dict[str | int, list[NamedValues]] = {}
         self._order: dict[str, int] = {}  # key -> place in the order of execution
 
@@ -97,6 +100,9 @@ class Measurement:
         waiting, self._waiting, self._waiting_size = self._waiting, {}, 0
         for (unit, *_), (keys, tensors) in waiting.items():
             self._measure(keys, torch.stack(tensors), unit)
+        measured, self._parts = self._parts, {}
+        for units, parts in measured.items():
+            self._tables.setdefault(units, []).append(table_of(parts))
         values, self._waiting_values = self._waiting_values, {}
         for how, pending in values.items():
             first = pending[0][1]
@@ -135,9 +141,8 @@ class Measurement:
         return results
 
     def _measure(self, keys: list[str], tensors: Tensor, unit: int | None) -> None:
-        rows = moments(tensors, None if unit is None else unit + 1)
-        units = 0 if unit is None else rows.shape[1] - SUMMED - 2
-        self._tables.setdefault(units, []).append(NamedValues(keys, rows))
+        part = partial_sums(keys, tensors, None if unit is None else unit + 1)
+        self._parts.setdefault(0 if unit is None else part.largest.shape[1], []).append(part)
 
     def _call(self, key: str, name: str, *tensors: Tensor) -> None:
         for metric_name, metric in self.metrics.of(name):

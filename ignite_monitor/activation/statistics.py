@@ -25,10 +25,11 @@ _PIECE_ON_ACCELERATOR = 2**24
 
 
 class Moments(NamedTuple):
-    """Columns of a table of tensors; all but the last three add up over parts and ranks."""
+    """Columns of a table of tensors; all but the last one add up over parts and ranks."""
 
     elements: Tensor
     vectors: Tensor  # number of vectors along the last dimension
+    parts: Tensor
     norms: Tensor  # sum of the vectors' l2 norms
     nonfinite: Tensor  # number of non-finite elements
     squares: Tensor  # sum of squared differences from the mean of the part
@@ -37,24 +38,29 @@ class Moments(NamedTuple):
     units: Tensor
     dead: Tensor
     largest: Tensor
-    highest_mean: Tensor
-    lowest_mean: Tensor  # with its sign changed
 
 
-SUMMED = Moments._fields.index("units")  # columns that :func:`moments` sums up
+SUMMED = Moments._fields.index("units")  # columns of :func:`table_of` that are summed up
 _ADDED = Moments._fields.index("largest")
 
 
-def moments(tensors: Tensor, unit: int | None) -> Tensor:
-    """Compute moments in float64 (float32 on devices without it).
+class Part(NamedTuple):
+    """Sums of tensors of one shape."""
+
+    names: list[str]
+    elements: int
+    vectors: int
+    sums: list[Tensor]  # norms, nonfinite, squares about the pivot, total, and the pivot: each of shape (tensors,)
+    largest: Tensor  # largest absolute value of each unit: of shape (tensors, units)
+
+
+def partial_sums(names: list[str], tensors: Tensor, unit: int | None) -> Part:
+    """Sum up in float64 (float32 on devices without it).
 
     Args:
+        names: names of the tensors.
         tensors: non-empty tensors of shape (tensors, ...), without a graph.
         unit: the dimension whose indices are units; None for a single unit.
-
-    Returns:
-        A row for each tensor: the first :data:`SUMMED` columns of :class:`Moments`, then the mean, the mean with its
-        sign changed, and the largest absolute value of each unit.
     """
     wide = wide_dtype(tensors.device)
     tensors = tensors if tensors.ndim > 1 else tensors.unsqueeze(1)  # single numbers
@@ -64,24 +70,34 @@ def moments(tensors: Tensor, unit: int | None) -> Tensor:
         tensors = tensors.float()
     vectors = tensors.reshape(len(tensors), -1, tensors.shape[-1])
     most = PIECE if tensors.is_cpu else _PIECE_ON_ACCELERATOR
-    pieces = vectors.split(max(most // vectors[:, 0].numel(), 1), 1)
+    pieces = [vectors] if vectors.numel() <= most else vectors.split(max(most // vectors[:, 0].numel(), 1), 1)
     elements = vectors[0].numel()
     total = _added(piece.sum((1, 2), dtype=wide) for piece in pieces)
     norms = _added(torch.linalg.vector_norm(piece, dim=2, dtype=wide).sum(1) for piece in pieces)
-    mean = total / elements
-    if transfer.is_cpu(mean) and mean.isfinite().all():
-        nonfinite = torch.zeros_like(mean)
+    if transfer.is_cpu(total) and math.isfinite(total.sum()):
+        nonfinite = torch.zeros_like(total)
     else:
         nonfinite = elements - _added(piece.isfinite().sum((1, 2), dtype=wide) for piece in pieces)
-    # Differences keep their digits in the tensors' dtype, since they are taken from the mean in that dtype.
-    shift = mean.to(torch.promote_types(tensors.dtype, torch.float32))
-    differences = (piece - shift.view(-1, 1, 1) for piece in pieces)
+    # Differences from the mean keep their digits in the tensors' dtype, in which the pivot is exact.
+    pivot = (total / elements).to(torch.promote_types(tensors.dtype, torch.float32))
+    differences = (piece - pivot.view(-1, 1, 1) for piece in pieces)
     squares = _added(torch.linalg.vector_norm(item, dim=(1, 2), dtype=wide).square_() for item in differences)
-    error = mean - shift
-    squares = squares.addcmul_(error, error, value=-elements).clamp_(min=0.0)
-    counts = (torch.full_like(mean, count) for count in (elements, vectors.shape[1]))
-    sums = torch.stack([*counts, norms, nonfinite, squares, total, total * mean, mean, -mean], 1)
-    return torch.cat([sums, _largest(tensors, unit)], 1)
+    sums = [norms, nonfinite, squares, total, pivot.to(wide)]
+    return Part(names, elements, vectors.shape[1], sums, _largest(tensors, unit))
+
+
+def table_of(parts: Sequence[Part]) -> NamedValues:
+    """Table of the parts: the first :data:`SUMMED` columns of :class:`Moments`, then the largest values of units."""
+    device = parts[0].largest.device
+    columns = zip(*(part.sums for part in parts), strict=True)
+    norms, nonfinite, squares, total, pivot = (torch.cat([move(own, device) for own in column]) for column in columns)
+    sizes = [[part.elements, part.vectors, 1] for part in parts for _ in part.names]
+    counts = move(torch.tensor(sizes, dtype=total.dtype, device="cpu"), device)
+    mean = total / counts[:, 0]
+    squares = squares.addcmul_(counts[:, 0], (mean - pivot).square_(), value=-1).clamp_(min=0.0)
+    sums = torch.stack([norms, nonfinite, squares, total, total * mean], 1)
+    largest = torch.cat([move(part.largest, device) for part in parts])
+    return NamedValues([name for part in parts for name in part.names], torch.cat([counts, sums, largest], 1))
 
 
 def _added(parts: Iterable[Tensor]) -> Tensor:
@@ -119,12 +135,11 @@ def merged(parts: Sequence[NamedValues], summed: int) -> NamedValues:
     return NamedValues([*index], rows)
 
 
-def with_units(sums: Tensor, maxima: Tensor, units: int) -> Tensor:
-    """Table with the columns of :class:`Moments`, from those of :func:`moments`; ``units`` is 0 if there are none."""
-    means, largest = maxima.split([2, maxima.shape[1] - 2], 1)
+def with_units(sums: Tensor, largest: Tensor, units: int) -> Tensor:
+    """Table with the columns of :class:`Moments`, from those of :func:`table_of`; ``units`` is 0 if there are none."""
     top = largest.amax(1)
     dead = (largest == 0).sum(1).to(top.dtype) if units else torch.zeros_like(top)
-    return torch.cat([sums, torch.stack([torch.full_like(top, units), dead, top], 1), means], 1)
+    return torch.cat([sums, torch.stack([torch.full_like(top, units), dead, top], 1)], 1)
 
 
 def statistics(parts: Sequence[NamedValues]) -> NamedValues:
@@ -141,8 +156,8 @@ def statistics(parts: Sequence[NamedValues]) -> NamedValues:
 
     the fraction of units that are 0 throughout, and the number of non-finite elements. Where there are any, and where
     a statistic is not defined (the standard deviation of one element), or squares leave the range of the dtype, it is
-    NaN. So is the standard deviation of parts with different means if it is below about 1e-4 of the mean (in float32
-    2e-2): rounding errors would prevail.
+    NaN. So is the standard deviation of several parts if it is below about 1e-4 of the mean (in float32 2e-2): rounding
+    errors would prevail.
 
     Args:
         parts: tables of :func:`with_units`, over all ranks; a name may be in several.
@@ -150,10 +165,9 @@ def statistics(parts: Sequence[NamedValues]) -> NamedValues:
     names, rows = merged(parts, _ADDED)
     sums = Moments._make(rows.unbind(1))
     mean, info = sums.total / sums.elements, torch.finfo(rows.dtype)
-    has_one_mean = sums.highest_mean + sums.lowest_mean == 0
-    between_parts = (sums.squared_means - sums.total * mean).clamp_(min=0.0).masked_fill_(has_one_mean, 0.0)
+    between_parts = (sums.squared_means - sums.total * mean).clamp_(min=0.0)  # exactly 0 for one part
     squares = sums.squares + between_parts
-    is_exact = has_one_mean | (squares > info.eps**0.5 * sums.squared_means)
+    is_exact = (sums.parts == 1) | (squares >= info.eps**0.5 * sums.squared_means)
     # The squares of larger elements, and of the differences of smaller ones, leave the dtype's range.
     smallest = info.tiny**0.5 / info.eps
     in_range = torch.nn.functional.hardshrink(sums.largest, smallest).clamp_(max=1 / smallest) == sums.largest
