@@ -64,6 +64,7 @@ class HealthyCheckpoint(Checkpoint):
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
+        self._last = 0  # iteration
         self._due: Any = None  # event of a postponed checkpoint
         self._healthy = 0  # iteration of the newest healthy state
         self._copy: dict[str, Any] = {}  # that state, as long as it has no file
@@ -76,10 +77,9 @@ class HealthyCheckpoint(Checkpoint):
             event: the event, filtered or not.
         """
         if not engine.has_event_handler(self._on_iteration_completed):
-            engine.add_event_handler(Events.STARTED, self._on_started)
-            engine.add_event_handler(Events.ITERATION_STARTED, lambda e: self._earlier.append(self._spikes(e)))
+            engine.add_event_handler(Events.ITERATION_STARTED, self._on_iteration_started)
             engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
-            engine.add_event_handler(Events.COMPLETED, self._on_completed)
+            engine.add_event_handler(Events.COMPLETED, self._save_newest)
         if event is not None:
             engine.add_event_handler(event, self)
 
@@ -92,21 +92,25 @@ class HealthyCheckpoint(Checkpoint):
         if not (problem := self._problem(engine)):
             self._due, self._healthy, self._copy = None, iteration, {}
             super().__call__(engine, *args, **kwargs)
-        elif self._due is None and engine is trainer and engine.last_event_name == Events.COMPLETED:
-            self._save_newest(engine, Events.COMPLETED)
         elif self._due is None:
-            self._due = engine.last_event_name if engine is trainer else None
-            _LOGGER.warning(f"{_TITLE} no checkpoint is saved, since %s", iteration, problem)
+            if engine is trainer:
+                self._due = engine.last_event_name
+            if self._due == Events.COMPLETED:
+                self._save_newest(engine)
+            else:
+                _LOGGER.warning(f"{_TITLE} no checkpoint is saved, since %s", iteration, problem)
 
     def _setup_checkpoint(self) -> dict[str, Any]:
         return self._copy or super()._setup_checkpoint()
 
-    def _on_started(self, engine: Engine) -> None:
-        if engine.state.iteration <= self._healthy:  # another run, or one that resumes from the healthy state
+    def _on_iteration_started(self, engine: Engine) -> None:
+        iteration, self._last = self._last + 1, engine.state.iteration
+        if iteration != self._last:  # another run, or one that resumes
             self._earlier.clear()
             self._due = None
-        if engine.state.iteration < self._healthy:
+        if self._last <= self._healthy:
             self._healthy, self._copy = 0, {}
+        self._earlier.append(self._spikes(engine))
 
     def _on_iteration_completed(self, engine: Engine) -> None:
         iteration = engine.state.iteration
@@ -118,24 +122,23 @@ class HealthyCheckpoint(Checkpoint):
         if self._due is None:
             self._copy = clone(super()._setup_checkpoint(), on_host=True)
         else:
-            self._save(engine, self._due)
+            self._save(engine)
 
-    def _on_completed(self, engine: Engine) -> None:
+    def _save_newest(self, engine: Engine) -> None:
         if self._due is not None:
-            self._save_newest(engine, self._due)
+            kept = (
+                f"the newest healthy state is that of iteration {self._healthy}" if self._healthy else "nor is another"
+            )
+            text = f"{_TITLE} this state is not saved, since %s; {kept}"
+            _LOGGER.warning(text, engine.state.iteration, self._problem(engine))
+            if self._copy:
+                self._save(engine)
+            self._due = None
 
-    def _save_newest(self, engine: Engine, event: Any) -> None:
-        kept = f"the newest healthy state is that of iteration {self._healthy}" if self._healthy else "nor is another"
-        text = f"{_TITLE} this state is not saved, since %s; {kept}"
-        _LOGGER.warning(text, engine.state.iteration, self._problem(engine))
-        if self._copy:
-            self._save(engine, event)
-        self._due = None
-
-    def _save(self, engine: Engine, event: Any) -> None:
+    def _save(self, engine: Engine) -> None:
         """Save as if this were the event and the iteration of the healthy state, by which Ignite names the file."""
         before = engine.last_event_name, engine.state.iteration
-        engine.last_event_name, engine.state.iteration = event, self._healthy
+        engine.last_event_name, engine.state.iteration = self._due, self._healthy
         try:
             super().__call__(engine)
         finally:
