@@ -41,7 +41,7 @@ class HealthyCheckpoint(Checkpoint):
 
     Raises:
         TypeError: if an argument has the wrong type, or a monitor detects no spikes.
-        ValueError: if ``quiet`` is less than 1.
+        ValueError: if ``quiet`` is less than 1, or ``to_save`` has lazy modules.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     Raises:
         TypeError: if an argument has the wrong type, or the state of an object in ``to_save`` can't be copied.
-        ValueError: if an argument is out of its range, or ``to_save`` has no model.
+        ValueError: if an argument is out of its range, or ``to_save`` has no model or lazy modules.
 
     Examples:
         .. code-block:: python

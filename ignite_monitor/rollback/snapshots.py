@@ -89,6 +89,8 @@ class TrainingState:
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
         inner = [obj.optimizer if isinstance(obj, Sharded) else obj for obj in self.objects.values()]
         self.optimizers = [obj for obj in inner if hasattr(obj, "register_step_post_hook")]
+        if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
+            raise ValueError("Argument to_save has lazy modules: run one forward pass before")
         for name, state in self.state().items():
             tensors = {id(tensor): tensor for _, tensor in tensors_in(state)}
             try:

@@ -159,6 +159,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     def _values(self, engine: Engine, spike: Spike, rank: int) -> dict[str, Any]:
         optimizer = getattr(self.monitor, "optimizer", None)
         rates = [] if optimizer is None else learning_rates(optimizer)
+        numbers = [float(rate) for rate in rates if rate is not None]
         return {
             "iteration": engine.state.iteration,
             "epoch": engine.state.epoch,
@@ -168,7 +169,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "threshold": float(spike.threshold),
             "culprits": {str(name): float(share) for name, share in spike.culprits.items()},
             "source": None if spike.source is None else spike.source._asdict(),
-            "lr": [float(rate) for rate in rates if rate is not None] or None,
+            "lr": numbers if numbers and len(numbers) == len(rates) else None,
             "batch": self._saved("batch", lambda: self._batch and self._batch.save(self.largest_batch)),
             "losses": self._saved("losses", self._joined_losses),
             "random_state": self._rng_state,

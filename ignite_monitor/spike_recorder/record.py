@@ -39,7 +39,7 @@ class SpikeRecord:
         threshold: its threshold; inf if there was none.
         culprits: parameter -> share of the excess; empty without thresholds of single tensors.
         source: source of a non-finite value, a dictionary of ``name``, ``kind`` and ``text``; None if not located.
-        lr: learning rate of each parameter group of the monitor's optimizer; None where there is none.
+        lr: learning rate of each parameter group of the monitor's optimizer; None if a group has none.
         batch: the batch: tensors on the CPU, mappings and dataclasses as dictionaries, named tuples as tuples; None if
             it was not saved.
         losses: loss of every sample that the train step has recorded before the spike, on the CPU; else None.

@@ -545,6 +545,7 @@ class Uncopied:
             TypeError,
             "state can be copied, but 'own': cannot",
         ),
+        ({"to_save": {"model": nn.LazyLinear(2)}}, ValueError, "to_save has lazy modules"),
         ({"every": 0}, ValueError, "every"),
         ({"keep": 0}, ValueError, "keep"),
         ({"patience": "3"}, TypeError, "patience"),
