@@ -81,11 +81,11 @@ class LossCollector:
         """Add the loss of a backward; if the backward is shared, only at the own step."""
         with users_grad_mode():
             loss = self._function(engine)
-        own = None if loss is None else _pair(loss)
+        pair = None if loss is None else _pair(loss)
         if shared:
-            self._shared = own
+            self._shared = pair
         else:
-            self._sum_and_count = _plus(self._sum_and_count, own)
+            self._sum_and_count = _plus(self._sum_and_count, pair)
 
     def add_shared(self) -> None:
         """Add the loss of a shared backward: the own step uses its gradient."""

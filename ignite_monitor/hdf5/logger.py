@@ -113,7 +113,7 @@ class HDF5Logger(BaseLogger):
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        self._follow(engine)
+        self._add_handlers(engine)
         self._warn_if_closed()
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
@@ -141,7 +141,7 @@ class HDF5Logger(BaseLogger):
 
     def _set_trainer(self, trainer: Engine) -> None:
         self._trainer = weakref.ref(trainer)
-        self._follow(trainer)
+        self._add_handlers(trainer)
 
     def _is_trainer(self, engine: Engine) -> bool:
         return self._trainer is not None and self._trainer() is engine
@@ -189,7 +189,7 @@ class HDF5Logger(BaseLogger):
             return
         with self._one_thread:
             if names and self._writer is not None:
-                self._follow(engine)
+                self._add_handlers(engine)
                 if self._trainer is None and self._writer.is_continued:
                     text = "a run that resumes replaces no values, since no trainer is known: "
                     self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
@@ -224,7 +224,7 @@ class HDF5Logger(BaseLogger):
             self._warned.add(text)
             self.logger.warning("HDF5Logger (%s): %s", printable(str(self.path)), text)
 
-    def _follow(self, engine: Engine) -> None:
+    def _add_handlers(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
             self._engines[engine] = next(self._numbers)
             for event, handler in self._handlers().items():
@@ -285,7 +285,7 @@ class OutputHandler(BaseOutputHandler):
         if not _writes(self, logger):
             return
         metrics: dict[Any, Any] = engine.state.metrics
-        own = {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
+        values = {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
         names = metrics if self.metric_names == "all" else self.metric_names or ()
         for name in names:
             if name not in metrics:
@@ -293,10 +293,10 @@ class OutputHandler(BaseOutputHandler):
         published = {name: metrics[name] for name in names if name in metrics}
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
-            own = (output if isinstance(output, dict) else {"output": output}) | own
+            values = (output if isinstance(output, dict) else {"output": output}) | values
         step = self.global_step_transform(engine, event_name)
-        make_origin = functools.partial(self._make_origin, engine, published.keys() - own.keys())
-        logger._write(engine, step, published | own, self.tag or None, make_origin)
+        make_origin = functools.partial(self._make_origin, engine, published.keys() - values.keys())
+        logger._write(engine, step, published | values, self.tag or None, make_origin)
 
     def _make_origin(self, engine: Engine, published: set[str], name: str) -> Name:
         """The monitor that published a value: one of the engine's metrics, or the values of a monitor's ``log_to``."""

@@ -168,8 +168,8 @@ def _read(path: Path, pattern: re.Pattern[str] | None, before_run: int | None, s
     for (name, _, _), parts in zip(contents.names, parts_by_name, strict=True):
         if parts:
             which, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-            rows_by_name[name] = own = _Rows(fields, which)
-            series[name] = Series(own.field("step"), values)
+            rows_by_name[name] = named_rows = _Rows(fields, which)
+            series[name] = Series(named_rows.field("step"), values)
     return Recording(series, rows_by_name, {name.name: name for name in contents.names}, reports, fields["time"])
 
 

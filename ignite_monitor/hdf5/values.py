@@ -29,7 +29,7 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> tuple
     numbers: dict[str, float] = {}
     tensors: dict[torch.device, list[str]] = {}
     for name, leaf in leaves.items():
-        if _is_plain(leaf):
+        if _is_local_tensor(leaf):
             tensors.setdefault(leaf.device, []).append(name)
             numbers[name] = math.nan
         elif (number := _number(leaf)) is not None:
@@ -46,7 +46,7 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> tuple
 def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         items: Any = value.items()
-    elif _is_plain(value, dimensions=1):
+    elif _is_local_tensor(value, dimensions=1):
         items = enumerate(value.detach().unbind())
     elif (isinstance(value, Sequence) and not isinstance(value, (str, bytes))) or (
         isinstance(value, np.ndarray) and value.ndim == 1
@@ -59,7 +59,7 @@ def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
         _add_leaves(leaves, f"{name}/{key}" if name else str(key), item)
 
 
-def _is_plain(value: Any, dimensions: int = 0) -> bool:
+def _is_local_tensor(value: Any, dimensions: int = 0) -> bool:
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.ndim == dimensions

@@ -122,8 +122,8 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return _local_norms([_as_dense_real(tensor, norm_type) for tensor in tensors], norm_type)
     first = tensors[0].device
     if any(tensor.device != first for tensor in tensors):
-        alone = [_local_norms([tensor], norm_type) for tensor in tensors]
-        return torch.cat([norm.to(first, wide_dtype(first)) for norm in alone])
+        unjoined = [_local_norms([tensor], norm_type) for tensor in tensors]
+        return torch.cat([norm.to(first, wide_dtype(first)) for norm in unjoined])
     tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     if not _NARROW.issuperset(map(_kind, tensors)):
         return wide_norms(tensors, norm_type)

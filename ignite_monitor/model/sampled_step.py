@@ -16,7 +16,7 @@ from ignite_monitor.model.names import held_by
 from ignite_monitor.model.sampling import NARROW, ParameterSamples
 
 
-class SteppedParameters:
+class UpdatedParameters:
     """Collects the parameters that optimizer steps were to move.
 
     A step moves the parameters with ``requires_grad`` in groups with a learning rate other than 0, if its optimizer has
@@ -59,10 +59,10 @@ class SteppedParameters:
         return mask
 
 
-class SampledStep:
-    """Samples the weights before and after each train step of a run.
+class StepMeasurement:
+    """Sample the weights before and after each train step of a run.
 
-    Without an optimizer, the parameters of every optimizer count; ``own`` are the indices of those that count.
+    Without an optimizer, the parameters of every optimizer count; ``indices`` are those of the parameters that count.
     """
 
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
@@ -79,14 +79,14 @@ class SampledStep:
     @torch.no_grad()
     def start(self) -> None:
         """Keep the samples of the weights, before a train step."""
-        self.own = self.samples.measurable
+        self.indices = self.samples.measurable
         if self._optimizer is not None:
             held = held_by(self._optimizer)
-            self.own = [index for index in self.own if id(self.samples.parameters[index]) in held]
-        self.stepped = SteppedParameters({id(self.samples.parameters[index]): index for index in self.own})
-        parts = [self.samples.take(index, self.samples.parameters[index]) for index in self.own]
+            self.indices = [index for index in self.indices if id(self.samples.parameters[index]) in held]
+        self.stepped = UpdatedParameters({id(self.samples.parameters[index]): index for index in self.indices})
+        parts = [self.samples.take(index, self.samples.parameters[index]) for index in self.indices]
         copies = torch.cat(parts).split(list(map(len, parts))) if parts else ()
-        self._before: dict[int, Tensor] = dict(zip(self.own, copies, strict=True))
+        self._before: dict[int, Tensor] = dict(zip(self.indices, copies, strict=True))
 
     def step_started(self, optimizer: Optimizer) -> list[int]:
         """Note an optimizer's step that is about to be made; return the indices of its parameters."""

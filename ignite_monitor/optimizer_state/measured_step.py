@@ -16,7 +16,7 @@ from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import is_dtensor, local
 from ignite_monitor.model.modes import has_local_data
-from ignite_monitor.model.sampled_step import SampledStep
+from ignite_monitor.model.sampled_step import StepMeasurement
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
@@ -37,14 +37,14 @@ class MomentStatistics(NamedTuple):
     update_norm: Tensor  # the l2 norm of the change of all parameters; NaN if one is not measured
 
 
-class MomentMeasurement(SampledStep):
+class MomentMeasurement(StepMeasurement):
     """Measures the steps of an optimizer, one after the other."""
 
     def start(self) -> None:
         """Prepare for a train step."""
         super().start()
         self._members: list[int] = []
-        self._is_complete = True  # every tensor with a gradient is measured
+        self._all_measured = True  # every tensor with a gradient is measured
         self.has_unknown_decay = False  # a gradient may have been changed by weight decay
 
     @torch.no_grad()
@@ -55,13 +55,13 @@ class MomentMeasurement(SampledStep):
         parameters = self.samples.parameters
         self._members = [
             index
-            for index in self.own
+            for index in self.indices
             if (gradient := parameters[index].grad) is not None
             and gradient.layout == torch.strided
             and not gradient.is_complex()
         ]
         stepping = [item for item in step.parameters if item.grad is not None and item.numel()]
-        self._is_complete = len(self._members) == len(stepping)
+        self._all_measured = len(self._members) == len(stepping)
         if not self._members:
             return
         self._gradient = self.samples.flat(self._members, [parameters[index].grad for index in self._members])
@@ -106,7 +106,7 @@ class MomentMeasurement(SampledStep):
         return MomentStatistics(
             [samples.names[index] for index in members],
             torch.where(made, statistics, math.nan),
-            torch.where(made & self._is_complete, update_norm, math.nan),
+            torch.where(made & self._all_measured, update_norm, math.nan),
         )
 
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:

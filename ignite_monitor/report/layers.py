@@ -26,7 +26,7 @@ class Beyond(NamedTuple):
 
     value: float  # median in the last quarter
     since: int  # iteration
-    words: str  # since when
+    since_text: str  # since when
     always: bool  # whether every measurement is beyond the limit
 
 
@@ -49,13 +49,13 @@ def _beyond(
     initially = not KINDS[limit.kind].is_cause and any(it.always for it in far.values()) and 0 < at[0] <= run.first_made
     names, text = monitor.names(limit.key, order), limit.text.format(worst.value)
     if "{}" in limit.key:
-        what = listed(f"{printable(item)} ({number(far[item].value, 2)}, {far[item].words})" for item in order)
+        what = listed(f"{printable(item)} ({number(far[item].value, 2)}, {far[item].since_text})" for item in order)
         what = f"{text}: {what}."
     else:
         largest = monitor.items(limit.largest) if limit.largest else {}
         named = sorted(largest, key=lambda item: -largest[item].last_quarter.median)[:3]
         names = (*names, *monitor.names(limit.largest, named))
-        what = f"{text} ({names[0]}), {worst.words}{'; largest in ' * bool(named)}{listed(map(printable, named))}."
+        what = f"{text} ({names[0]}), {worst.since_text}{'; largest in ' * bool(named)}{listed(map(printable, named))}."
     severity = "problem" if worst.value >= limit.problem else limit.severity
     values, onset = {"count": len(far), "farthest": worst.value}, 0 if initially else at[0]
     yield Finding(limit.kind, severity, what, names, at, values, onset=onset, initially=initially)

@@ -17,7 +17,7 @@ HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev|held_?out)
 
 def curves(run: Run) -> Iterator[Finding]:
     """The user's own metrics that are non-finite, and the course of losses."""
-    for name, series in run.own.items():
+    for name, series in run.user_series.items():
         bad = ~np.isfinite(series.values)
         if bad.any():
             stays = bool(bad[-1])
@@ -29,7 +29,7 @@ def curves(run: Run) -> Iterator[Finding]:
     for name, series in run.losses.items():
         begun = series.part(series.steps >= run.first_made)
         if run.judges_loss and len(begun.values) >= limits.LOSS_POINTS and np.isfinite(begun.values[-1]):
-            yield from _course(name, begun.finite, has_to_fall=name not in run.own)
+            yield from _course(name, begun.finite, has_to_fall=name not in run.user_series)
 
 
 def _course(name: str, series: Series, has_to_fall: bool) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def learning(run: Run) -> Iterator[Finding]:
 def overfitting(run: Run) -> Iterator[Finding]:
     """A held-out loss that rose again while the training loss fell."""
     train = run.loss.finite
-    for name, series in run.own.items():
+    for name, series in run.user_series.items():
         held = series.finite
         if not is_loss(name) or not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
             continue

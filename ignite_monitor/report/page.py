@@ -89,8 +89,8 @@ def _escaped(text: str) -> str:
 
 def _finding(finding: Finding, run: Run, is_drawn: bool) -> str:
     figure = _evidence(finding, run) if is_drawn else ""
-    words = f"<b>{_escaped(finding.severity)}</b> ({_escaped(finding.kind)}): {_escaped(finding.text)}"
-    return f'<section class="finding {finding.severity}{" drawn" * bool(figure)}"><p>{words}</p>{figure}</section>'
+    paragraph = f"<b>{_escaped(finding.severity)}</b> ({_escaped(finding.kind)}): {_escaped(finding.text)}"
+    return f'<section class="finding {finding.severity}{" drawn" * bool(figure)}"><p>{paragraph}</p>{figure}</section>'
 
 
 def _evidence(finding: Finding, run: Run) -> str:
@@ -104,7 +104,7 @@ def _evidence(finding: Finding, run: Run) -> str:
 
 def _images(shown: Picture) -> str:
     """Draw each panel, to be arranged by the width of the page."""
-    panels = (_image(replace(shown, panels=[panel], words=""), panel.title) for panel in shown.panels)
+    panels = (_image(replace(shown, panels=[panel], headline=""), panel.title) for panel in shown.panels)
     return f'<div class="images">{"".join(panels)}</div>'
 
 

@@ -63,7 +63,7 @@ class Picture:
     panels: list[Panel]
     spikes: tuple[int, ...] = ()  # iterations with a gradient spike
     events: Mapping[str, list[int]] = field(default_factory=dict)  # kind of report -> iterations; without notes
-    words: str = ""  # about the run and the omitted panels; empty if metrics were selected
+    headline: str = ""  # about the run and the omitted panels; empty if metrics were selected
 
 
 def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
@@ -74,7 +74,7 @@ def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = Fa
     for report in run.reports:
         if report.severity != "note":
             events.setdefault(report.kind, []).append(report.iteration)
-    panels = [*_own(run), *(panel for monitor in run.monitors for panel in _panels(monitor))]
+    panels = [*_user_panels(run), *(panel for monitor in run.monitors for panel in _panels(monitor))]
     if selection is not None:
         chosen = [(panel, [line for line in panel.lines if selection.search(line.name)]) for panel in panels]
         return Picture([replace(panel, lines=lines) for panel, lines in chosen if lines], spikes, events)
@@ -133,13 +133,13 @@ def _chart(kind: str, key: str) -> tuple[str, str]:
     return schema.chart or (metric if family == kind else f"{family} {metric}"), item
 
 
-def _own(run: Run) -> Iterator[Panel]:
+def _user_panels(run: Run) -> Iterator[Panel]:
     """Panels of the user's own metrics by the last word of their names, losses first."""
     panels: dict[str, list[str]] = defaultdict(list)
-    for name in run.own:
+    for name in run.user_series:
         panels[re.sub(r"/(group_)?\d+$", "", name).rpartition("/")[2]].append(name)
     for word, names in sorted(panels.items(), key=lambda entry: ("loss" not in entry[0].lower(), natural(entry[0]))):
-        lines = [Line(name, run.own[name], name) for name in sorted(names, key=natural)]
+        lines = [Line(name, run.user_series[name], name) for name in sorted(names, key=natural)]
         yield Panel(names[0] if len(names) == 1 else word, lines)
 
 
@@ -158,7 +158,7 @@ def draw(picture: Picture, path: str | Path, title: str = "", dark: bool = False
     with style, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
         figure = Figure(figsize=(0.4 + 4.0 * columns, 0.4 + 2.1 * rows), dpi=110, layout="constrained")
-        head = _shortened(": ".join(filter(None, [printable(title), picture.words])), 60 * columns)
+        head = _shortened(": ".join(filter(None, [printable(title), picture.headline])), 60 * columns)
         figure.suptitle(head, x=0.01, ha="left", fontsize=9, fontweight="bold", parse_math=False)
         for index, panel in enumerate(picture.panels, 1):
             with np.errstate(all="ignore"):
@@ -236,12 +236,12 @@ def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:
 
 def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> None:
     """Name the lines, of many the first and the last."""
-    marks, words = axes.get_legend_handles_labels()
+    marks, headline = axes.get_legend_handles_labels()
     if len(lines) == 1 and not marks and lines[0].label in panel.title:
         return
     chosen = range(len(lines)) if len(lines) <= FEW else (0, len(lines) - 1)
     shown = [*(handles[index] for index in chosen), *marks]
-    names = [*(_shortened(printable(lines[index].label), 36) for index in chosen), *words]
+    names = [*(_shortened(printable(lines[index].label), 36) for index in chosen), *headline]
     options: Any = {"fontsize": 8, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
     place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
     # Texts are set afterwards: matplotlib skips labels that begin with an underscore.

@@ -133,7 +133,7 @@ class Run:
 
     def __init__(self, recording: Any) -> None:
         self.series: dict[str, Series] = {}  # by full name, in the order of recording
-        self.own: dict[str, Series] = {}  # the user's own
+        self.user_series: dict[str, Series] = {}  # the user's own
         monitors: dict[tuple[str, str], MonitorSeries] = {}
         for name in recording:
             series = Series(recording.iterations(name), recording[name][1])
@@ -144,7 +144,7 @@ class Run:
             self.series[name] = series
             kind, root = recording.monitor(name)
             if kind == "user":
-                self.own[name] = series
+                self.user_series[name] = series
             else:
                 key = name.removeprefix(f"{root}/") if root else name
                 monitors.setdefault((kind, root), MonitorSeries(kind, root)).series[key] = series
@@ -184,7 +184,7 @@ class Run:
         """Losses that attach_monitors recorded, and the user's own, by name."""
         recorded = {monitor.name(key): series for monitor in self.of("loss") for key, series in monitor.series.items()}
         kept = {name: series for name, series in recorded.items() if name.endswith("/value") or is_loss(name)}
-        return kept | {name: series for name, series in self.own.items() if is_loss(name)}
+        return kept | {name: series for name, series in self.user_series.items() if is_loss(name)}
 
     @property
     def loss(self) -> Series:

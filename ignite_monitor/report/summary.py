@@ -74,13 +74,13 @@ def _not_monitored(run: Run) -> Iterator[Finding]:
 
 def measured(run: Run) -> list[str]:
     """Describe the measurements in the file: the metrics of each monitor and the number of its iterations."""
-    words = []
+    texts = []
     for monitor in run.monitors:
         count = max(len(series.steps) for series in monitor.series.values())
         name = f" ({monitor.name('*')})" if monitor.root else ""
         metrics = plural(len(monitor.series), f"{monitor.kind} metric")
-        words.append(f"{metrics}{name} in {plural(count, 'iteration')}")
-    return words
+        texts.append(f"{metrics}{name} in {plural(count, 'iteration')}")
+    return texts
 
 
 class Statistics(NamedTuple):
@@ -133,7 +133,7 @@ class Summary:
         return "Healthy: nothing in this run needs attention."
 
     @property
-    def said(self) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """File, findings and failed rules, in JSON."""
         findings = [finding.as_dict() for finding in self.findings]
         return {"file": self.file, "findings": findings, "failed": self.failed}
@@ -141,13 +141,13 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
         head = {"version": VERSION, "iterations": {"first": self.first, "last": self.last}, "healthy": self.healthy}
-        words = {"assessment": self.assessment, "measured": self.measured}
-        return dict(_json(head | words | self.said | {"metrics": self.metrics}))
+        assessment = {"assessment": self.assessment, "measured": self.measured}
+        return dict(_json(head | assessment | self.common_fields | {"metrics": self.metrics}))
 
 
 def summarise(file: str, run: Run) -> Summary:
     """Summarise a run."""
-    names = sorted(run.own, key=natural)
+    names = sorted(run.user_series, key=natural)
     for of_parts in (False, True):
         for monitor in run.monitors:
             keys = [key for key in monitor.series if ("/" in key) is of_parts]
@@ -201,7 +201,7 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
         both = zip(self.runs, self.only, strict=True)
-        runs = [{"last_iteration": run.last, "only_here": only} | run.said for run, only in both]
+        runs = [{"last_iteration": run.last, "only_here": only} | run.common_fields for run, only in both]
         head = {"version": VERSION, "compared_until": self.until}
         return dict(_json(head | {"runs": runs, "metrics": self.differences, "hashes": self.hashes}))
 
@@ -218,7 +218,7 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
     def place(name: str) -> tuple[Any, ...]:
         it = differences[name]
         size = math.inf if math.isnan(it.relative) else abs(it.relative)
-        return not it.matters, not any(name in run.own for run in runs), -size, natural(name)
+        return not it.matters, not any(name in run.user_series for run in runs), -size, natural(name)
 
     ordered = {name: differences[name] for name in sorted(differences, key=place)}
     only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))

@@ -31,8 +31,8 @@ def describe(described: Summary | Comparison, every: bool) -> list[RenderableTyp
     """Describe a run, or two side by side: findings, and a table of metrics or of what differs."""
     if isinstance(described, Comparison):
         return _comparison(described, every)
-    words = f": iterations {described.first} to {described.last}, {plural(len(described.metrics), 'metric')}"
-    head = Text.assemble((printable(described.file), "bold"), words)
+    extent = f": iterations {described.first} to {described.last}, {plural(len(described.metrics), 'metric')}"
+    head = Text.assemble((printable(described.file), "bold"), extent)
     rows = [statistics_cells(name, numbers) for name, numbers in described.metrics.items()]
     return [head, Text(), *findings_text(described), Text(), *_table(COLUMNS, rows, every)]
 
@@ -60,8 +60,10 @@ def _comparison(comparison: Comparison, every: bool) -> list[RenderableType]:
     if hashes is not None and hashes.iteration is None:
         parts.append(Text(f"The hashes of {plural(hashes.items, 'item')} are the same in both.", "green"))
     elif hashes is not None:
-        words = _names(hashes.names, every)
-        parts.append(Text(f"The first difference in {hashes.items} hashes, in iteration {hashes.iteration}: {words}"))
+        differing = _names(hashes.names, every)
+        parts.append(
+            Text(f"The first difference in {hashes.items} hashes, in iteration {hashes.iteration}: {differing}")
+        )
     if differences:
         unequal = len({run.last for run in comparison.runs}) > 1
         until = f", up to iteration {comparison.until} where one is longer" if unequal else ""

@@ -16,7 +16,7 @@ from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.names import Pattern, Selection, listed, named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
-from ignite_monitor.model.sampled_step import SteppedParameters
+from ignite_monitor.model.sampled_step import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
@@ -99,7 +99,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if skipped:
             self.report("complex_weights", f"complex weights are not reported: {listed(skipped, 5)}", names=skipped)
         self._before: dict[str, tuple[int, Tensor]] = {}  # by name, index of an effective weight and a copy
-        self._stepped = SteppedParameters({})
+        self._stepped = UpdatedParameters({})
         self._names: list[str] = []
         self._norms: Tensor | None = None
 
@@ -118,13 +118,13 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     def _keep_weights(self) -> None:
         weights = list(enumerate(self._effective()))
-        self._stepped = SteppedParameters({id(part): i for i, weight in weights for part in weight.parameters})
+        self._stepped = UpdatedParameters({id(part): i for i, weight in weights for part in weight.parameters})
         self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
 
     def reset_run_state(self) -> None:
         self._report_nonfinite(wait=True)
         self._before = {}
-        self._stepped = SteppedParameters({})
+        self._stepped = UpdatedParameters({})
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         self._stepped.started(step.optimizer)

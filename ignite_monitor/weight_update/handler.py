@@ -138,7 +138,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         # whether few sampled elements have moved, and norms of weights.
         self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * _ROWS
         self._frozen = FrozenParameters(self._names, patience)
-        self._whole: set[str] = set()  # names of parameters of which all elements are measured
+        self._fully_measured: set[str] = set()  # names of parameters of which all elements are measured
         self._step: UpdateMeasurement | None = None  # while a run lasts
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
 
@@ -161,7 +161,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return how many monitored steps in a row have not moved each parameter, and which are not sampled."""
-        return OrderedDict(self._frozen.state_dict(), whole=sorted(self._whole))
+        return OrderedDict(self._frozen.state_dict(), whole=sorted(self._fully_measured))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start at 0.
@@ -175,7 +175,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         """
         super().load_state_dict(state_dict)
         self._frozen.load_state_dict(state_dict)
-        self._whole = set(state_dict.get("whole", ()))
+        self._fully_measured = set(state_dict.get("whole", ()))
         self._step = None  # the counts are on the CPU: the next iteration moves them to the device
 
     def handlers(self) -> Handlers:
@@ -194,7 +194,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             self._frozen.rename(samples.names, like=samples.factors)
             if samples.names != self._names:
                 self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * _ROWS
-        self._step.samples.take_whole(self._whole)
+        self._step.samples.take_whole(self._fully_measured)
         self._step.start()
 
     def reset_run_state(self) -> None:
@@ -289,7 +289,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             if count >= self.frozen_patience_steps and name not in self._reported:
                 new[name] = norm
             if is_few:
-                self._whole.add(name)
+                self._fully_measured.add(name)
         self._reported.update(new)
         if new:
             advice = _ROUNDING if self._step is not None and self._step.any_rounded(new) else ""

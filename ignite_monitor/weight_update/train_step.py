@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.norms import norms as norms_of
-from ignite_monitor.model.sampled_step import SampledStep
+from ignite_monitor.model.sampled_step import StepMeasurement
 from ignite_monitor.model.sampling import NARROW
 
 _SMALL = 1 << 14  # elements up to which float64 sums are no slower
@@ -34,7 +34,7 @@ class MeasuredUpdates(NamedTuple):
     lost: Tensor | None  # fraction of the elements with a gradient whose update was lost to rounding
 
 
-class UpdateMeasurement(SampledStep):
+class UpdateMeasurement(StepMeasurement):
     """Measures the train steps of a run, one after the other.
 
     The gradient norm of a parameter is that of the last backward before its own last step, or without a step of the
@@ -60,12 +60,12 @@ class UpdateMeasurement(SampledStep):
         self._of_running_step: dict[int, Tensor | None] = {}
         self._of_last_step: dict[int, Tensor | None] = {}
         self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
-        sampled = [index for index in self.own if self.samples.is_sampled(index)]
+        sampled = [index for index in self.indices if self.samples.is_sampled(index)]
         self._whole_norms = self._norms({index: self.samples.parameters[index] for index in sampled})
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
-        self._measure((index for index in self.own if id(self.samples.parameters[index]) in reached), scale)
+        self._measure((index for index in self.indices if id(self.samples.parameters[index]) in reached), scale)
 
     def measured_step_started(self, step: OptimizerStep) -> None:
         """Note an optimizer's step that is about to be made, and the gradients that it is made with."""
@@ -87,29 +87,31 @@ class UpdateMeasurement(SampledStep):
     @torch.no_grad()
     def completed(self) -> MeasuredUpdates | None:
         """Measure the train step that has returned; None if there was neither a gradient nor a step."""
-        samples, own = self.samples, self.own
+        samples, members = self.samples, self.indices
         gradients = self._after_backward | self._of_last_step
         known = {index: norm for index, norm in gradients.items() if norm is not None}
         if not known and not self.stepped:
             return None
         unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
-        rows = [torch.stack([known.get(index, unknown) for index in own])]
+        rows = [torch.stack([known.get(index, unknown) for index in members])]
         rounded = {index for index in self._had_gradient if self.is_rounded(index)}
         if self.stepped:
-            flat = self.changes(own)
-            before = samples.norms(self.before(own)).unbind()
-            rows += [torch.stack([self._whole_norms.get(index, norm) for index, norm in zip(own, before, strict=True)])]
-            rows += [samples.norms(self.split(flat, own)), self._counts(flat != 0)]
-            sampled = torch.tensor([samples.is_sampled(index) for index in own], dtype=samples.dtype, device="cpu")
+            flat = self.changes(members)
+            before = samples.norms(self.before(members)).unbind()
+            rows += [
+                torch.stack([self._whole_norms.get(index, norm) for index, norm in zip(members, before, strict=True)])
+            ]
+            rows += [samples.norms(self.split(flat, members)), self._counts(flat != 0)]
+            sampled = torch.tensor([samples.is_sampled(index) for index in members], dtype=samples.dtype, device="cpu")
             rows += [move(sampled, samples.device)]
             if rounded:
-                parts = zip(own, self.split(torch.zeros_like(flat, dtype=torch.bool), own), strict=True)
+                parts = zip(members, self.split(torch.zeros_like(flat, dtype=torch.bool), members), strict=True)
                 had = torch.cat([self._had_gradient[index] if index in rounded else part for index, part in parts])
                 rows += [self._counts(had & (flat == 0)), self._counts(had)]
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
-        measured = samples.over_ranks(torch.stack(rows), own)
-        at = move(torch.tensor(own, device="cpu"), samples.device)
+        measured = samples.over_ranks(torch.stack(rows), members)
+        at = move(torch.tensor(members, device="cpu"), samples.device)
         table = torch.full((5, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
         norms, weights, changes, roots, sampled = table.index_copy_(1, at, measured[:5]).unbind()
         stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
@@ -123,7 +125,7 @@ class UpdateMeasurement(SampledStep):
 
     def _counts(self, flags: Tensor) -> Tensor:
         """Roots of the numbers of True by parameter: norms, so that ranks are combined as they are for norms."""
-        return self.samples.norms(self.split(flags.to(torch.float32), self.own))
+        return self.samples.norms(self.split(flags.to(torch.float32), self.indices))
 
     @torch.no_grad()
     def _measure(self, indices: Iterable[int], scale: Tensor | None) -> None:

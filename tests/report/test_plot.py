@@ -78,8 +78,8 @@ def test_one_screen_shows_what_matters_and_says_what_is_omitted():
     assert len(shown.panels) == ONE_SCREEN
     every = picture(make_run(long_run()), every=True)
     omitted = len(every.panels) - ONE_SCREEN
-    assert shown.words == f"Needs attention: 1 warning.   ({omitted} more panels with --all)"
-    assert every.words == "Needs attention: 1 warning."
+    assert shown.headline == f"Needs attention: 1 warning.   ({omitted} more panels with --all)"
+    assert every.headline == "Needs attention: 1 warning."
     titles = [panel.title for panel in shown.panels]
     assert titles[:3] == ["grad: norm against its threshold", "train/loss", "val/accuracy"]
 
