@@ -196,7 +196,7 @@ FAULTS = (
     Fault("gradient clipped to 1e-7", "cnn lstm", "clipped_away", {"clip": 1e-7}),
     Fault("one batch × 1e3", "mlp cnn gpt lstm rl", "bad_batches", {"batch": spoiled(1e3, lambda i: i == 170)}),
     Fault("every 10th batch bad", "mlp lstm", "periodic_spikes", {"batch": EVERY_TENTH}, "every 10"),
-    Fault("every 10th batch bad", "cnn", "input_scale", {"batch": EVERY_TENTH}),
+    Fault("every 10th batch bad", "cnn", "periodic_spikes input_scale", {"batch": EVERY_TENTH}),
     Fault(
         *("every 7th batch's targets × 60", "lstm", "periodic_spikes"),
         *({"batch": lambda i, x, y: (x, 60 * y if i > 80 and i % 7 == 0 else y)}, "every 7"),
@@ -241,7 +241,7 @@ FAULTS = (
     Fault("gradient ascent", "mlp cnn", "wrong_sign", {"optimizer": ascent}),
     Fault("one feature × 1e5", "mlp", "input_scale", {"batch": lambda i, x, y: (x * FEATURE, y)}),
     Fault("loss divided by 1e6", "cnn", "small_updates", {"loss": lambda i, loss, out, y: 1e-6 * loss}),
-    Fault("momentum of 0.999", "cnn", "large_updates", {"optimizer": sgd(0.999)}),
+    Fault("momentum of 0.999", "cnn", "large_momentum", {"optimizer": sgd(0.999)}),
     Fault("NaN in every 25th batch", "lstm", "nonfinite_input", {"batch": nan_at(lambda i: i % 25 == 0)}),
     Fault(
         *("embeddings × 1e3", "gpt", "activation_outlier large_logits"),

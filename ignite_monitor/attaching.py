@@ -22,7 +22,7 @@ from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.model.names import modules_by_name, tags
+from ignite_monitor.model.names import learning_rates, modules_by_name, tags
 from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
@@ -40,7 +40,8 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
-_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are measured as well: the first steps show a wrong learning rate
+_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations, and steps, that are measured as well: they show a wrong learning rate
+_RATE_JUMP = 2.0  # times the learning rate of the iteration that was measured last
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW = 6  # largest number of members of a module list that are all shown
 
@@ -99,7 +100,8 @@ def attach_monitors(
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
         every: iterations between monitored ones, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
-            3, 5, 10, 20 and 50 are monitored as well.
+            3, 5, 10, 20 and 50, such steps after the optimizer's first one, and iterations in which a learning rate has
+            doubled since the last monitored one, are monitored as well.
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
@@ -143,7 +145,8 @@ def attach_monitors(
         flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
     always = Events.ITERATION_STARTED
-    sampled = Events.ITERATION_STARTED(event_filter=lambda _, i: i % every == 0 or (i < every and i in _FIRST))
+    has_moments = any("betas" in group or group.get("momentum") for group in optimizer.param_groups)
+    sampled = Events.ITERATION_STARTED(event_filter=_Sampling(optimizer, every, has_moments).includes)
 
     generators = check_generators(generators)
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
@@ -180,7 +183,7 @@ def attach_monitors(
     update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
     monitors |= {"update": (update, sampled), "activation": (activation, sampled)}
     monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), sampled
-    if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
+    if has_moments:
         monitors["moments"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
     extras: dict[str, Callable[..., Monitor]] = {
         "histograms": HistogramHandler,
@@ -206,6 +209,31 @@ def attach_monitors(
                 monitor.log_to(logger, trainer, include=shown.get(name))
 
     return MonitorHandle(trainer, monitors, former, connect_loggers)
+
+
+class _Sampling:
+    """The monitored iterations: one in ``every``, the first ones, the first steps, and jumps of a learning rate."""
+
+    def __init__(self, optimizer: Optimizer, every: int, has_moments: bool) -> None:
+        self._optimizer, self._every, self._has_moments = optimizer, every, has_moments
+        self._iteration, self._start, self._included = 0, 0, False
+        self._rates: list[float] = []  # of the iteration that was measured last
+
+    def includes(self, engine: Engine, iteration: int) -> bool:
+        """Decide once for all monitors."""
+        if iteration == self._iteration:
+            return self._included
+        self._iteration = iteration
+        rates = [rate for rate in learning_rates(self._optimizer) if isinstance(rate, (int, float))]
+        if waits := self._has_moments and not self._optimizer.state:  # for the first step
+            self._start = iteration - 1
+        jumped = any(rate > _RATE_JUMP * former for rate, former in zip(rates, self._rates, strict=False))
+        counts = (iteration,) if waits else (iteration, iteration - self._start)
+        first = any(count < self._every and count in _FIRST for count in counts)
+        self._included = jumped or first or iteration % self._every == 0
+        if self._included or not self._rates:
+            self._rates = rates
+        return self._included
 
 
 def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:

@@ -63,6 +63,28 @@ def test_who_watches_when_and_who_hears_of_it(parts, every):
     assert not any(name.endswith(("/mean", "/l2_norm")) for name in metrics if name.startswith("activation/"))
 
 
+@pytest.mark.parametrize("has_moments", [True, False])
+def test_first_steps_and_jumps_of_the_rate_are_monitored(has_moments):
+    """A buffer fills for 30 iterations; the rate has a peak of ten iterations."""
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9 * has_moments)
+
+    def train_step(engine, batch):
+        i = engine.state.iteration
+        optimizer.param_groups[0]["lr"] = 0.01 * (1.5 if 70 <= i < 75 else 3.0 if 75 <= i < 80 else 1)
+        if i > 30:
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trainer, logger = Engine(train_step), ListLogger()
+    attach_monitors(trainer, model, optimizer, loggers=logger, every=100)
+    trainer.run(make_batches(110))
+    steps = [step for step, named in logger.written if "step/lr/group_0" in named]
+    of_steps = [32, 33, 35, 40] if has_moments else []  # 50 and 80 are others' too
+    assert steps == [1, 2, 3, 5, 10, 20, *of_steps, 50, 76, *[80] * has_moments, 100]
+
+
 @pytest.mark.parametrize(("count", "shown"), [(3, [0, 1, 2]), (9, [0, 4, 8])])
 def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
     torch.manual_seed(0)

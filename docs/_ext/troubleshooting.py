@@ -67,6 +67,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
             *("loss_scale", "Targets or rewards are large, or the loss is a sum", "step_stats"),
             *("loss at the first step at most {LARGE_LOSS:g} × the square of the outputs", ""),
         ),
+        ("large_momentum", "The momentum multiplies the steps", "setup_check", "at most 0.99", ""),
         ("overfitting", "The model overfits", "loss", "held-out loss at most {OVERFIT:g} × its best", ""),
         ("loss_rose", "The loss ended above its start", "loss", "below its start", ""),
         ("loss_rose_again", "The loss fell and rose again", "loss", "at most {LOST_GAIN:.0%} of the gain is lost", ""),
@@ -98,6 +99,10 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
             *(NO_REPORT, ""),
         ),
         ("no_gradients", "No gradient reaches the model", "setup_check", "the gradient's norm is not 0", ""),
+        (
+            *("no_gradient", "No backward of the monitored model runs", "grad_monitor"),
+            *("a gradient in some of 20 iterations", ""),
+        ),
         ("zero_learning_rate", "The learning rate is 0", "setup_check", NO_REPORT, ""),
         ("evaluation_mode", "The model trains in evaluation mode", "setup_check", NO_REPORT, ""),
         ("batch_repeats", "The same batch comes again and again", "setup_check", NO_REPORT, ""),

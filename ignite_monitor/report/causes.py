@@ -191,21 +191,30 @@ def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 
 def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
     """Changes by other means: places in the norms, and what steps move there; unknown before the first update norm."""
-    optimizer, gradients = run.beside(monitor, "optimizer"), run.beside(monitor, "grad").get("norm").finite
-    norm, moved, changes = monitor.get("parameter_norm").finite, optimizer.get("update_norm").finite, []
+    norm, changes = monitor.get("parameter_norm").finite, []
     jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:]))
+    # Unlike Adam's, other steps may grow with the gradient.
+    is_scaled = bool(run.beside(monitor, "optimizer").get("rms_median"))
+    least = limits.OTHER_MEANS if is_scaled else limits.OTHER_MEANS_SGD
     for place in jumps[: limits.JUMPS].tolist():
-        at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2]
-        begin, middle, end = np.searchsorted(gradients.steps, [at[0] - limits.JUMP_MEMORY, *at], "right")
-        first_rate, rate = map(float, np.nan_to_num(_largest_rate(monitor, at)))
-        steps = float(at[1] - at[0]) * (max(1.0, rate / first_rate) if first_rate > 0 else 1.0 if rate == 0 else np.inf)
-        if not optimizer.get("rms_median"):  # unlike Adam's, steps may grow with the gradient
-            usual = np.median(gradients.values[begin:middle]) if middle > begin else 0.0
-            steps *= float(np.maximum(1.0, gradients.values[middle:end] / usual).mean())
-        most = steps * float(moved.values[moved.steps <= at[0]][-MIN_ONSET:].max(initial=0.0))
-        if most > 0 and abs(after - before) > limits.OTHER_MEANS * most:
+        before, after = norm.values[place : place + 2].tolist()
+        most = _reach(monitor, run, norm.steps[place : place + 2], is_scaled)
+        if most > 0 and abs(after - before) > least * most:
             changes.append((place, most))
     return changes
+
+
+def _reach(monitor: MonitorSeries, run: Run, at: Array, is_scaled: bool) -> float:
+    """Distance that steps move parameters between two iterations, judged by the last update norms before them."""
+    moved, gradients = run.beside(monitor, "optimizer").get("update_norm").finite, Series()
+    moved = moved.part(moved.steps <= at[0]).part(slice(-MIN_ONSET, None))
+    rates = [np.nan_to_num(_largest_rate(monitor, steps), nan=1.0) for steps in (moved.steps, at)]
+    sizes, total = moved.values / rates[0] * rates[1].max(), float(at[1] - at[0])
+    if not is_scaled and (gradients := run.beside(monitor, "grad").get("norm").finite):
+        ends = np.searchsorted(gradients.steps, [moved.steps - limits.REACH, moved.steps], "right").T.tolist()
+        sizes = sizes / np.array([gradients.values[begin:end].mean() for begin, end in ends])
+        total = float(gradients.values[slice(*np.searchsorted(gradients.steps, at, "right"))].sum())
+    return float(np.max(sizes[np.isfinite(sizes)], initial=0.0)) * total
 
 
 def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:

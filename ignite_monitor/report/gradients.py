@@ -11,6 +11,7 @@ import numpy as np
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, listed, number, plural
+from ignite_monitor.report.losses import loss_outliers
 from ignite_monitor.report.run import Array, MonitorSeries, Run, Series
 
 
@@ -83,7 +84,7 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     yield from _steps(monitor, norms)
     if norms is not None:
         yield from _nonfinite(monitor, norms)
-        yield from _spikes(monitor, norms)
+        yield from _spikes(monitor, norms, run)
         if len(at := norms.loss_spikes):
             name = monitor.name("loss_spike")
             what = f"{plural(len(at), 'loss spike')} ({name}): {norms.described(at)}. {norms.outcome(at)[0]}"
@@ -136,8 +137,8 @@ def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
         yield Finding("overflows", "warning", what, names, overflows, values)
 
 
-def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
-    """Finite norms above their threshold."""
+def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]:
+    """Finite norms above their threshold; those where the loss is far above its usual value too are no noise."""
     norm, name = norms.norm, monitor.name("norm")
     at = norms.spikes[np.isfinite(norm.at(norms.spikes))]
     total = len(at) + norms.missing
@@ -160,10 +161,14 @@ def _spikes(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     outcome, unhandled = norms.outcome(at)
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
-    if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not norms.missing:
+    if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
+        every = period(run.loss, high).replace("optimizer steps", "iterations")
+        what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
+        what += f"{every} ({run.loss_name})."
+    if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not len(outliers) and not norms.missing:
         what, severity, advice = f"{what} Healthy runs have as many of this size.", "note", "No action needed."
     elif not norms.missing and _passes(norms, at):
-        kind = "periodic_spikes" if period(norm, at) else "bad_batches"
+        kind = "periodic_spikes" if period(norm, at) or (len(outliers) and every) else "bad_batches"
         what = f"{what} The norm then returned below the threshold."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
     yield Finding(kind, severity, what, (name, monitor.name("threshold")), at, values, advice, onset)
@@ -191,7 +196,7 @@ def period(series: Series, at: Array) -> str:
     sizes = np.log(np.clip(np.abs(values), 1 / limits.HUGE, limits.HUGE))
     for distance in range(2, min(limits.LONGEST_PERIOD, len(sizes) // limits.PERIODIC) + 1):
         rows = sizes[: len(sizes) // distance * distance].reshape(-1, distance)
-        usual = np.median(rows, axis=0)
+        usual = np.quantile(rows, 1 - limits.PERIODIC_SHARE, axis=0)
         phase = int(usual.argmax())
         often = (rows.argmax(1) == phase).mean() >= limits.PERIODIC_SHARE
         if often and usual[phase] - np.median(rows) > np.log(limits.SPIKE_FACTOR):

@@ -26,6 +26,9 @@ LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
 RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
+NEGATIVE = 3.0  # times its size at the beginning, of a loss that is negative and falls
+OUTLIER, OUTLIER_WINDOW = 20.0, 51  # times the distance from median to 80th percentile, among so many values
+SMALL_GRADIENT = 1e-6  # learning rate times the gradient's norm, in shares of the parameters' norm
 OVERFIT = 1.2  # held-out loss at the end to the best
 
 # Data.
@@ -47,8 +50,9 @@ CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and 
 SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
 SUDDEN = 0.6  # share of a fall that is not weight decay's if it is between two measurements
 JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
-OTHER_MEANS = 10.0  # times what the steps between can move
-JUMPS, JUMP_MEMORY = 50, 100  # jumps that are examined, and iterations before one whose gradients are usual
+OTHER_MEANS = 10.0  # times what the steps between can move: Adam's grow by 3 at most where gradients do
+OTHER_MEANS_SGD = 4.5  # the same of steps that are proportional to gradients: equal ones add up to 4.4 times as much
+JUMPS, REACH = 50, 10  # jumps that are examined, and iterations whose gradients are in a step with momentum
 
 # Layers.
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks

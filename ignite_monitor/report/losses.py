@@ -10,7 +10,7 @@ import numpy as np
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, number, plural
-from ignite_monitor.report.run import MIN_ONSET, Run, Series, is_loss
+from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series, is_loss
 
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev|held_?out)([^a-z]|$)", re.IGNORECASE)
 
@@ -82,13 +82,42 @@ def learning(run: Run) -> Iterator[Finding]:
     if (np.diff(tenths) > 0).sum() >= limits.RISING and end - begin > limits.RISE * abs(begin):
         what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
         yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
+    elif loss.values.max() < 0 and end < limits.NEGATIVE * begin and tenths[-1] - tenths[4] < tenths[4] - tenths[0]:
+        what = f"The loss is negative, and falls faster and faster ({name}): from {number(begin)} to {number(end)}."
+        yield Finding("wrong_sign", "warning", what, (name,), loss.steps[:1], values)
     elif np.ptp([*tenths, begin, end]) < limits.FLAT * max(abs(begin), abs(end)) and (
         loss.steps[0] <= max(1, run.first_made)
     ):
         count = plural(int(loss.steps[-1] - loss.steps[0]), "iteration")
+        shares = [share for monitor in run.of("step") if (share := _gradient_share(monitor, run)) > 0]
         what = f"The loss has changed by less than {limits.FLAT:.0%} in {count} ({name}): {number(begin)} at the "
         what += f"beginning, {number(end)} at the end."
+        if shares and max(shares) < limits.SMALL_GRADIENT:
+            small = f"Learning rate times gradient is {number(max(shares), 2)} of the parameters' norm; 1e-3 is usual."
+            yield Finding("small_updates", "warning", f"{small} {what}", (name,), (), values, onset=0)
+            return
         yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
+
+
+def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
+    """Median of learning rate times gradient norm over parameter norm; 0 if steps do not depend on that product."""
+    used, norm = monitor.get("gradient_norm").finite, monitor.get("parameter_norm").finite
+    rates = [series.at(used.steps) for series in monitor.items("lr/{}").values()]
+    if not rates or run.beside(monitor, "optimizer").get("rms_median"):
+        return 0.0
+    return Series(used.steps, np.max(rates, axis=0) * used.values / norm.at(used.steps)).median
+
+
+def loss_outliers(run: Run) -> Array:
+    """Return the iterations in which the loss is far above those around it."""
+    loss, size = run.loss.finite, limits.OUTLIER_WINDOW
+    if len(loss.values) < size or not run.judges_loss:
+        return np.empty(0, int)
+    every = 1 + len(loss.values) // 20_000
+    windows = np.lib.stride_tricks.sliding_window_view(loss.values, size)[::every]
+    places = np.clip((np.arange(len(loss.values)) - size // 2) // every, 0, len(windows) - 1)
+    median, high = np.quantile(windows, [0.5, 0.8], axis=1)[:, places]
+    return loss.steps[loss.values > median + limits.OUTLIER * (high - median)]
 
 
 def overfitting(run: Run) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from ignite_monitor.setup_check.evidence import Evidence, Numbers
 MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
 _NAMED = 5
 _UNUSED_FROM = 0.05  # of the optimizer's elements; less are mask tokens and poolers of released models
+_LARGE_MOMENTUM = 0.99  # steps a hundred times the learning rate times the gradient
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -45,6 +46,7 @@ def find_all(evidence: Evidence, numbers: Numbers, epoch_length: int | None) -> 
     if len(evidence.steps) > 1 and numbers.rate_is_zero:
         text = f"the learning rate of all parameter groups was 0 in {len(evidence.steps)} optimizer steps"
         yield Finding("zero_learning_rate", text, "warning")
+    yield from _large_momentum(evidence.optimizer)
     if evidence.seen and not evidence.is_training:
         yield from evaluation_mode(evidence.model)
     if evidence.same and numbers.batch_repeats and epoch_length != 1:
@@ -132,6 +134,15 @@ def _gradients_not_zeroed(evidence: Evidence, numbers: Numbers) -> Iterator[Find
     if count > 1 and numbers.keeps_gradients:
         text = f"the backward after each of {count} steps added to the gradients of that step"
         yield Finding("gradients_not_zeroed", f"{text}: call optimizer.zero_grad()")
+
+
+def _large_momentum(optimizer: Optimizer) -> Iterator[Finding]:
+    momenta = (it["momentum"] for it in optimizer.param_groups if it.get("momentum") and not it.get("dampening"))
+    largest = max(map(float, momenta), default=0.0)
+    if largest > _LARGE_MOMENTUM:
+        factor = f"up to {1 / (1 - largest):.3g} times" if largest < 1 else "without bound above"
+        text = f"a momentum of {largest:g} makes steps grow to {factor} the learning rate times the gradient"
+        yield Finding("large_momentum", text, "warning")
 
 
 def evaluation_mode(model: nn.Module) -> Iterator[Finding]:

@@ -40,6 +40,11 @@ def outputs(std, largest):
     return {"activation/_root_/std": at(std), "activation/_root_/max_abs": at(largest)}
 
 
+def trained_loss(high):
+    """A loss that is high in some of 200 iterations."""
+    return {"train/loss": series(falling()[:200] + 5 * np.isin(np.arange(1, 201), [*high]))}
+
+
 LATE = STEPS >= 180
 # kind: case -> run, severity (None: not found), what the text says
 CASES = {
@@ -117,6 +122,15 @@ CASES = {
         trained(step__parameter_norm=at(np.where(LATE, 500.0, 10.0)), step__lr__group_0=at(10.0)),
         *(None, ""),
     ),
+    "weight_changed: more than gradients of SGD explain": (
+        trained(optimizer__update_norm=at(0.01), step__parameter_norm=at(np.where(LATE, 1.5, 10.0))),
+        *("problem", "their norm from 10 to 1.5 (step/parameter_norm), which steps move by about 0.2"),
+    ),
+    "weight_changed: gradients of SGD explain it": (
+        trained(optimizer__update_norm=at(0.01), step__parameter_norm=at(np.where(LATE, 1.5, 10.0)))
+        | {"grad/norm": series(np.where(np.arange(300) < 165, 1.0, 30.0))},
+        *(None, ""),
+    ),
     "bounded_outputs: softmax": (
         trained(falling(2.3, 1.5)) | outputs(0.3, np.minimum(1.0, STEPS / 100)),
         *("warning", "never exceed 1|ended at 1.5"),
@@ -131,6 +145,12 @@ CASES = {
         runs.grad(runs.calm_norms(300), made=range(61, 301))
         | {"train/td_loss": series(np.where(np.arange(300) < 60, 0.0, 0.5 + 0.1 * runs.noise(300)))},
         *(None, ""),
+    ),
+    "wrong_sign: negative without bound": (trained(-5 * 1.02 ** np.arange(300)), "warning", "falls faster and faster"),
+    "wrong_sign: a log-density": (trained(-0.1 - 3 * (1 - 0.98 ** np.arange(300))), None, ""),
+    "small_updates: a loss of 1e-6 under SGD": (
+        trained(1e-6 * (1 + 0.01 * runs.noise(300)), step__gradient_norm=at(1e-6)),
+        *("warning", "Learning rate times gradient is 1e-10 of the parameters' norm|changed by less than 5%"),
     ),
     "not_learning: noise": (
         trained(2.3 + 0.1 * runs.noise(300)),
@@ -163,6 +183,14 @@ CASES = {
         runs.grad(runs.with_spike([120]), [120]),
         "warning",
         "then returned below the threshold",
+    ),
+    "bad_batches: a small spike where the loss is high": (
+        runs.grad(runs.with_spike([120], 7.0), [120]) | trained_loss([120]),
+        *("warning", "The loss is far above its usual value in iteration 120 (train/loss)"),
+    ),
+    "periodic_spikes: of the loss": (
+        runs.grad(runs.with_spike([120], 7.0), [120]) | trained_loss(range(120, 201, 10)),
+        *("warning", "in iterations 120, 130, 140, 150, 160, 170 and 3 more, every 10 iterations (train/loss)"),
     ),
     "bad_batches: it stays": (
         runs.grad(

@@ -19,8 +19,8 @@ from tests._helpers import make_batches, make_step, make_trainer, mse_loss
 from tests._models import make_model
 
 
-def sgd(model, lr=0.05):
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+def sgd(model, lr=0.05, momentum=0.0):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
 
 
 def adafactor(model):
@@ -157,6 +157,7 @@ FAULTS = {
     "new head": (["stale_optimizer"], new_head),
     "zero rate": (["zero_learning_rate"], lambda: setup(make_optimizer=lambda model: sgd(model, 0.0))),
     "zero rate in a tensor": (["zero_learning_rate"], lambda: setup(make_optimizer=rate_in_a_tensor)),
+    "momentum": (["large_momentum"], lambda: setup(make_optimizer=lambda model: sgd(model, momentum=0.999))),
     "evaluation mode": (["evaluation_mode"], lambda: setup(make_model().eval())),
     "repeated batch": (["batch_repeats"], lambda: setup(batches=repeated())),
     "repeated batch of a class": (["batch_repeats"], lambda: of_objects(repeated())),
