@@ -117,7 +117,7 @@ def loss_outliers(run: Run) -> Array:
     windows = np.lib.stride_tricks.sliding_window_view(loss.values, size)[::every]
     places = np.clip((np.arange(len(loss.values)) - size // 2) // every, 0, len(windows) - 1)
     median, high = np.quantile(windows, [0.5, 0.8], axis=1)[:, places]
-    return loss.steps[loss.values > median + limits.OUTLIER * (high - median)]
+    return loss.part(loss.values > median + limits.OUTLIER * (high - median)).steps
 
 
 def overfitting(run: Run) -> Iterator[Finding]:
