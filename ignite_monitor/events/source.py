@@ -13,20 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import (
     GradientsReady,
     GradientTracker,
-    OptimizerStep,
-    StepRequests,
     after_backward,
     in_outermost_backward,
 )
-from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
+from ignite_monitor.events.hooks import Patch, remove_all, weak_method
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.step_owner import StepOwner
 from ignite_monitor.model._torch import (
@@ -34,8 +29,6 @@ from ignite_monitor.model._torch import (
     HANDLE_EXCEPTION,
     TRAIN_STEP,
     backward_number,
-    has_pre_hooks,
-    untraced,
 )
 from ignite_monitor.model.modes import users_grad_mode
 
@@ -61,9 +54,9 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}
         self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
-        hooks = map(weak_method, (self._start_backward, self._end_backward, self._await_step, self._end_step))
-        self._on_backward, self._on_backward_end, self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
-        self._steps = StepOwner(weak_method(self._end_step))
+        hooks = map(weak_method, (self._start_backward, self._end_backward))
+        self._on_backward, self._on_backward_end = map(torch.compiler.disable, hooks)
+        self._steps = StepOwner(self)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._monitors: list[weakref.ref[Any]] = []
@@ -74,11 +67,7 @@ class EventSource:
         self._outermost.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
-        self._stepping: Optimizer | None = None  # whose step is running
-        self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
-        self._requests: StepRequests | None = None  # for that step, once it is reported
-        self._about: dict[int, OptimizerStep] = {}  # that step, by id of the model
-        self._in_closure = False
+        self._steps.reset()
         self.nonfinite_source: NonFiniteSource | None = None
         self.train_step: functools.partial[Any] | None = None
         self.running = self.listened = self._awaits_step = False
@@ -148,10 +137,8 @@ class EventSource:
             self._call(event, engine, about)
         # All monitors read before anything is changed: the order of attaching must not matter.
         for phase in PHASES.get(event._name_, ()):
-            if phase is Phase.STEP_DECIDED and self._stepping is not None and self._requests is not None:
-                flag = self._steps.act(self._stepping, self._requests)
-                if flag is not None and self._acting:  # else none are kept
-                    self._restore_statistics(flag)
+            if phase is Phase.STEP_DECIDED:
+                self._steps.act()
             if self._listeners[phase._name_]:
                 self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
@@ -194,78 +181,13 @@ class EventSource:
             if reached and (whole := tracker.backward_ended(numbers, reached)):
                 changed[tracker] = whole
         everything = set[int]().union(*changed.values())
-        about, in_step = {}, self._in_closure and self._requests is not None
+        about, in_step = {}, self._steps.evaluates_again
         for tracker, whole in changed.items():
             shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
             tracker.has_own_backward |= not shared
             about[id(tracker.model)] = GradientsReady(tracker, whole, shared, in_step)
         if about:
             self.fire(MonitorEvents.GRADIENTS_READY, about)
-
-    def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The step is reported after the hooks of the optimizer's own, which may change its gradients.
-        if not self.running or (self._stepping is not None and is_nested(optimizer)):
-            return None
-        held = {tracker: tracker.parameters_of(optimizer) for tracker in self.trackers.values()}
-        self._sharing = {tracker: parameters for tracker, parameters in held.items() if parameters}
-        if not self._sharing:
-            return None
-        self._stepping, self._requests = optimizer, None
-        self._steps.release()  # from a step that raised an error
-        if not has_pre_hooks(optimizer):
-            return self._start_step(optimizer, args, kwargs)
-        self._steps.handles.append(optimizer.register_step_pre_hook(untraced(weak_method(self._start_step))))
-        return None
-
-    def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stepping is not optimizer or self._requests is not None:
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._acting:
-            self._steps.check_call(optimizer, closure)
-        if not callable(closure):
-            self._report_step(optimizer)
-            self._steps.end_skipped(optimizer)
-            return None
-
-        @functools.wraps(closure)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._in_closure = True
-            try:
-                loss = closure(*args, **kwargs)
-            finally:
-                self._in_closure = False
-            self._report_step(optimizer)  # the step uses the gradients that its closure computes
-            return loss
-
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": evaluate}
-        return (args[0], evaluate, *args[2:]), kwargs
-
-    def _report_step(self, optimizer: Optimizer) -> None:
-        if self._stepping is optimizer and self._requests is None:
-            self._requests = requests = StepRequests()
-            for key, tracker in self.trackers.items():
-                self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
-            self.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
-
-    def _restore_statistics(self, flag: Tensor) -> None:
-        for tracker in self.trackers.values():
-            # A discriminator that has seen backwards of its generator's loss alone is passed through too.
-            is_shared = tracker.accumulates and not tracker.has_own_backward
-            if tracker in self._sharing or tracker.is_passed_through or is_shared:
-                tracker.statistics.restore(flag)
-
-    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._stepping is not optimizer:
-            return
-        self._steps.release()
-        if self._requests is not None:
-            self.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
-        for tracker in self.trackers.values():
-            if tracker in self._sharing or tracker.is_passed_through:
-                tracker.step_completed(may_skip=bool(self._acting))
-        self._stepping, self._sharing, self._requests, self._about = None, {}, None, {}
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -288,8 +210,7 @@ class EventSource:
             self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
             # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
-            self._handles.append(register_optimizer_step_pre_hook(self._on_step))
-            self._handles.append(register_optimizer_step_post_hook(self._on_step_end))
+            self._steps.install(self._handles)
             # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
             self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         self._reset()
@@ -299,17 +220,17 @@ class EventSource:
         self.listened = self._has_handlers(*self._NAMES)
         monitored = [item for reference in self._monitors if (item := reference()) is not None and item._monitored]
         self.running, self._awaits_step = bool(monitored) or self.listened, False
-        self._acting = set(map(attrgetter("acts_on"), monitored)) - {None}
+        self._steps.acting = acting = set(map(attrgetter("acts_on"), monitored)) - {None}
         has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
         for key, tracker in self.trackers.items():
             start = functools.partial(self._on_backward, key) if has_hooks else None
-            tracker.train_step_started(start, refresh=self.running, may_skip=bool(self._acting))
+            tracker.train_step_started(start, refresh=self.running, may_skip=bool(acting))
         self.train_step = functools.partial(original, engine, batch)
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
-            if self._acting:
-                contexts.enter_context(self._steps.context(self._acting))
+            if acting:
+                contexts.enter_context(self._steps.context())
             for tracker in self.trackers.values():
                 if tracker.accumulates:
                     tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))

@@ -9,17 +9,28 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.gradient_tracker import StepRequests
-from ignite_monitor.events.hooks import Patch, remove_all, weak_method
-from ignite_monitor.model._torch import first_post_hook, foreach_scale, has_step_hooks, post_hooks, sparse_parts
+from ignite_monitor.events.gradient_tracker import GradientTracker, OptimizerStep, StepRequests
+from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
+from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model._torch import (
+    first_post_hook,
+    foreach_scale,
+    has_pre_hooks,
+    has_step_hooks,
+    post_hooks,
+    sparse_parts,
+    untraced,
+)
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, is_dtensor
 from ignite_monitor.model.names import parameters_of
@@ -43,18 +54,40 @@ class SkippedError(Exception):
 
 
 class StepOwner:
-    """Skips or scales the step of an optimizer as monitors ask, and undoes it before other hooks of the optimizer."""
+    """Reports the steps of optimizers by events, does once what monitors ask of a step, and undoes it once."""
 
-    def __init__(self, completed: Callable[[Optimizer], None]) -> None:
-        self.completed = completed  # is called after a step that is not run
-        self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
-        self.handles: list[Any] = []  # hooks of the step that runs
+    def __init__(self, source: Any) -> None:
+        self._source = weakref.proxy(source)  # which owns it
+        hooks = map(weak_method, (self._await_step, self.end_step))
+        self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
+        self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
         self._patched: list[_PatchedStep] = []
+        self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
+        self._handles: list[Any] = []  # hooks of the step that runs
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step that runs."""
+        self._optimizer: Optimizer | None = None
+        self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
+        self._requests: StepRequests | None = None  # once the step is reported
+        self._about: dict[int, OptimizerStep] = {}  # the step, by id of the model
+        self._in_closure = False
+
+    def install(self, handles: list[Any]) -> None:
+        """Hook the steps of all optimizers, and append the handles."""
+        handles.append(register_optimizer_step_pre_hook(self._on_step))
+        handles.append(register_optimizer_step_post_hook(self._on_step_end))
+
+    @property
+    def evaluates_again(self) -> bool:
+        """True while the closure of a step that has started is evaluated once more."""
+        return self._in_closure and self._requests is not None
 
     @contextmanager
-    def context(self, optimizers: Set[Optimizer]) -> Iterator[None]:
-        """Context of a train step in which steps of these optimizers may be skipped."""
-        self._patched = [_PatchedStep(self, optimizer) for optimizer in optimizers if not _is_from_torch(optimizer)]
+    def context(self) -> Iterator[None]:
+        """Context of a train step in which optimizers are acting."""
+        self._patched = [_PatchedStep(self, optimizer) for optimizer in self.acting if not _is_from_torch(optimizer)]
         handles: list[Any] = [Patch(step.optimizer, "step", step.call) for step in self._patched]
         try:
             yield
@@ -63,24 +96,72 @@ class StepOwner:
             self._patched = []
             self.release()
 
-    def check_call(self, optimizer: Optimizer, closure: object) -> None:
-        """Refuse, with a ValueError, a step that could not be skipped any more."""
+    def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The step is reported after the hooks of the optimizer's own, which may change its gradients.
+        if not self._source.running or (self._optimizer is not None and is_nested(optimizer)):
+            return None
+        sharing = {}
+        for tracker in self._source.trackers.values():
+            if parameters := tracker.parameters_of(optimizer):
+                sharing[tracker] = parameters
+        if not sharing:
+            return None
+        self._optimizer, self._sharing, self._requests = optimizer, sharing, None
+        self.release()  # from a step that raised an error
+        if not has_pre_hooks(optimizer):
+            return self._start_step(optimizer, args, kwargs)
+        self._handles.append(optimizer.register_step_pre_hook(untraced(weak_method(self._start_step))))
+        return None
+
+    def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._optimizer is not optimizer or self._requests is not None:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         for step in self._patched:
             if step.optimizer is optimizer and (callable(closure) or not step.is_running):
                 raise ValueError(
                     f"on_spike='skip' can skip a step of {type(optimizer).__name__} only if it is called as "
                     f"optimizer.step() after backward(), without a closure: call it so, or {_FIX}"
                 )
+        if not callable(closure):
+            self._report_step(optimizer)
+            if self._undo and not _is_from_torch(optimizer):  # it may do more than use its gradients
+                raise SkippedError
+            return None
 
-    def act(self, optimizer: Optimizer, requests: StepRequests) -> Tensor | None:
-        """Do what monitors ask of the step that starts; return whether they skip it, 0-dim, or None if none asks."""
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self._in_closure = True
+            try:
+                loss = closure(*args, **kwargs)
+            finally:
+                self._in_closure = False
+            self._report_step(optimizer)  # the step uses the gradients that its closure computes
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
+
+    def _report_step(self, optimizer: Optimizer) -> None:
+        if self._optimizer is optimizer and self._requests is None:
+            self._requests = requests = StepRequests()
+            for key, tracker in self._source.trackers.items():
+                self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
+            self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
+
+    def act(self) -> None:
+        """Do what monitors ask of the step that starts."""
+        optimizer, requests = self._optimizer, self._requests
+        if optimizer is None or requests is None:  # a handler has detached the monitors
+            return
         if requests.factors:
             gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
             scale(gradients, _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         requests.made = True if found_inf is None else found_inf.reshape(()) == 0
         if not requests.flags:
-            return None
+            return
         flag = _combined(torch.logical_or, requests.flags)
         if skips_on_device(optimizer):
             skipped = move(flag.to(torch.float32), parameters_of(optimizer)[0].device)
@@ -91,23 +172,34 @@ class StepOwner:
         elif torch.is_nonzero(flag):  # read on the host
             requests.made = False
             self._hide_gradients(optimizer)
-        return flag
+        for tracker in self._source.trackers.values() if self.acting else ():  # else no statistics are kept
+            # A discriminator that has seen backwards of its generator's loss alone is passed through too.
+            is_shared = tracker.accumulates and not tracker.has_own_backward
+            if tracker in self._sharing or tracker.is_passed_through or is_shared:
+                tracker.statistics.restore(flag)
 
-    def end_skipped(self, optimizer: Optimizer) -> None:
-        """End the step of an optimizer that may do more than use its gradients by a SkippedError, if it is skipped."""
-        if self._undo and not _is_from_torch(optimizer):
-            raise SkippedError
+    def end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Undo what was done, report the completed step, and start another window of its models."""
+        if self._optimizer is not optimizer:
+            return
+        self.release()
+        if self._requests is not None:
+            self._source.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
+        for tracker in self._source.trackers.values():
+            if tracker in self._sharing or tracker.is_passed_through:
+                tracker.step_completed(may_skip=bool(self.acting))
+        self.reset()
+
+    def release(self) -> None:
+        """Undo what was done, also after a step that raised an error, and remove the hooks of the step."""
+        if self._undo:
+            self.undo()
+        remove_all(self._handles)
 
     def undo(self, *_: Any) -> None:
         """Restore what a skipped step has changed in its optimizer."""
         while self._undo:
             self._undo.pop()()
-
-    def release(self) -> None:
-        """Undo, also after a step that raised an error, and remove the hooks of the step."""
-        if self._undo:
-            self.undo()
-        remove_all(self.handles)
 
     def _replace_found_inf(self, optimizer: Any, before: Tensor | None, value: Tensor) -> None:
         optimizer.found_inf = value
@@ -136,7 +228,7 @@ class StepOwner:
     def _undo_first(self, optimizer: Optimizer, undo: Callable[[], Any]) -> None:
         # The gradients that the user's hooks see are those that the train step made.
         self._undo.append(undo)
-        self.handles.append(first_post_hook(optimizer, weak_method(self.undo)))
+        self._handles.append(first_post_hook(optimizer, weak_method(self.undo)))
 
 
 class _PatchedStep:
@@ -153,7 +245,7 @@ class _PatchedStep:
             self.owner.undo()
             for hook in post_hooks(self.optimizer):
                 hook(self.optimizer, (self.optimizer, *args), kwargs)
-            return self.owner.completed(self.optimizer)
+            return self.owner.end_step(self.optimizer)
         finally:
             self.is_running = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -168,8 +169,9 @@ class Ranks:
             parts: the norms of all gradients, if they are known.
             flags: flags of this rank, a bool vector.
         """
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+        gradients = [gradient for gradient in map(attrgetter("grad"), parameters) if gradient is not None]
+        if len(gradients) < len(parameters):
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if self._have_same(parameters):
             value = whole_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
             return RankNorm(value, value if flags is None else flags)
