@@ -1,6 +1,6 @@
 """Iterations between the warnings of several signals and the doubling of the loss when the learning rate grows.
 
-Small runs train 300 iterations at a suitable learning rate, which then grows by 2, 5 or 10 % per iteration for up to
+Small runs train 300 iterations at a suitable learning rate, which then grows by 2 or 5 % per iteration for up to
 300 iterations, or stays as it is (the control). The loss has doubled when the mean of 10 losses exceeds twice the
 smallest such mean. A fifth of the labels of the CNN is random, so that its loss does not approach 0. Every signal but
 the last two is followed by a ``DriftMonitor`` with its defaults. The last two are spikes of ``GradMonitor``, and a
@@ -26,7 +26,7 @@ from trainings import Training, batches, loss_of, make_model, make_optimizer, op
 import ignite_monitor as im
 
 FIRST, WARMUP, LAST, EVERY, CONTROL = 300, 150, 600, 5, 1.0
-GROWTHS, SEEDS = (1.02, 1.05, 1.10), range(3)
+GROWTHS, SEEDS = (1.02, 1.05), range(3)
 TRAININGS = [
     Training("gpt, AdamW", 32, 2, 8, "AdamW", 3e-3),
     Training("gpt, SGD", 32, 2, 8, "SGD", 0.3),

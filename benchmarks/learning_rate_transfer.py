@@ -29,7 +29,7 @@ from trainings import digits, mean_and_error, options, print_header, print_row
 
 from ignite_monitor.scaling import Parametrization, parametrize
 
-WIDTHS, SEEDS, STEPS = (64, 128, 256), 3, 120
+WIDTHS, SEEDS, STEPS = (64, 128, 256), 2, 120
 BATCH, LENGTH, HELD_OUT = 8, 32, 64
 HEAD = 8  # dimension of an attention head at all widths
 # Model and preset -> log2 of the learning rates; under muP those of a layer of width 1.

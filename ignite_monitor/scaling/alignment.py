@@ -75,7 +75,7 @@ class AlignmentHandler(ReferenceMonitor, schema=ALIGNMENT):
         self,
         model_or_parametrization: nn.Module | Parametrization,
         *,
-        sample_size: int = 32,
+        sample_size: int = 128,
         reference: str | nn.Module = "init",
         include: Pattern = None,
         exclude: Pattern = None,
