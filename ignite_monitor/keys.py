@@ -77,8 +77,6 @@ ACTIVATION = Schema("activation", "", (
         when=_GIVEN("activations")),
     Key("activation/{module}/kurtosis", "fourth central moment over the squared variance; 3 for a normal distribution",
         when="if asked for by name"),
-    Key("activation/{module}/head_{i}/query/{metric}", "metric of a head's queries; also ``key`` and ``value``",
-        when=_GIVEN("activations") + " and ``attention``"),
     Key("recorded/{module}/{name}", "value given to :func:`record`", when="if the model calls it"),
     Key("attention_entropy/{module}/head_{i}", "entropy of the attention weights", unit="nats",
         when=_GIVEN("attention"), chart="attention entropy per head"),

@@ -22,7 +22,7 @@ class AttentionArguments(NamedTuple):
 
     query: Tensor
     key: Tensor
-    value: Tensor
+    value: Tensor | None  # not used
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
@@ -52,19 +52,19 @@ def attention_entropy(call: AttentionArguments) -> HeadEntropy:
     query, key, mask = call.query, call.key, call.attn_mask
     with torch.no_grad():
         dims = max(query.ndim, key.ndim)
-        query, key = (with_heads(tensor, dims, call.enable_gqa) for tensor in (query, key))
+        query, key = (_with_heads(tensor, dims, call.enable_gqa) for tensor in (query, key))
         if call.enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         if mask is not None:
-            mask = with_heads(mask, dims, call.enable_gqa).expand(*batch, query.shape[-2], key.shape[-2])
+            mask = _with_heads(mask, dims, call.enable_gqa).expand(*batch, query.shape[-2], key.shape[-2])
             mask = mask.flatten(0, -4)
         query, key = (tensor.expand(*batch, *tensor.shape[-2:]).flatten(0, -4) for tensor in (query, key))
         scale = 1 / math.sqrt(max(query.shape[-1], 1)) if call.scale is None else call.scale
         return _sums(query, key, mask, call.is_causal, scale)
 
 
-def with_heads(tensor: Tensor, dims: int, enable_gqa: bool) -> Tensor:
+def _with_heads(tensor: Tensor, dims: int, enable_gqa: bool) -> Tensor:
     """A view with a dimension of heads, and as many dimensions as the other tensors."""
     tensor = tensor[(None,) * (dims - tensor.ndim)]
     for _ in range(4 - dims):

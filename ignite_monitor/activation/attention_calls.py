@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from ignite_monitor.activation.attention import AttentionArguments, attention_entropy
+from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, attention_entropy
 from ignite_monitor.model.forward import after_forward, before_forward
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
@@ -29,11 +28,8 @@ class Reason(NamedTuple):
 
 
 NOT_PLAIN = Reason(
-    "no_local_data", "DTensors, nested, sparse and meta tensors, and tensors in torch.func transforms, are not measured"
+    "no_local_data", "nested, sparse and meta tensors, tensors of other classes and in torch.func are not measured"
 )
-
-# Other classes may decide what functions take as a tensor's elements.
-_KINDS = (Tensor, nn.Parameter, CausalBias)
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -47,10 +43,10 @@ class AttentionCalls(TorchFunctionMode):
 
     Args:
         current: returns what is reported with a call made now, None if the call is not reported.
-        report: is called with it, the arguments and their entropy; or with it and the reason why it is not known.
+        report: is called with it, and the entropy or the reason why it is not known.
     """
 
-    def __init__(self, current: Callable[[], Any], report: Callable[..., None]) -> None:
+    def __init__(self, current: Callable[[], Any], report: Callable[[Any, HeadEntropy | Reason], None]) -> None:
         super().__init__()
         self._current = current
         self._report = report
@@ -80,7 +76,8 @@ class AttentionCalls(TorchFunctionMode):
     def _report_call(self, current: Any, read: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         with hidden_from_user_modes():
-            if not all(type(value) in _KINDS and has_local_data(value) for value in tensors):
+            # Other classes may decide what functions take as a tensor's elements.
+            if not all(type(value) in (Tensor, nn.Parameter) and has_local_data(value) for value in tensors):
                 self._report(current, NOT_PLAIN)
                 return
             # The projections run in the user's autocast. It caches copies of weights that require gradients, and those
@@ -88,12 +85,11 @@ class AttentionCalls(TorchFunctionMode):
             try:
                 call = read(*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
                 with torch.autocast(tensors[0].device.type, enabled=False):
-                    result = (call,) if isinstance(call, Reason) else (call, attention_entropy(call))
+                    result = call if isinstance(call, Reason) else attention_entropy(call)
             except Exception as error:  # noqa: BLE001 - training continues
                 text = f"its attention can't be measured: {type(error).__name__}: {error}"
-                result = (Reason("failed_attention", text),)
-            with torch.autocast(tensors[0].device.type, enabled=False):
-                self._report(current, *result)
+                result = Reason("failed_attention", text)
+            self._report(current, result)
 
     def enter(self, *_: Any) -> None:
         """Detect calls of this thread until :meth:`leave`; pairs may be nested."""
@@ -124,23 +120,11 @@ def may_use_fast_path(model: nn.Module) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and not isinstance(value, CausalBias) else value
-
-
-def _read_attention(*args: Any, **kwargs: Any) -> AttentionArguments:
-    """Return the arguments, with a CausalBias, whose elements are not initialized, as a mask."""
-    call = AttentionArguments(*args, **kwargs)
-    mask = call.attn_mask
-    if not isinstance(mask, CausalBias):
-        return call
-    rows, columns = mask.seq_len_q, mask.seq_len_kv
-    included = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device)
-    diagonal = columns - rows if mask.variant == CausalVariant.LOWER_RIGHT else 0
-    return call._replace(attn_mask=included.tril_(diagonal))
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments | Reason:
-    """Project the inputs of ``multi_head_attention_forward`` once more; return the reason if that is not supported."""
+    """Project queries and keys once more; return the reason if the arguments are not supported."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
@@ -148,17 +132,17 @@ def _read_multi_head(*args: Any, **kwargs: Any) -> AttentionArguments | Reason:
     if call.add_zero_attn or any(item is not None for item in added) or call.query.ndim == 2:
         text = "attention with bias_k, bias_v, static_k, static_v or add_zero_attn, or without a batch, is not measured"
         return Reason("attention_arguments", text)
-    weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
+    weights = (call.q_proj_weight, call.k_proj_weight)
     if not call.use_separate_proj_weight:
-        weights = call.in_proj_weight.chunk(3)
-    biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
-    query, key, value = (
+        weights = call.in_proj_weight.chunk(3)[:2]
+    biases = (None, None) if call.in_proj_bias is None else call.in_proj_bias.chunk(3)[:2]
+    query, key = (
         _split_heads(F.linear(inputs, weight, bias), call.num_heads)
-        for inputs, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
+        for inputs, weight, bias in zip((call.query, call.key), weights, biases, strict=True)
     )
     # With both torch uses the hint is_causal in place of the mask; otherwise the hint only describes the mask.
     is_causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
-    return AttentionArguments(query, key, value, None if is_causal else _merged_mask(call), is_causal=is_causal)
+    return AttentionArguments(query, key, None, None if is_causal else _merged_mask(call), is_causal=is_causal)
 
 
 def _split_heads(sequence: Tensor, heads: int) -> Tensor:
@@ -186,6 +170,6 @@ def _merged_mask(call: SimpleNamespace) -> Tensor | None:
 
 
 _READERS: dict[Callable[..., Any], Callable[..., AttentionArguments | Reason]] = {
-    F.scaled_dot_product_attention: _read_attention,
+    F.scaled_dot_product_attention: AttentionArguments,
     F.multi_head_attention_forward: _read_multi_head,
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, with_heads
+from ignite_monitor.activation.attention import HeadEntropy
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls, Reason, may_use_fast_path
 from ignite_monitor.activation.measurement import Measurement
 from ignite_monitor.activation.metric import RATIO, MetricSet, as_number, is_tag
@@ -150,18 +150,12 @@ class ForwardMetrics(ModuleHook):
     def _running_layer(self) -> Layer | None:
         return self._layers.get(id(running_module())) if self._is_wanted() else None
 
-    def _add_attention(
-        self, layer: Layer, call: AttentionArguments | Reason, entropy: HeadEntropy | None = None
-    ) -> None:
+    def _add_attention(self, layer: Layer, entropy: HeadEntropy | Reason) -> None:
         self.saw_attention = True
-        name, tag = layer
-        if isinstance(call, Reason) or entropy is None:
-            self._skip(tag, cast("Reason", call))
+        _, tag = layer
+        if isinstance(entropy, Reason):
+            self._skip(tag, entropy)
             return
         for i, (ratio, largest) in enumerate(zip(torch.stack(entropy[:2], 1), entropy.largest, strict=True)):
             self._entropies.aggregate(f"{tag}/head_{i}", RATIO, ratio)
             self._logits.aggregate(f"{tag}/head_{i}", "max", largest)
-        for kind, tensor in (("query", call.query), ("key", call.key), ("value", call.value)) if self._metrics else ():
-            by_head = with_heads(tensor, tensor.ndim, call.enable_gqa).movedim(-3, 0).flatten(1, -3)
-            for i, head in enumerate(by_head):
-                self.activation.add(f"{tag}/head_{i}/{kind}", name, head, unit=head.ndim - 1, copy=True)
