@@ -21,7 +21,6 @@ from trainings import COMMIT, commit
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 TABLES = {  # name -> command
-    "bad_batches": ["bad_batches.py"],
     "bench_cost": ["bench_cost.py"],
     "diagnosis": ["diagnosis.py"],
     "early_warning": ["early_warning.py"],

@@ -15,15 +15,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
-from statistics import fmean, mean, stdev
+from statistics import fmean, mean, pvariance, stdev
 from typing import Any
 
 import torch
 from recorded_harm import Recording, record_all
 from torch import Tensor
-from trainings import ZClip, options, print_header, print_row
+from trainings import options, print_header, print_row
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
@@ -92,27 +91,16 @@ def olmo(norms: list[float], losses: list[float]) -> Flags:
 
 @finite
 def zclip(norms: list[float], losses: list[float]) -> Flags:
-    clipped = ZClip()
-    return [clipped(norm) < norm for norm in norms]
-
-
-@finite
-def lightning(norms: list[float], losses: list[float]) -> Flags:
-    """Lightning's SpikeDetection: a loss above the last one and off the mean of the last ten by twice that mean."""
-    flags, window, last = [], deque[float](maxlen=10), 0.0
-    for loss in losses:
-        spike = bool(window) and loss > last and abs(loss - mean(window)) >= abs(2.0 * mean(window))
-        flags.append(spike)
-        if not spike:
-            window.append(loss)
-            last = loss
+    """ZClip (arXiv:2504.02507): norms with z > 2.5 become mean + 2.5^2 / z * std; moving averages of 0.97."""
+    mu, variance = mean(norms[:25]), pvariance(norms[:25])
+    flags = [False] * 25
+    for norm in norms[25:]:
+        z = (norm - mu) / (math.sqrt(variance) + 1e-6)
+        flags.append(z > 2.5)
+        clipped = mu + 2.5**2 / z * math.sqrt(variance) if z > 2.5 else norm
+        mu = 0.97 * mu + 0.03 * clipped
+        variance = 0.97 * variance + 0.03 * (clipped - mu) ** 2
     return flags
-
-
-@finite
-def foundry(norms: list[float], losses: list[float]) -> Flags:
-    """llm-foundry's KillLossSpike: an outlier is twice the mean of the last hundred losses, outliers included."""
-    return [i >= 100 and losses[i] >= 2.0 * mean(losses[i - 100 : i]) for i in range(len(losses))]
 
 
 default = by_norm(MeanStdThreshold)
@@ -131,8 +119,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "`MeanStdThreshold(k=3, decay=None)`": (by_norm(lambda: MeanStdThreshold(k=3.0, decay=None)),),
     "OLMo-core, skip step": (olmo,),
     "ZClip, z > 2.5": (zclip,),
-    "Lightning, SpikeDetection": (lightning,),
-    "llm-foundry, outlier of KillLossSpike": (foundry,),
 }
 
 

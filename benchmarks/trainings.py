@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -173,26 +173,6 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         return F.mse_loss(logits.flatten(), labels)
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-class ZClip:
-    """ZClip (arXiv:2504.02507) as its paper describes it: norms with z > 2.5 become mean + 2.5^2 / z * std."""
-
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._mean = self._variance = 0.0  # moving averages of 0.97
-
-    def __call__(self, norm: float) -> float:
-        """Return the clipped norm, which updates the statistics."""
-        if len(self._first) < 25:
-            self._first.append(norm)
-            self._mean, self._variance = fmean(self._first), pstdev(self._first) ** 2
-            return norm
-        z = (norm - self._mean) / (math.sqrt(self._variance) + 1e-6)
-        clipped = self._mean + 2.5**2 / z * math.sqrt(self._variance) if z > 2.5 else norm
-        self._mean = 0.97 * self._mean + 0.03 * clipped
-        self._variance = 0.97 * self._variance + 0.03 * (clipped - self._mean) ** 2
-        return clipped
 
 
 @functools.cache
