@@ -144,7 +144,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "HistogramHandler": (lambda m, _: im.HistogramHandler(m), CLONE),
     "RoutingHandler": (routing, CLOSURES),
     "ReplicaCheckHandler": (replica_check, CLONE),
-    "ReplayCheckHandler": (im.ReplayCheckHandler, PASSES),
+    "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, loss=loss_of), PASSES),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
     "SetupCheck": (lambda m, o: im.SetupCheck(m, o, iterations=NEVER), CLIP),  # in a run it takes three iterations
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),

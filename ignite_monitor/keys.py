@@ -247,7 +247,7 @@ REPLICAS = Schema("replicas", "replicas", (
 ))
 
 REPLAY = Schema("replay", "replay", (
-    Key("reproducible", "1 if a second pass of the train step gave the same gradients, bit by bit, else 0",
+    Key("reproducible", "1 if two passes of the same batch gave the same gradients, bit by bit, else 0",
         chart="replay: reproducible"),
 ))
 

@@ -151,7 +151,9 @@ HANDLERS = {
     "WeightUpdateHandler": Case(of_both(WeightUpdateHandler, top_k=0)),
     "OptimizerStateHandler": Case(of_both(OptimizerStateHandler, top_k=0)),
     "ReplicaCheckHandler": Case(of_both(ReplicaCheckHandler), on_device=False, **ALWAYS),  # a constant, with one rank
-    "ReplayCheckHandler": Case(of_both(ReplayCheckHandler), second_pass=True, reads={"tolist": 30}),
+    "ReplayCheckHandler": Case(
+        of_model(ReplayCheckHandler, loss=mse_of), on_device=False, second_pass=True, reads={"tolist": 30}, **ALWAYS
+    ),
     "HistogramHandler": Case(of_model(HistogramHandler), **ALWAYS),
     "ActivationHandler": Case(of_model(ActivationHandler, activations=True), sums_in_order_of_device=True),
     "ActivationHandler, gradients": Case(of_model(ActivationHandler, gradients=True), sums_in_order_of_device=True),

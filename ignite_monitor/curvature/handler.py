@@ -13,21 +13,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ignite_monitor.checks import check_count, check_function
+from ignite_monitor.checks import check_count
 from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, largest_eigenvalue, length
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, makes_step_of, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
-from ignite_monitor.model.dtensor import any_dtensor
-from ignite_monitor.model.isolation import isolated_pass
-from ignite_monitor.model.modes import eager
+from ignite_monitor.model.isolation import is_from_signal_handler
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
-from ignite_monitor.monitor.arguments import check_generators, check_optimizer
+from ignite_monitor.monitor.arguments import check_generators, check_loss, check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
-from ignite_monitor.reference.reference import detached_copy, forbid_calls_to, separate_copy, user_forward_hooks
+from ignite_monitor.reference.reference import detached_copy, isolated_copy, user_forward_hooks
 
 _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
 
@@ -88,9 +86,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer, model)
-        if any_dtensor(model.parameters()):
-            raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
-        check_function("loss", loss, "the model", "the batch", optional=False)
+        check_loss(loss, model)
         self.optimizer = optimizer
         self.loss = loss
         self.lanczos_steps = check_count("lanczos_steps", lanczos_steps, least=1)
@@ -146,7 +142,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         mean = RankMean(parameters, self.ranks)
         try:
             self._measure_on_copy(batch, parameters, is_adam, mean)
-        except Exception as error:  # noqa: BLE001 - training goes on
+        except Exception as error:
+            if is_from_signal_handler(error):
+                raise
             self.reset_run_state()
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.report("not_measured", f"nothing is reported, since the loss can't be measured: {reason}")
@@ -157,19 +155,13 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
-        model, generators = separate_copy(root, self._generators), self._generators
-        copies = {id(own): copied for own, copied in zip(root.parameters(), model.parameters(), strict=True)}
-        own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
-        if len(own) < len(parameters):
-            raise RuntimeError("the optimizer holds parameters of another model")
+        originals = list(root.parameters())
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
-        with (
-            isolated_pass(model, generators=generators),
-            forbid_calls_to(root, model),
-            eager(True),
-            second_derivatives,
-            torch.enable_grad(),
-        ):
+        with isolated_copy(root, self.loss, self._generators) as model, second_derivatives:
+            copies = {id(own): copied for own, copied in zip(originals, model.parameters(), strict=True)}
+            own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
+            if len(own) < len(parameters):
+                raise RuntimeError("the optimizer holds parameters of another model")
             hessian = Hessian(self.loss(model, detached_copy(batch)), own)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}

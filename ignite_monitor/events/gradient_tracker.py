@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -261,25 +260,3 @@ def in_outermost_backward(function: Callable[[], None]) -> None:
             in_outermost_backward(function)
 
     handles += [following.register_prehook(untraced(resumed)) for following, _ in node.next_functions if following]
-
-
-@contextmanager
-def after_each_backward(parameters: Iterable[Tensor], function: Callable[[], None]) -> Iterator[None]:
-    """Call a function at the end of every backward that reaches parameters, after it has reduced gradients."""
-    hook, awaited = GradientHook(), set[int]()
-
-    def await_end() -> None:
-        if backward_number() not in awaited:
-            awaited.add(backward_number())
-            after_backward(function, 3)
-
-    def start(number: int) -> set[int]:
-        if number != -1:  # FSDP2 calls hooks outside of a backward
-            in_outermost_backward(await_end)
-        return set()
-
-    try:
-        hook.register(parameters, gradient_hook(start))
-        yield
-    finally:
-        hook.remove()

@@ -44,7 +44,6 @@ class EventSource:
         listened: whether the user's handlers listened to any event when the train step started.
         trackers: the trackers of the monitored models, by id of the model.
         nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
-        train_step: the train step that is running, to be called once more; None outside of one.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"
@@ -69,7 +68,6 @@ class EventSource:
             tracker.iteration_started()
         self._steps.reset()
         self.nonfinite_source: NonFiniteSource | None = None
-        self.train_step: functools.partial[Any] | None = None
         self.running = self.listened = self._awaits_step = False
 
     @classmethod
@@ -225,7 +223,6 @@ class EventSource:
         for key, tracker in self.trackers.items():
             start = functools.partial(self._on_backward, key) if has_hooks else None
             tracker.train_step_started(start, refresh=self.running, may_skip=bool(acting))
-        self.train_step = functools.partial(original, engine, batch)
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
@@ -241,7 +238,6 @@ class EventSource:
         if self.running:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
             self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
-        self.train_step = None
         return output
 
     def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from traceback import walk_tb
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -29,6 +31,12 @@ _thread = threading.local()
 def in_second_pass() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
     return getattr(_thread, "in_second_pass", False)
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Return True if a handler of a signal raised an error, which is not one of the code that it interrupted."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
@@ -55,29 +63,19 @@ def isolated_pass(
             torch.set_autocast_cache_enabled(before[1])
 
 
-Buffers = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]  # registries, and copies of what they hold
-
-
-def copied_buffers(modules: Iterable[nn.Module]) -> Buffers:
-    """Copy the buffers of modules; a tensor that several modules have stays one."""
-    copies: dict[int | None, Tensor | None] = {}
-    registries = registries_of_buffers(modules)
-    for item in chain.from_iterable(registry.values() for registry in registries):
-        if id(item) not in copies:
-            copies[id(item)] = item if item is None or nn.parameter.is_lazy(item) else item.clone()
-    return [(registry, {name: copies[id(item)] for name, item in registry.items()}) for registry in registries]
-
-
 @contextlib.contextmanager
-def preserved_buffers(modules: Iterable[nn.Module], copies: Buffers | None = None) -> Iterator[None]:
-    """Restore buffers and training flags of modules on exit; inside, the buffers are copies, or earlier ones."""
+def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
     flags = [(module, module.training) for module in modules]
-    copies = copied_buffers(module for module, _ in flags) if copies is None else copies
-    buffers = [(registry, dict(registry)) for registry, _ in copies]
+    buffers = [(registry, dict(registry)) for registry in registries_of_buffers(module for module, _ in flags)]
     scripted = [(item, item.detach().clone()) for module, _ in flags for item in buffers_of_scripted(module)]
+    copies: dict[int, Tensor | None] = {}  # a tensor that several modules have stays one
     try:
-        for registry, copied in copies:
-            registry.update(copied)
+        for registry, saved in buffers:
+            for name, item in saved.items():
+                if id(item) not in copies:
+                    copies[id(item)] = item if item is None or nn.parameter.is_lazy(item) else item.clone()
+                registry[name] = copies[id(item)]
         yield
     finally:
         for module, flag in flags:
@@ -88,25 +86,6 @@ def preserved_buffers(modules: Iterable[nn.Module], copies: Buffers | None = Non
             registry.update(saved)
         for item, saved_item in scripted:
             item.data.copy_(saved_item)  # no version counter changes
-
-
-@contextlib.contextmanager
-def preserved_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restore gradients on exit; inside, they are None. No version counter changes."""
-    # Gradients may be views of the buckets of DistributedDataParallel, which a second pass reduces.
-    saved = [
-        (item, item.grad, None if item.grad is None or item.grad.is_sparse else item.grad.data.clone())
-        for item in parameters
-    ]
-    try:
-        for item, _, _ in saved:
-            item.grad = None
-        yield
-    finally:
-        for item, gradient, copy in saved:
-            if gradient is not None and copy is not None:
-                gradient.data.copy_(copy)
-            item.grad = gradient
 
 
 def cuda_devices() -> list[torch.device]:
@@ -154,23 +133,13 @@ def preserved_rng_state(
     devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
 ) -> Iterator[None]:
     """Restore the state that :func:`capture_rng_state` returns, and that of generators, on exit."""
-    restore = rng_restorer(devices, generators)
+    state, own = capture_rng_state(devices), [(item, generator_state(item)) for item in generators]
     try:
         yield
     finally:
-        restore()
-
-
-def rng_restorer(devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()) -> Callable[[], None]:
-    """Capture the state of :func:`capture_rng_state` and of generators; return a function that restores it."""
-    state, own = capture_rng_state(devices), [(item, generator_state(item)) for item in generators]
-
-    def restore() -> None:
         restore_rng_state(state)
         for item, saved in own:
             set_generator_state(item, saved)
-
-    return restore
 
 
 def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any, ...], Any]:
@@ -183,7 +152,8 @@ def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any
     classes: dict[type, str] = {}
     for name, module in named_modules(model):
         own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        generators |= _generators_in(own, (name,))
+        own = {key: value for key, value in own.items() if not isinstance(value, (int, float, str, Tensor))}
+        generators |= _generators_in(own, (name,)) if own else {}
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 classes.setdefault(kind, name)
@@ -192,6 +162,11 @@ def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any
     for file in {kind.__module__ for kind in classes} & sys.modules.keys():
         generators |= _generators_in(vars(sys.modules[file]), (file,), depth=0)
     return generators
+
+
+def generators_used_by(function: Any) -> list[Any]:
+    """Generators in the closure, defaults, attributes, object and globals of a function."""
+    return list(_generators_in(getattr(function, "__dict__", {}) | {"": function}, ()).values())
 
 
 def generator_kinds() -> tuple[type, ...]:

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_type
+from ignite_monitor.checks import check_function, check_type
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
+from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.isolation import generator_kinds
 from ignite_monitor.model.names import held_by
 
@@ -52,6 +53,13 @@ def check_generators(generators: Iterable[Any]) -> tuple[Any, ...]:
     for item in given:
         check_type("generators", item, generator_kinds(), "torch.Generator, or a generator of Python or NumPy")
     return given
+
+
+def check_loss(loss: Any, model: nn.Module) -> None:
+    """Refuse what is no function of a model and a batch, and a sharded model, on a copy of which it can't be called."""
+    if any_dtensor(model.parameters()):
+        raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
+    check_function("loss", loss, "the model", "the batch", optional=False)
 
 
 def check_flag(flag: str) -> None:

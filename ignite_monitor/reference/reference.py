@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
     generator_state,
     generators_of,
+    generators_used_by,
     in_second_pass,
     isolated_pass,
     preserved_rng_state,
     set_generator_state,
 )
-from ignite_monitor.model.modes import without_dispatch_modes, without_saved_tensors_hooks
+from ignite_monitor.model.modes import eager, without_dispatch_modes, without_saved_tensors_hooks
 from ignite_monitor.model.names import first_difference, modules_by_name, named_modules, shapes, structure, unwrapped
 from ignite_monitor.monitor.arguments import check_generators, check_whole
 
@@ -163,6 +165,9 @@ def separate_copy(model: nn.Module, generators: Collection[Any]) -> nn.Module:
     """Deep copy of a model without the users' hooks, which shares generators; ValueError if it can't be made."""
     hooks = [hook for own in user_forward_hooks(model.modules()).values() for hook in own.values()]
     memo = {id(item): item for item in (*hooks, *generators)}
+    # The empty dictionaries of modules take most of the time of a deep copy.
+    members = [item for module in model.modules() for item in vars(module).values()]
+    memo |= {id(item): type(item)() for item in members if type(item) in (dict, OrderedDict) and not item}
     try:
         with preserved_rng_state({item.device for item in model.parameters()}):
             separate: nn.Module = detached_copy(model, memo)
@@ -175,6 +180,16 @@ def separate_copy(model: nn.Module, generators: Collection[Any]) -> nn.Module:
     for module in separate.modules():
         remove_hooks(module, hooked.get(module, ()))
     return separate
+
+
+@contextlib.contextmanager
+def isolated_copy(model: nn.Module, loss: Callable[..., Any], generators: Iterable[Any]) -> Iterator[nn.Module]:
+    """A copy of a model, on which a loss of the user's is evaluated and differentiated apart from the training run."""
+    shared = [*generators, *generators_used_by(loss)]
+    separate = separate_copy(model, shared)
+    isolated = isolated_pass(separate, generators=shared)
+    with isolated, forbid_calls_to(model, separate), eager(twice_differentiable=True), torch.enable_grad():
+        yield separate
 
 
 def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tuple[str, int], Any]]:

@@ -134,7 +134,8 @@ class Monitored(Training):
         losses = SpikeMonitor(
             lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
         )
-        curvature = CurvatureHandler(of, optimizer, loss=lambda model, batch: case.loss(call(model, batch[0])))
+        loss = functools.partial(loss_of_first_part, case)
+        curvature = CurvatureHandler(of, optimizer, loss=loss)
         self.setup_check, gradient = SetupCheck(of, optimizer), GradMonitor(of, optimizer)
         self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints", monitors=[gradient])
         for monitor in (
@@ -148,7 +149,7 @@ class Monitored(Training):
             WeightUpdateHandler(of, optimizer, sample_size=None),
             OptimizerStateHandler(of, optimizer, sample_size=None),
             ReplicaCheckHandler(of, optimizer),
-            ReplayCheckHandler(of, optimizer),
+            ReplayCheckHandler(of, loss=loss),
             HistogramHandler(of),
             ActivationHandler(of, **everything, reference="init", attention=True),
             RCCHandler(of),
@@ -171,6 +172,10 @@ class Monitored(Training):
 
 def count_items(batch: list[dict[str, Any]]) -> int:
     return sum(len(next(iter(part.values()))) for part in batch)
+
+
+def loss_of_first_part(case: Case, model: nn.Module, batch: list[dict[str, Any]]) -> Tensor:
+    return case.loss(call(model, batch[0]))
 
 
 def call(model: nn.Module, batch: dict[str, Any]) -> Any:

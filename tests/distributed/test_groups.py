@@ -217,10 +217,13 @@ def experts(rank: int, **kwargs: Any) -> dict[str, Any]:
     return Trainer(model, own_loss(rank, model, odd=True), monitors, is_odd=False).run()
 
 
+def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).square().mean()
+
+
 def with_means(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any) -> list[Any]:
     """Add monitors that need the ranks' mean of every gradient."""
-    loss = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
-    others = [GradientNoiseScaleHandler(model, optimizer), CurvatureHandler(model, optimizer, loss=loss)]
+    others = [GradientNoiseScaleHandler(model, optimizer), CurvatureHandler(model, optimizer, loss=mean_square)]
     return [*grad_monitor(model, optimizer, **kwargs), *others]
 
 
@@ -263,7 +266,7 @@ def independent(rank: int) -> dict[str, Any]:
     def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         to_save = {"model": model, "optimizer": optimizer}
         others = [ActivationHandler(model, activations={"std": True}), RollbackHandler(to_save)]
-        return [*grad_monitor(model, optimizer), *others, ReplayCheckHandler(model, optimizer)]
+        return [*grad_monitor(model, optimizer), *others, ReplayCheckHandler(model, loss=mean_square)]
 
     result = Trainer(model, own_loss(rank, model), monitors, is_odd=False).run(COUNT + rank)
     dist.barrier()

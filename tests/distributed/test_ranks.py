@@ -29,6 +29,7 @@ from ignite_monitor import (
     HistogramHandler,
     MeanStdThreshold,
     MonitorEvents,
+    ReplayCheckHandler,
     SpectralNormHandler,
     WeightUpdateHandler,
 )
@@ -206,6 +207,8 @@ def refused(rank: int) -> dict[str, Any]:
         model = fsdp(Net())
         with pytest.raises(ValueError, match="Argument model should not be sharded"):
             kind(model, torch.optim.SGD(model.parameters(), 0.1), **kwargs)
+    with pytest.raises(ValueError, match="Argument model should not be sharded"):
+        ReplayCheckHandler(fsdp(Net()), loss=lambda model, batch: None)
     return {}
 
 

@@ -181,7 +181,9 @@ MAKE = {
     "CurvatureHandler": lambda model, optimizer, **options: CurvatureHandler(
         model, optimizer, loss=lambda model, batch: model(batch).square().mean(), **options
     ),
-    "ReplayCheckHandler": ReplayCheckHandler,
+    "ReplayCheckHandler": lambda model, _, **options: ReplayCheckHandler(
+        model, loss=lambda model, batch: model(batch).square().mean(), **options
+    ),
     "GradMonitor": GradMonitor,
 }
 
