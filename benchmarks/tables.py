@@ -23,7 +23,6 @@ RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 TABLES = {  # name -> command
     "bench_cost": ["bench_cost.py"],
     "diagnosis": ["diagnosis.py"],
-    "early_warning": ["early_warning.py"],
     "learning_rate_transfer": ["learning_rate_transfer.py", "--draw", f"{DOCS}/figures/learning_rate_transfer.png"],
     "recovery": ["recovery.py", "--draw", f"{DOCS}/recovery.png"],
     "regimes": ["recovery.py", "--regimes"],

@@ -182,16 +182,12 @@ def digits(divisor: float = 16.0) -> tuple[Tensor, Tensor]:
     return torch.tensor(data.data / divisor, dtype=torch.float32), torch.tensor(data.target)
 
 
-def batches(training: Training, generator: torch.Generator, start: float = 0.0, end: float = 1.0) -> Batches:
-    """A function that draws inputs and labels from the data between the fractions ``start`` and ``end``."""
-
-    def part(values: Tensor) -> Tensor:
-        return values[int(start * len(values)) : int(end * len(values))]
-
+def batches(training: Training, generator: torch.Generator) -> Batches:
+    """A function that draws inputs and labels."""
     if training.is_gpt:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
         text = b"".join(file.read_bytes() for file in files)
-        tokens = part(torch.tensor([byte for byte in text if byte < VOCABULARY]))
+        tokens = torch.tensor([byte for byte in text if byte < VOCABULARY])
 
         def draw() -> tuple[Tensor, Tensor]:
             starts = torch.randint(len(tokens) - CONTEXT, (training.batch_size, 1), generator=generator)
@@ -199,7 +195,7 @@ def batches(training: Training, generator: torch.Generator, start: float = 0.0, 
             return pieces[:, :-1], pieces[:, 1:]
 
     else:
-        images, labels = map(part, digits())
+        images, labels = digits()
 
         def draw() -> tuple[Tensor, Tensor]:
             rows = torch.randint(len(images), (training.batch_size,), generator=generator)
