@@ -1,4 +1,4 @@
-"""Best learning rate of a small Llama and of a ViT at three widths, in the standard parametrization and under muP.
+"""Best learning rate of a small Llama and of a ViT at two widths, in the standard parametrization and under muP.
 
 The Llama (two layers, 32 bytes of context) learns the docstrings of Python's standard library, the ViT (two layers, 17
 positions) scikit-learn's handwritten digits. The learning rate of Adam rises over 10 steps and falls to 0. The loss is
@@ -29,7 +29,7 @@ from trainings import digits, mean_and_error, options, print_header, print_row
 
 from ignite_monitor.scaling import Parametrization, parametrize
 
-WIDTHS, SEEDS, STEPS = (64, 128, 256), 2, 120
+WIDTHS, SEEDS, STEPS = (64, 256), 2, 120
 BATCH, LENGTH, HELD_OUT = 8, 32, 64
 HEAD = 8  # dimension of an attention head at all widths
 # Model and preset -> log2 of the learning rates; under muP those of a layer of width 1.
