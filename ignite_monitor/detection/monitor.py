@@ -1,4 +1,4 @@
-"""Base of the monitors that detect spikes: events, flag and log messages."""
+"""Bases of the monitors with a threshold, and of those that report spikes: events, flag and log messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.detection.counting import CountingMonitor
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
 from ignite_monitor.model.modes import users_grad_mode
-from ignite_monitor.monitor.base import check_flag
+from ignite_monitor.monitor.base import Monitor, check_flag
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published, is_cpu
+
+
+class CountingMonitor(Monitor):
+    """Has a threshold: handlers that react to spikes read its counts, and may reset it."""
+
+    def counts(self) -> Tensor:
+        """Return the numbers of spikes, non-finite values and resets so far."""
+        raise NotImplementedError
+
+    def reset_threshold(self) -> None:
+        """Reset the running statistics of the threshold; counts are kept."""
+        raise NotImplementedError
 
 
 class DetectionMonitor(CountingMonitor):

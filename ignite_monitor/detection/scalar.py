@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.checks import check_function
-from ignite_monitor.detection.counting import CountingMonitor
+from ignite_monitor.detection.monitor import CountingMonitor
 from ignite_monitor.events.monitor_events import Phase
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.monitor.base import Handlers
 
 
 class ScalarMonitor(CountingMonitor):
-    """Reads a function of the engine after the train step, when the other monitors have published.
-
-    Attributes:
-        value: function of the engine that returns a number, a tensor with one element, or None for no value.
-    """
+    """Reads a function of the engine after the train step, when the other monitors have published."""
 
     value: Callable[[Any], float | Tensor | None]
     _missing = 0  # iterations without a value, as long as there was none

@@ -21,11 +21,7 @@ from ignite_monitor.model.tensors import floating_tensors
 
 
 class AccumulationProbe(ExitStack):
-    """Detect whether the next backward in a context accumulates into gradients, or finds all of them None or zero.
-
-    Gradient hooks see ``parameter.grad`` before accumulation. They run in ``autograd.grad`` too: only a backward that
-    reaches one of the parameters counts. The gradients are those that ``optimizer`` uses; None for all of the model's.
-    """
+    """Detect whether the next backward in a context accumulates into gradients, or finds all of them None or zero."""
 
     def __init__(self, tracker: GradientTracker, optimizer: Optimizer | None) -> None:
         super().__init__()
@@ -36,7 +32,7 @@ class AccumulationProbe(ExitStack):
 
     def __enter__(self) -> AccumulationProbe:
         leaves = [item for item in self._parameters if item.requires_grad and not item.is_inference()]
-        if leaves:
+        if leaves:  # gradient hooks see the gradients before accumulation, and run in autograd.grad() too
             self.enter_context(register_multi_grad_hook(leaves, weak_method(self._measure), mode="any"))
         if any_dtensor(leaves):  # FSDP2 accumulates into other tensors; gradients of the outputs come first
             self.callback(self._tracker.model.register_forward_hook(weak_method(self._hook_outputs)).remove)

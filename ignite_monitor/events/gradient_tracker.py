@@ -96,30 +96,21 @@ class OptimizerStep(NamedTuple):
 
 
 class GradientTracker:
-    """The parameters of a model, and the backward passes that reach them.
-
-    Attributes:
-        parameters: those of the model when the train step started.
-        reached: number of a running backward -> ids of the parameters that it has reached.
-        accumulates: whether a backward has reached the model since the last step.
-        has_own_backward: whether one of these reached no other monitored model.
-        has_stepped: whether an optimizer of the model has made a step in this train step.
-        reduced: whether the last backward of this iteration has reduced its gradients, or the train step does so.
-        observers: their ``backward_ended`` is called after each backward that reached the model.
-        statistics: the buffers, and :attr:`probe` what shows whether they are those of a window that continues.
-    """
+    """The parameters of a model, and the backward passes that reach them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hook = GradientHook()
         finalize(self, self.hook.remove).atexit = False
-        self.parameters: list[nn.Parameter] = []
-        self.reached: dict[int, set[int]] = {}
-        self.accumulates = self.has_own_backward = self.has_stepped = False
-        self.reduced = True
-        self.observers: list[Any] = []
+        self.parameters: list[nn.Parameter] = []  # when the train step started
+        self.reached: dict[int, set[int]] = {}  # number of a running backward -> ids of the parameters it has reached
+        self.accumulates = False  # whether a backward has reached the model since the last step
+        self.has_own_backward = False  # whether one of these reached no other monitored model
+        self.has_stepped = False  # whether an optimizer of the model has made a step in this train step
+        self.reduced = True  # whether the last backward has reduced its gradients, or the train step does so
+        self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
         self.statistics = RunningStatistics()
-        self.probe: Any = None  # an AccumulationProbe
+        self.probe: Any = None  # AccumulationProbe that shows whether the statistics' window continues
         self._has_warned = False
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
@@ -180,12 +171,7 @@ class GradientTracker:
             self.statistics.keep()
 
     def backward_ended(self, numbers: Set[int], reached: Set[int]) -> Set[int]:
-        """Record a backward, with those inside of it, that has reached parameters of the model.
-
-        Returns:
-            The ids of the parameters whose gradients may have changed; empty while they are not reduced, under
-            ``no_sync()`` and where the train step calls ``finalize_backward()`` (torch 2.15).
-        """
+        """Record a backward; return the ids of parameters with other gradients, none before these are reduced."""
         self.accumulates = True
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
         changed = set(map(id, self.parameters)) if self._replicas else reached
@@ -218,10 +204,7 @@ def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
 
 
 def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
-    """A post-accumulate-grad hook for all parameters of a model.
-
-    ``start`` is called with the number of each backward, and returns the set that gets the ids of reached parameters.
-    """
+    """A hook for parameters; ``start(number of a backward)`` returns the set that gets the ids of reached ones."""
     last, add = -1, set[int]().add
     untraced(after_backward)  # the compiler would trace into what a compiled train step calls
 
@@ -244,11 +227,8 @@ def after_backward(function: Callable[[], None], callback_depth: int) -> None:
 
 
 def in_outermost_backward(function: Callable[[], None]) -> None:
-    """Call a function now, or if another backward has called the running one, as soon as that continues.
-
-    Reentrant checkpoints call a backward within a backward, and gradients are whole when the outer one ends.
-    """
-    node = calling_node()
+    """Call a function now, or if another backward has called the running one, as soon as that continues."""
+    node = calling_node()  # of a reentrant checkpoint: gradients are whole when the outer backward ends
     if node is None:
         function()
         return

@@ -13,11 +13,7 @@ from torch.optim import Optimizer
 
 
 class Patch:
-    """A replaced function of an engine or optimizer.
-
-    Args:
-        replacement: a method, referenced weakly; called with the original function and its arguments.
-    """
+    """A replaced function of an engine or optimizer: a method, held weakly, is called with the original first."""
 
     def __init__(self, owner: Any, name: str, replacement: Any) -> None:
         self._owner, self._name = weakref.ref(owner), name

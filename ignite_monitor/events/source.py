@@ -38,12 +38,6 @@ class EventSource:
 
     Hooks exist from the first iteration of a run to its end; those on parameters exist in monitored iterations only.
     The engine owns the source. All other references to it, and its own to engine and monitors, are weak.
-
-    Attributes:
-        running: whether a train step is running that monitors or handlers of the user's follow.
-        listened: whether the user's handlers listened to any event when the train step started.
-        trackers: the trackers of the monitored models, by id of the model.
-        nonfinite_source: source of this iteration's first non-finite value, as far as it has been located.
     """
 
     _ATTRIBUTE = "_ignite_monitor_events"
@@ -51,7 +45,7 @@ class EventSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self.trackers: dict[int, GradientTracker] = {}
+        self.trackers: dict[int, GradientTracker] = {}  # of the monitored models, by id of the model
         self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
         hooks = map(weak_method, (self._start_backward, self._end_backward))
         self._on_backward, self._on_backward_end = map(torch.compiler.disable, hooks)
@@ -67,8 +61,10 @@ class EventSource:
         for tracker in self.trackers.values():
             tracker.iteration_started()
         self._steps.reset()
-        self.nonfinite_source: NonFiniteSource | None = None
-        self.running = self.listened = self._awaits_step = False
+        self.nonfinite_source: NonFiniteSource | None = None  # of this iteration, as far as it has been located
+        self.running = False  # whether a train step is running that monitors or handlers of the user's follow
+        self.listened = False  # whether the user's handlers listened to any event when it started
+        self._awaits_step = False
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
@@ -83,10 +79,7 @@ class EventSource:
         return source
 
     def add(self, monitor: Any, handlers: Iterable[tuple[MonitorEvents | Phase, Any]]) -> None:
-        """Add a monitor, whose methods are called at their events before all other handlers.
-
-        They get the engine, and for backward passes and steps a :class:`GradientsReady` or :class:`OptimizerStep`.
-        """
+        """Add a monitor, whose methods are called at their events before all other handlers."""
         reference = weakref.ref(monitor)
         self._monitors.append(reference)
         for event, handler in handlers:
@@ -124,10 +117,7 @@ class EventSource:
         return [monitor for reference in self._monitors if (monitor := reference()) is not None]
 
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:
-        """Call the monitors of this iteration that listen to an event, then the user's handlers.
-
-        With ``about``, id of a model -> second argument, only monitors of these models are called.
-        """
+        """Call the monitors that listen to an event, those of models in ``about`` with its value, then the user's."""
         engine = self._engine()
         if engine is None:
             return

@@ -50,10 +50,7 @@ class SpikeAction:
     def ask(
         self, step: OptimizerStep, taken: StepDetection, norm: Callable[[], Tensor], at: int, was_normal: Tensor
     ) -> None:
-        """Ask for what is to be done with a step that starts, at an iteration, after one that was no spike or was one.
-
-        ``norm`` computes the norm that the step uses.
-        """
+        """Ask for what is to be done with a step that starts; ``norm`` computes the norm that it uses."""
         detection, spike = taken.detection.norm, taken.detection.spike
         if self.kind == "skip" and may_be_true(spike):
             spike = spike & ~self.recurring.observe(at, detection.value, detection.above & was_normal)

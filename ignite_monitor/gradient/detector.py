@@ -35,10 +35,7 @@ def has_gradients(parameters: Sequence[nn.Parameter]) -> bool:
 
 @dataclass(eq=False)
 class PostponedSpike:
-    """State before a spike that no step has used.
-
-    Its gradient was discarded, or the next backward accumulates into it: then its update of the statistics is undone.
-    """
+    """State before a spike that no step has used; it returns if the next backward accumulates into its gradient."""
 
     states: list[Any]  # snapshots of the detectors
     counts: Sequence[Tensor]
@@ -147,8 +144,7 @@ class GradientDetector:
 
     def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
         """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
-        losses = None if self.losses is None else self.losses.take()
-        self.postponed = PostponedSpike(self._snapshots(), self.counts, losses)
+        self.postponed = self._saved(None if self.losses is None else self.losses.take())
         self.observe(detection)
         self._restore(self.postponed, ~is_spike)
 
@@ -176,20 +172,17 @@ class GradientDetector:
     def undo_postponed(self) -> None:
         """Undo the update of a postponed spike: its gradient is that of a step, or a part of it."""
         if self.postponed is not None:
-            self._return_to(self.postponed.states)
-            self.counts, self.postponed = self.postponed.counts, None
+            self._restore(self.postponed)
+            self.postponed = None
 
-    def _restore(self, before: PostponedSpike, when: Tensor) -> None:
-        self._return_to(before.states, when)
-        pairs = zip(before.counts, self.counts, strict=True)
-        self.counts = [torch.where(when, move_like(earlier, count), count) for earlier, count in pairs]
+    def _saved(self, losses: Tensor | None = None) -> PostponedSpike:
+        return PostponedSpike([detector.snapshot() for detector in self._detectors.values()], self.counts, losses)
 
-    def _snapshots(self) -> list[Any]:
-        return [detector.snapshot() for detector in self._detectors.values()]
-
-    def _return_to(self, states: list[Any], when: Tensor | None = None) -> None:
-        for detector, state in zip(self._detectors.values(), states, strict=True):
+    def _restore(self, before: PostponedSpike, when: Tensor | None = None) -> None:
+        for detector, state in zip(self._detectors.values(), before.states, strict=True):
             detector.restore(state, when)
+        pairs = zip(before.counts, self.counts, strict=True)
+        self.counts = [old if when is None else torch.where(when, move_like(old, new), new) for old, new in pairs]
 
     @property
     def resets(self) -> Tensor:
@@ -216,12 +209,12 @@ class GradientDetector:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
-        before = self._snapshots()
+        before = self._saved()
         try:
             for name, detector in self._detectors.items():  # that of parameters last: its names have changed then
                 if name in state_dict:
                     detector.load_state_dict(state_dict[name])
         except Exception:
-            self._return_to(before)
+            self._restore(before)
             raise
         self.counts, self.postponed = counts.clone().unbind(), None

@@ -49,11 +49,7 @@ class TrendThreshold(MeanStdThreshold):
 
 
 class LossDetector(SpikeDetector):
-    """Detects spikes of the logarithm of a loss, by a :class:`TrendThreshold`.
-
-    A loss of zero or less has no logarithm: it is not compared and updates nothing. ``options`` are those of
-    :class:`SpikeDetector`.
-    """
+    """Detects spikes of the logarithm of a loss, by a :class:`TrendThreshold`; one of zero or less is not compared."""
 
     def __init__(self, k: float = 4.5, warmup: int = 20, decay: float = 0.99, **options: Any) -> None:
         super().__init__(TrendThreshold(k, warmup, decay), ignored=-math.inf, **options)
@@ -92,10 +88,7 @@ class LossCollector:
         self._sum_and_count, self._shared = _plus(self._sum_and_count, self._shared), None
 
     def mean(self, device: torch.device) -> Tensor:
-        """Mean of the losses over micro-batches and ranks, in one collective if there are several; 0 without a loss.
-
-        Every rank calls it after every backward. Under ``join()`` some ranks may be gone: then it is 0.
-        """
+        """Mean of the losses over micro-batches and ranks; 0 without a loss, and under ``join()``. A collective."""
         both = torch.zeros(2, dtype=wide_dtype(device), device=device)
         if self._sum_and_count is not None:
             both = move_like(self._sum_and_count, both)

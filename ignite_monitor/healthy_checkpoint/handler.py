@@ -13,7 +13,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.detection.counting import CountingMonitor
+from ignite_monitor.detection.monitor import CountingMonitor
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.tensors import loss_in
 from ignite_monitor.monitor.ranks import Group, Ranks

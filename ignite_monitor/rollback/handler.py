@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_type
-from ignite_monitor.detection.counting import CountingMonitor
+from ignite_monitor.detection.monitor import CountingMonitor
 from ignite_monitor.detection.run_summary import SummarizedMonitor
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import ROLLBACK

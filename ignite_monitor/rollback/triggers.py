@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.detection.counting import CountingMonitor
+from ignite_monitor.detection.monitor import CountingMonitor
 from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import State, ThresholdRule
 from ignite_monitor.model.devices import wide_dtype
