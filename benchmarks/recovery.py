@@ -30,7 +30,7 @@ from ignite_monitor import GradMonitor, RollbackHandler
 START, LENGTH = 300, 600
 SEEDS = {"mlp": (7, 8, 9), "cnn": (7,)}  # constants of the handlers were chosen on seeds 0 to 2
 FAULTS = (
-    *("one bad batch", "forty bad batches", "rate x 100 for 3 steps", "rate 1e6 and left", "rate grows by 2 %"),
+    *("one bad batch", "forty bad batches", "rate x 100 for 3 steps", "rate permanently 1e6", "rate grows by 2 %"),
     *("exponent bit of a weight", "weight = 1000", "NaN batch", "NaN in the weights", "BatchNorm statistics ruined"),
     *("alternating data",),
 )
@@ -55,7 +55,7 @@ def disturb(fault: str, age: int, model: nn.Module, optimizer: Any, batch: Batch
     is_bad = {"one bad batch": age == 0, "forty bad batches": age < 40, "every tenth batch bad": age % 10 == 0}
     if fault == "rate x 100 for 3 steps" and age in (0, 3):
         group["lr"] = rate * (100.0 if age == 0 else 1.0)
-    elif fault == "rate 1e6 and left" and age == 0:
+    elif fault == "rate permanently 1e6" and age == 0:
         group["lr"] = 1e6
     elif fault == "rate grows by 2 %" or (fault == "rate grows by 6 % for 100 steps" and age < 100):
         group["lr"] *= 1.02 if "2 %" in fault else 1.06

@@ -29,6 +29,7 @@ html_title = "ignite_monitor"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["figures.css"]
+smartquotes_action = "qe"  # two hyphens begin an option of a command
 html_copy_source = False
 
 # Titles of every page are targets, and so are those of the README's sections.

@@ -1,4 +1,4 @@
-"""Checks of arguments: TypeError for another type, ValueError for another value."""
+"""Checks of arguments: TypeError for a wrong type, ValueError for a wrong value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], described: str) -> None:
-    """Refuse an argument of another type."""
+    """Refuse an argument of the wrong type."""
     if not isinstance(value, kind):
         raise TypeError(f"Argument {name} should be of type {described}, but given {type(value)}")
 

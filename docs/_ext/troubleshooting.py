@@ -143,7 +143,10 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         (
             *("weights_shrank", "Weight decay is too strong", "step_stats"),
-            *("the parameters' norm falls by at most {SHRINK_FACTOR:g} × in {SHRINK_ITERATIONS} iterations", ""),
+            *(
+                "the parameters' norm shrinks at most by {SHRINK_FACTOR:g} × in {SHRINK_ITERATIONS} iterations",
+                "",
+            ),
         ),
         ("frozen_parameters", "Parameters are no longer updated", "weight_update", "`monitor/frozen_count` is 0", ""),
         (

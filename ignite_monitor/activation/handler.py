@@ -78,7 +78,7 @@ class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
         prefix: the start of all names; several handlers on one engine need different ones.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has an invalid value, or ``parameters`` or ``gradients`` are given for a model that
             FullyShardedDataParallel has sharded.
 

@@ -36,7 +36,7 @@ class SpikeDetector:
       their own threshold. Non-finite values, and those equal to ``ignored``, update nothing.
     - A count rises by 1 at each finite spike and falls by 1/4 at each other value, not below 0. When it reaches
       ``max_consecutive_spikes`` a regime change is assumed: the rule is reset, and starts with this value. A rule with
-      a shorter warm-up than that, or than 10, is not applied again before a value is within its threshold.
+      a shorter warm-up than that, or than 10, pauses until a value falls below its threshold.
 
     Nothing is read on the host. All tensors are 0-dim, or have the values' shape if several are compared side by side.
     A non-finite value is no spike if a GradScaler handles it; ``ignored`` is 0 for norms, and NaN for no value.

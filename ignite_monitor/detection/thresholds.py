@@ -51,7 +51,7 @@ class ThresholdRule:
         decay: factor of all earlier weights at every new value, in (0, 1); None gives all values the same weight.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of its range.
     """
 

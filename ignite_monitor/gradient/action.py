@@ -37,7 +37,7 @@ class SpikeAction:
         elif self.kind not in ("skip", "clip"):
             raise ValueError(f"Argument on_spike should be {_CHOICES}, but given {on_spike!r}")
         elif optimizer is None:
-            raise ValueError(f"on_spike={self.kind!r} requires the argument optimizer, in whose step it acts")
+            raise ValueError(f"on_spike={self.kind!r} requires `optimizer`")
         elif self.kind == "skip":
             self.acts_on = skippable(optimizer)
         elif hides_gradients(optimizer):  # others cannot be stopped inside of "clip", which allows for closures

@@ -69,7 +69,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             0-dim bool tensor.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument has a value that is not allowed, or the optimizer cannot be skipped or clipped.
 
     Examples:

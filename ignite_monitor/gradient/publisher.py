@@ -37,8 +37,8 @@ _NO_GRADIENT = (
     "not trained in every iteration."
 )
 _NO_STEP = (
-    "%d consecutive spikes met no step of %s. If the train step returns at a spike, call optimizer.zero_grad() before "
-    "that return: gradients that stay make all later ones spikes too."
+    "%d consecutive spikes, and %s made no step during them. If the train step returns at a spike, call "
+    "optimizer.zero_grad() before that return: gradients that stay make all later ones spikes too."
 )
 _NOT_POSITIVE = (
     "the function given as threshold returned a number that is not positive, which is no threshold of a norm: such "

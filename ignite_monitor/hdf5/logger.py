@@ -52,7 +52,7 @@ class HDF5Logger(BaseLogger):
             whoever reads ``run.h5`` reads them together.
 
     Raises:
-        TypeError: if an argument is of another type.
+        TypeError: if an argument has the wrong type.
         ValueError: if ``mode`` or ``ranks`` is another, or the file to be continued is damaged or not HDF5Logger's; by
             ``log_to``, if a second engine has monitors and ``trainer`` does not say which one trains.
         FileExistsError: if the file is there already, in mode ``"x"``.

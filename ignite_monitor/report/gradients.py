@@ -30,7 +30,9 @@ class Norms:
         """Describe what became of the steps at some iterations; True if some were made without handling."""
         rest, parts = at, []
         for outcome, steps in [*self.outcomes.items(), ("made", at)]:
-            if count := int(np.isin(rest, steps).sum()):
+            if (count := int(np.isin(rest, steps).sum())) == len(at) and outcome != "made":
+                return f"All {count} steps were {outcome}." if count > 1 else f"Its step was {outcome}.", False
+            if count:
                 parts.append(f"{count} {'were' if count > 1 else 'was'} {outcome}")
             if outcome != "made":
                 rest = rest[~np.isin(rest, steps)]

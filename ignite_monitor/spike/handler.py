@@ -51,7 +51,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
             0-dim bool tensor.
 
     Raises:
-        TypeError: if an argument is of another type; in a run, if the function returns anything but one number.
+        TypeError: if an argument has the wrong type; in a run, if the function returns anything but one number.
         ValueError: if an argument has a value that is not allowed.
 
     Examples:

@@ -160,7 +160,7 @@ def test_a_regime_change_of_the_loss_or_of_one_tensor_is_reported_too(how, caplo
 
 
 def hint(caplog):
-    return [record.getMessage() for record in caplog.records if "met no step" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "made no step" in record.getMessage()]
 
 
 def run_with(make, count, caplog, with_optimizer=True):

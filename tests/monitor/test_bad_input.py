@@ -41,9 +41,7 @@ def test_all_but_model_and_optimizer_are_keyword_only():
 @pytest.mark.parametrize(("on_spike", "optimizer"), [("skip", None), ("clip", None), ("skip", "LBFGS")])
 def test_on_spike_needs_an_optimizer_and_skip_refuses_lbfgs(on_spike, optimizer):
     model = make_model()
-    match = (
-        "Steps of LBFGS cannot be skipped" if optimizer else f"on_spike='{on_spike}' requires the argument optimizer"
-    )
+    match = "Steps of LBFGS cannot be skipped" if optimizer else f"on_spike='{on_spike}' requires `optimizer`"
     with pytest.raises(ValueError, match=match):
         GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), on_spike=on_spike)
 

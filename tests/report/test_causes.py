@@ -244,7 +244,7 @@ def test_a_cause_that_another_explains_comes_before_the_symptoms():
     norms = runs.calm_norms(300)
     norms[200:] = np.nan
     loss = (201, "GradMonitor (grad)", "nonfinite_loss", "warning", "It comes from the loss", (), 1)
-    stuck = (250, "GradMonitor (grad)", "no_step_at_spikes", "problem", "50 spikes met no step", (), 1)
+    stuck = (250, "GradMonitor (grad)", "no_step_at_spikes", "problem", "50 spikes without a step", (), 1)
     summary = reported(loss, stuck, run=trained() | runs.grad(norms, range(201, 301), made=range(1, 201)))
     kinds = [finding.kind for finding in summary.findings]
     assert kinds[:3] == ["nonfinite_loss", "no_step_at_spikes", "nonfinite_gradients"]

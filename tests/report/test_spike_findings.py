@@ -21,7 +21,7 @@ SPIKES = {
         grad(with_spike([120]), [120]),
         ["warning"],
         "1 gradient spike (grad/norm): iteration 120. The largest, in iteration 120, was 60, "
-        "10 times its threshold of 6.|Of these steps 1 was skipped.|Inspect these batches.|-share of the excess",
+        "10 times its threshold of 6.|Its step was skipped.|Inspect these batches.|-share of the excess",
     ),
     "two": (grad(with_spike([50, 90]), [50, 90]), ["warning"], "2 gradient spikes (grad/norm): iterations 50 and 90."),
     "twice the threshold": (grad(with_spike([120], 11.9), [120]), ["note"], "Healthy runs|No action"),
@@ -110,10 +110,10 @@ def test_finite_and_nonfinite_spikes_are_counted_apart():
     norms = with_spike([50, 80, 110])
     norms[99] = np.nan
     run = grad(norms, [50, 80, 100, 110])
-    assert "Of these steps 3 were skipped." in only(run, *KINDS).text
+    assert "All 3 steps were skipped." in only(run, *KINDS).text
     finding = only(run, "nonfinite_gradients")
     assert (finding.severity, finding.iterations) == ("warning", (100,))
-    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Of these steps 1 was skipped." in finding.text
+    assert "1 gradient with inf or NaN (grad/norm): iteration 100. Its step was skipped." in finding.text
     assert "on_spike" not in finding.text
 
 
