@@ -73,7 +73,7 @@ def attach_monitors(
     ================  ===================================================  ====================
     ``grad``          ``GradMonitor(model, optimizer)``                    all
     ``loss``          the train step's output, if it is a number, a        all
-                      0-dim tensor or a mapping of those
+                      tensor of one element or a mapping of those
     ``update``        ``WeightUpdateHandler(model, optimizer)``            one in ``every``
     ``activation``    ``ActivationHandler(model)``: std, max_abs,          one in ``every``
                       dead_fraction, nonfinite_count, attention

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
-_WIDTH = 114  # of a table, which a docstring indents by 4
+_WIDTH, _LEAST_WIDTH = 114, 40  # of a table, which a docstring indents by 4; of its meanings
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Key:
         when: the condition under which the key is reported; empty if every run reports it.
         nonfinite: ``"inf"`` or ``"any"`` (NaN too) if such numbers are values; else they are not reported.
         chart: title of the TensorBoard chart that shows it; empty for none.
+
+    Raises:
+        ValueError: if ``nonfinite`` is another text.
     """
 
     pattern: str
@@ -32,6 +35,10 @@ class Key:
     when: str = ""
     nonfinite: str = ""
     chart: str = ""
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in ("", "inf", "any"):
+            raise ValueError(f"Argument nonfinite should be '' or 'inf' or 'any', but given {self.nonfinite!r}")
 
     @cached_property
     def regex(self) -> str:
@@ -89,9 +96,10 @@ class Schema:
             rows[f"``{self.prefix}/{key.pattern}``".replace("``/", "``")] = f"{key.meaning}{unit}{when}"
         header = "in ``engine.state.metrics``"
         left = max(map(len, [header, *rows]))
-        rule = f"{'=' * left}  {'=' * (_WIDTH - left - 2)}"
+        right = max(_WIDTH - left - 2, _LEAST_WIDTH)
+        rule = f"{'=' * left}  {'=' * right}"
         lines = [rule, f"{header:{left}}  meaning", rule]
         for name, meaning in rows.items():
-            wrapped = textwrap.wrap(meaning, _WIDTH - left - 2, break_long_words=False, break_on_hyphens=False)
+            wrapped = textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False)
             lines += [f"{first:{left}}  {line}" for first, line in zip_longest([name], wrapped, fillvalue="")]
         return "\n".join([*lines, rule])

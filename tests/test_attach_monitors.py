@@ -336,6 +336,8 @@ def test_detached_in_a_handler_that_is_older(event):
         ({"self": 1.0}, {"loss/self": 1.0}),
         (None, {}),
         ((1.0, 2.0), {}),
+        (torch.full((1, 1), 0.75), {"loss/value": 0.75}),
+        ({"large": 10**400, "loss": 1.5}, {"loss/loss": 1.5}),
         (torch.ones(2), {}),
         ("text", {}),
     ],

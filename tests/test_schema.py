@@ -229,6 +229,13 @@ def test_numbers_that_represent_missing_values(nonfinite, present):
         assert ("b" in absent) is ("unknown" in absent) is (number != 1)
 
 
+def test_a_key_of_any_length_has_a_table_and_another_nonfinite_is_refused():
+    long = Key("x" * 150, "a meaning")
+    assert long.pattern in Schema("long", "long", (long,)).table()
+    with pytest.raises(ValueError, match="Argument nonfinite"):
+        replace(long, nonfinite="nan")
+
+
 def test_a_key_that_is_renamed_is_renamed_in_table_and_charts():
     schema = GradMonitor.schema
     keys = tuple(replace(key, pattern=key.pattern.replace("norm", "length")) for key in schema.keys)

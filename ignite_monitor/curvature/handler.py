@@ -136,7 +136,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
     def _measure(self, batch: Any) -> None:
         parameters: list[Tensor] = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
         is_adam = makes_step_of(self.optimizer, Adam, AdamW)
-        if not self.ranks.reduce(parameters):
+        if not self.ranks.reduces(parameters):
             self.report("not_measured", f"nothing is reported: {NOT_REDUCED}")
             return
         mean = RankMean(parameters, self.ranks)

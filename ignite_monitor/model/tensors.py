@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
@@ -59,12 +60,20 @@ def count_items(batch: Any) -> int | None:
     return next((len(tensor) for _, tensor in tensors_in(batch) if tensor.ndim), None)
 
 
+def number_in(value: Any) -> Tensor | float | None:
+    """Return a number as a float, a floating-point tensor of one element as a 0-dim copy; None for other values."""
+    if isinstance(value, Tensor):
+        is_number = has_local_data(value) and value.numel() == 1 and value.is_floating_point()
+        return value.detach().clone().reshape(()) if is_number else None
+    with contextlib.suppress(OverflowError):
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    return None
+
+
 def loss_in(output: Any) -> Tensor | float | None:
     """Return the output of a train step, or its item ``"loss"``, if that is one floating-point number."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, Tensor) and has_local_data(loss) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.detach().clone().reshape(())
-    return float(loss) if isinstance(loss, Real) and not isinstance(loss, Integral) else None
+    return None if isinstance(loss, Integral) else number_in(loss)
 
 
 def leaves_of(value: Any, depth: int = 8) -> list[Any]:

@@ -103,7 +103,7 @@ class Ranks:
         """True if all ranks are at this point; under ``join()`` some may be gone."""
         return self.size == 1 or not any(map(is_in_join, self._wrappers))
 
-    def reduce(self, parameters: Iterable[Tensor]) -> bool:
+    def reduces(self, parameters: Iterable[Tensor]) -> bool:
         """Return False if a wrapper ignores one of the parameters, or its communication hook may reduce none."""
         return self.ignored.isdisjoint(map(id, parameters)) and not any(map(has_communication_hook, self._wrappers))
 
@@ -189,7 +189,7 @@ class Ranks:
     def _have_same(self, parameters: Iterable[nn.Parameter]) -> bool:
         if self.size == 1 or not self.all_present:
             return True
-        if self.exceed_wrappers or not self.reduce(parameters):
+        if self.exceed_wrappers or not self.reduces(parameters):
             return False
         return all(map(is_dtensor, [item for item in parameters if id(item) not in self._reduced]))
 

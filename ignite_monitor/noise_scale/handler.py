@@ -186,7 +186,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         if self.ranks.exceed_wrappers:
             self.report("no_value", "no value: no wrapper reduces the gradients over the ranks of the group")
             return
-        if not self.ranks.reduce(parameters_of(self.optimizer)):
+        if not self.ranks.reduces(parameters_of(self.optimizer)):
             self.report("no_value", f"no value: {NOT_REDUCED}")
             return
         device = device_of(self.model)
