@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -41,13 +41,12 @@ class Info(NamedTuple):
 
 
 class ExportedModels:
-    """Layers and graph of a model at two widths, from an input for each, and given roles; ExportError if unknown."""
+    """Layers and graph of a model at two widths, from an input for each; ExportError if unknown."""
 
-    def __init__(self, models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], roles: Mapping[str, str]) -> None:
+    def __init__(self, models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any]) -> None:
         self.layers: dict[str, ParametrizedLayer] = {}  # in the order of the forward pass
         self.graph: dict[str, Node] = {}
         self.reached: set[str] = set()  # names of the parameters that the forward pass uses
-        self._roles = roles
         self._parameters = {name: parameter for name, parameter, _ in named_parameters(models[1])}
         self._weights = {id(parameter): name for name, parameter in self._parameters.items()}
         self._root = unwrapped(models[1])
@@ -219,8 +218,8 @@ class ExportedModels:
         info = self._sum(op, moving) if moving else Info()
         log_factor = weight.log_factor + (0.0 if info.layer is not None else info.log_factor)
         self._settled([info], op)
-        role, widths = role_by_fans(fans, self._roles.get(name))
-        if not parameter.requires_grad or role == "vector":
+        role, widths = role_by_fans(fans)
+        if not parameter.requires_grad:
             return Info(info.source, log_factor=log_factor)
         key, module = self._layer_names(op, name, parameter)
         inputs = () if info.source is None else (info.source,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,8 @@ from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.exported import NEGLIGIBLE, ExportedModels, mark_relative
 from ignite_monitor.scaling.parametrization import Parametrization, RandomTensors, initialize_weights, is_zero
-from ignite_monitor.scaling.program import ExportError, TracingError, role_by_fans
-from ignite_monitor.scaling.solver import PRESETS, ROLES, Node, ParametrizedLayer, solve
+from ignite_monitor.scaling.program import TracingError
+from ignite_monitor.scaling.solver import PRESETS, ROLES, ParametrizedLayer, solve
 
 MUON_UPDATES = {"original": 0.0, "match_rms_adamw": 0.5}
 """Exponent of the change of a hidden layer's output per step of ``torch.optim.Muon``, by its ``adjust_lr_fn``."""
@@ -37,7 +37,6 @@ def parametrize(
     adjust_lr_fn: str = "original",
     preset: str = "mup",
     c_overrides: Mapping[str, float] | None = None,
-    roles: Mapping[str, str] | None = None,
     initialize: bool = True,
 ) -> Parametrization:
     r"""Give a model the initial weights, multipliers and learning rates of its width.
@@ -63,10 +62,8 @@ def parametrize(
         optimizer_type: "adam" for Adam, AdamW and others whose updates do not depend on the gradient's size, "sgd", or
             "muon" for hidden weights trained by ``torch.optim.Muon`` and the rest by AdamW.
         adjust_lr_fn: Muon's argument of that name, "original" or "match_rms_adamw".
-        preset: (a, b) of all layers: "mup", "standard", "ntk" or "mean_field".
+        preset: (a, b) of all layers: "mup" or "standard".
         c_overrides: name of a layer, its last part, or a role -> exponent c that is not to be solved for.
-        roles: name of a weight, a module, or its last part -> "embedding", "hidden", "readout" or "vector" (no layer).
-            Where the graph can't be read, all weights but those of Linear, convolutions and Embedding need one.
         initialize: False keeps all weights, and adds no multipliers; only learning rates follow the width.
 
     Returns:
@@ -75,7 +72,7 @@ def parametrize(
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: if an argument is invalid, the models differ in more than sizes, or a given c is too small.
-        RuntimeError: if the graph can't be read; the error names the place.
+        TracingError: if the graph can't be read, or the model does not use a weight; a RuntimeError.
 
     Examples:
         .. code-block:: python
@@ -108,14 +105,15 @@ def parametrize(
         model = make_model(widths[1])
     weights = _growing_weights(small, model)
     inputs = [sample_input(width) if callable(sample_input) else sample_input for width in widths]
-    layers, graph = _read((small, model), (inputs[0], inputs[1]), _given_roles(roles, weights), weights)
+    exported = ExportedModels((small, model), (inputs[0], inputs[1]))
+    unused = [name for name, item in weights.items() if item.requires_grad and name not in exported.reached]
+    if unused:
+        raise TracingError(f"With sample_input the model does not use {', '.join(unused)}: change it, or freeze these")
+    layers, graph = exported.layers, exported.graph
+    del exported
     gc.collect()  # exported programs hold the models in reference cycles
-
-    keys = {name: (name, name.rpartition(".")[2], layer.role) for name, layer in layers.items()}
-    c = _overridden("c_overrides", c_overrides, keys, ROLES)
-    c_by_weight = {layers[name].weight: check_real("c_overrides", value) for name, value in c.items()}
-    if any(c_by_weight[layers[name].weight] != value for name, value in c.items()):
-        raise ValueError(f"Layers that share a weight are given different c: {c}")
+    mark_relative(graph)
+    c_by_weight = _given_c(c_overrides, layers)
     owners: dict[str, ParametrizedLayer] = {}
     for layer in layers.values():
         layer.a, layer.b = PRESETS[preset][layer.role]
@@ -150,75 +148,19 @@ def parametrize(
     return Parametrization(model, layers, graph, solution, c_by_weight, optimizer_type, lr_prefactor, weight_decay)
 
 
-# Roles
-
-
-def _read(
-    models: tuple[nn.Module, nn.Module], inputs: tuple[Any, Any], roles: Mapping[str, str], growing: Collection[str]
-) -> tuple[dict[str, ParametrizedLayer], dict[str, Node]]:
-    """Layers and graph, exported if possible, else from sizes and given roles."""
-    try:
-        exported = ExportedModels(models, inputs, roles)
-    except ExportError:
-        if not roles:
-            raise
-        return _read_sizes(models, roles, growing)
-    trained = {name for name, parameter, _ in named_parameters(models[1]) if parameter.requires_grad}
-    unused = [name for name in growing if name in trained and name not in {*roles, *exported.reached}]
-    if unused:
-        raise TracingError(f"With sample_input the model does not use {', '.join(unused)}: change it, or freeze these")
-    mark_relative(exported.graph)
-    return exported.layers, exported.graph
-
-
-def _read_sizes(
-    models: tuple[nn.Module, nn.Module], roles: Mapping[str, str], growing: Collection[str]
-) -> tuple[dict[str, ParametrizedLayer], dict[str, Node]]:
-    """Layers and a graph for a model that can't be read: embeddings, then hidden layers side by side, then readouts."""
-    shapes = {name: parameter.shape for name, parameter, _ in named_parameters(models[0])}
-    layers: dict[str, ParametrizedLayer] = {}
-    for name, weight, module in named_parameters(models[1]):
-        role, key, pair = roles.get(name), name.removesuffix(".weight"), (shapes[name], weight.shape)
-        if name not in growing or not weight.requires_grad or role == "vector":
-            continue
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)):
-            is_table = isinstance(module, nn.Embedding)
-            fans = [(1, shape[-1]) if is_table else (math.prod(shape[1:]), shape[0]) for shape in pair]
-            layers[key] = ParametrizedLayer(key, *role_by_fans((fans[0], fans[1]), role), name, key)
-        elif role is None:
-            raise ExportError(f"argument roles should give the role of {name}, too")
-        else:  # PyTorch has inputs last
-            widths = [sizes for sizes in zip(*pair, strict=True) if sizes[0] != sizes[1]][-1]
-            layers[key] = ParametrizedLayer(key, role, widths, name)
-    first = next((name for name, layer in layers.items() if layer.role == "embedding"), None)
-    graph = {} if first is None else {first: Node(first, (), layers[first])}
-    before: dict[str, tuple[str, ...]] = {"embedding": (), "hidden": () if first is None else (first,)}
-    before["readout"] = before["hidden"] + tuple(name for name, layer in layers.items() if layer.role == "hidden")
-    for name, layer in sorted(layers.items(), key=lambda item: ROLES.index(item[1].role)):
-        graph[name] = Node(name, before[layer.role], layer)
-    return layers, graph
-
-
-def _given_roles(given: Any, weights: Collection[str]) -> dict[str, str]:
-    """Roles by the weights' names; in ``given`` a weight, its module, or the last part of either may be named."""
-    owners = {weight: weight.removesuffix(".weight") for weight in weights}
-    keys = {weight: (weight, owner, owner.rpartition(".")[2]) for weight, owner in owners.items()}
-    roles = _overridden("roles", given, keys)
-    for weight, role in roles.items():
-        check_choice(f"roles of {weight}", role, *ROLES, "vector")
-    return roles
-
-
-def _overridden(
-    name: str, overrides: Any, keys: Mapping[str, Iterable[str]], known: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Values of an argument by part, each by the first of the part's keys; known keys need not fit any."""
+def _given_c(overrides: Any, layers: Mapping[str, ParametrizedLayer]) -> dict[str, float]:
+    """Given exponents c by weight; a layer's name is preferred to its last part, and that to a role."""
     overrides = {} if overrides is None else overrides
-    check_type(name, overrides, Mapping, "Mapping or None")
-    fitting = {part: [key for key in names if key in overrides] for part, names in keys.items()}
-    if unknown := set(overrides).difference(known, *fitting.values()):
-        raise ValueError(f"Argument {name} should name layers or weights that grow with width, but given {unknown}")
-    return {part: overrides[names[0]] for part, names in fitting.items() if names}
+    check_type("c_overrides", overrides, Mapping, "Mapping or None")
+    keys = {name: (name, name.rpartition(".")[2], layer.role) for name, layer in layers.items()}
+    if unknown := set(overrides).difference(ROLES, *keys.values()):
+        raise ValueError(f"Argument c_overrides should name layers that grow with width, but given {unknown}")
+    given = {name: next((overrides[key] for key in names if key in overrides), None) for name, names in keys.items()}
+    c = {name: check_real("c_overrides", value) for name, value in given.items() if value is not None}
+    by_weight = {layers[name].weight: value for name, value in c.items()}
+    if any(by_weight[layers[name].weight] != value for name, value in c.items()):
+        raise ValueError(f"Layers that share a weight are given different c: {c}")
+    return by_weight
 
 
 def _biases(model: nn.Module, layer: ParametrizedLayer) -> tuple[str, ...]:

@@ -34,13 +34,10 @@ class TracingError(RuntimeError):
 
 
 class ExportError(TracingError):
-    """A model can't be read, but for roles that are given."""
+    """A place of a model can't be read."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"torch.export can't read the graph of the model: {reason}. Give the roles of the weights, "
-            "parametrize(..., roles={name: 'hidden', ...}), or change the model's code at this place"
-        )
+        super().__init__(f"torch.export can't read the graph of the model: {reason}. Change the model's code there")
 
 
 def exported_program(model: nn.Module, inputs: Any) -> Any:
@@ -250,11 +247,11 @@ def _fans(node: fx.Node, factor: fx.Node) -> tuple[int, int] | None:
     return (shape[-2], shape[-1]) if factor is pair[1] else (shape[-1], shape[-2])
 
 
-def role_by_fans(fans: Fans, given: str | None) -> tuple[str, tuple[int, int]]:
+def role_by_fans(fans: Fans) -> tuple[str, tuple[int, int]]:
     """Role of a weight, and n in both models, from its numbers of inputs and outputs in both."""
     small, large = fans
     grows = large[0] > small[0], large[1] > small[1]
-    role = given or {(True, True): "hidden", (True, False): "readout", (False, True): "embedding"}.get(grows, "fixed")
+    role = {(True, True): "hidden", (True, False): "readout", (False, True): "embedding"}.get(grows, "fixed")
     side = 1 if role == "embedding" else 0
     return role, (small[side], large[side])
 

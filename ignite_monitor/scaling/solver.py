@@ -38,8 +38,6 @@ ROLES = ("embedding", "hidden", "readout")
 PRESETS: dict[str, dict[str, tuple[float, float]]] = {
     "mup": {"embedding": (-0.5, 0.5), "hidden": (0.0, 0.5), "readout": (0.5, 0.5)},
     "standard": {"embedding": (0.0, 0.0), "hidden": (0.0, 0.5), "readout": (0.0, 0.5)},
-    "ntk": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (0.5, 0.0)},
-    "mean_field": {"embedding": (0.0, 0.0), "hidden": (0.5, 0.0), "readout": (1.0, 0.0)},
 }
 """Exponents (a, b) per role."""
 

@@ -1,4 +1,4 @@
-"""Parametrizations: initial weights, multipliers, groups, weight decay, Muon, given roles, and refused models."""
+"""Parametrizations: initial weights, multipliers, groups, weight decay, Muon, and refused models."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_initialize_false_keeps_the_function(caplog):
     assert not messages(caplog)
 
 
-# Given roles
+# Refused operations
 
 
 class Awkward(nn.Module):
@@ -259,50 +259,22 @@ class Awkward(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("way", "match", "roles"),
+    ("way", "match"),
     [
-        ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: .*roles=\{name", {"mid": "hidden"}),
-        ("fft", r"can't read .*: .*fft.* \(test_param.*.py:\d+\) is not a known .*roles", {"mid": "hidden"}),
-        ("bilinear", r"can't read .*: bilinear \(test_.*\) uses mix.weight for an unknown .*roles", {"mix": "hidden"}),
+        ("branch", r"can't read .*: test_parametrize.py:\d+ in forward: "),
+        ("fft", r"can't read .*: .*fft.* \(test_param.*.py:\d+\) is not a known "),
+        ("bilinear", r"can't read .*: bilinear \(test_.*\) uses mix.weight for an unknown "),
     ],
-)  # fmt: skip
-def test_refusals_name_the_place_and_given_roles_work(way, match, roles):
-    with pytest.raises((RuntimeError, ValueError), match=match):
+)
+def test_refusals_name_the_place(way, match):
+    with pytest.raises(TracingError, match=match):
         made(lambda n: Awkward(n, way))
-    result = made(lambda n: Awkward(n, way), roles=roles)
-    expected = {"emb": ("embedding", 0.5), "mid": ("hidden", 1.0), "head": ("readout", 0.5)}
-    if way == "bilinear":
-        expected |= {"mix": ("hidden", 1.0)}
-    assert {name: (layer.role, pytest.approx(layer.c)) for name, layer in result.layers.items()} == expected
-    assert {name: layer.multiplier for name, layer in result.layers.items()}["head"] == 1 / 8
 
 
-def test_given_roles_work_with_sgd():
-    """Embeddings, hidden layers and readouts have the exponents of the same layers in a model that is exported."""
-    result = made(lambda n: Awkward(n, "branch"), roles={"mid": "hidden"}, optimizer_type="sgd")
-    assert {name: layer.c for name, layer in result.layers.items()} == pytest.approx({"emb": 0, "mid": 0, "head": 0})
-    assert result.solution.g == pytest.approx({"emb": 0.5, "mid": 1.0, "head": 0.5})
-
-
-def test_old_torch_is_refused_by_name_and_given_roles_work(monkeypatch):
+def test_old_torch_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     with pytest.raises(TracingError, match=r"torch 2\.6\.0\+cpu is not supported, but 2\.7 or newer"):
         made()
-    layers = made(roles={"3": "hidden"}).layers
-    assert {name: layer.c for name, layer in layers.items()} == pytest.approx({"0": 0.5, "3": 1.0, "6": 0.5})
-
-
-def test_raw_weights_of_a_model_that_can_not_be_exported_need_roles():
-    class Raw(Awkward):
-        def __init__(self, n):
-            super().__init__(n, "branch")
-            self.raw = nn.Parameter(torch.randn(2, n, n))
-
-    with pytest.raises(TracingError, match="give the role of raw, too"):
-        made(Raw, roles={"mid": "hidden"})
-    layer = made(Raw, roles={"raw": "hidden"}).layers["raw"]
-    assert (layer.width, layer.multiplier, layer.c) == (64, 1.0, 1.0)
-    assert "raw" not in made(Raw, roles={"raw": "vector"}).layers
 
 
 # Refused models and arguments
@@ -354,10 +326,8 @@ def test_models_it_can_not_compare(make, widths, error, match):
         ({"weight_decay": -1.0}, ValueError, "weight_decay should be at least 0"),
         ({"initialize": 1}, TypeError, "initialize should be of type bool"),
         ({"preset": "half"}, ValueError, "preset should be"),
-        ({"c_overrides": {"4": 0.5}}, ValueError, "name layers or weights that grow with width, but given {'4'}"),
-        ({"roles": {"3": "attention"}}, ValueError, "roles of 3.weight should be 'embedding' or"),
-        ({"roles": {"4": "hidden"}}, ValueError, "roles should name layers .* but given {'4'}"),
-        ({"roles": ["3"]}, TypeError, "roles should be of type Mapping or None"),
+        ({"c_overrides": {"4": 0.5}}, ValueError, "name layers that grow with width, but given {'4'}"),
+        ({"c_overrides": ["3"]}, TypeError, "c_overrides should be of type Mapping or None"),
     ],
 )
 def test_wrong_arguments(arguments, error, match):

@@ -12,7 +12,7 @@ once more in each hidden layer, as long as it moves :math:`\gamma`: up to :math:
 :math:`\gamma = s := a_L + b_L` and :math:`c_L = \max(\alpha, s) - 2 a_L`. Without a hidden layer it saves as much as it
 costs, and the embedding's c is to be the smaller: the same.
 
-These are the numbers of the four presets with :math:`\alpha` 1 and 1/2, among others.
+These are the numbers of both presets with :math:`\alpha` 1 and 1/2, among others.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_measured_alignments_give_the_closed_form(blocks):
 
 @pytest.mark.parametrize("sgd", [False, True])
 def test_no_layer_is_slower_than_under_full_alignment(sgd):
-    for nodes in (transformer(12), chain("standard", 3), chain("ntk", 3)):
+    for nodes in (transformer(12), chain("standard", 3), chain(SPLITS[-1], 3)):
         full = weights(solved(nodes, sgd=sgd))
         for seed in range(4):
             solution = solved(nodes, measured(nodes, seed), sgd=sgd)
