@@ -32,7 +32,7 @@ from ignite_monitor.model._torch import (
     untraced,
 )
 from ignite_monitor.model.devices import move
-from ignite_monitor.model.dtensor import any_dtensor, is_dtensor
+from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import parameters_of
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
@@ -58,8 +58,7 @@ class StepOwner:
 
     def __init__(self, source: Any) -> None:
         self._source = weakref.proxy(source)  # which owns it
-        hooks = map(weak_method, (self._await_step, self.end_step))
-        self._on_step, self._on_step_end = map(torch.compiler.disable, hooks)
+        self._hooks = [torch.compiler.disable(weak_method(hook)) for hook in (self._await_step, self.end_step)]
         self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
         self._patched: list[_PatchedStep] = []
         self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
@@ -76,8 +75,8 @@ class StepOwner:
 
     def install(self, handles: list[Any]) -> None:
         """Hook the steps of all optimizers, and append the handles."""
-        handles.append(register_optimizer_step_pre_hook(self._on_step))
-        handles.append(register_optimizer_step_post_hook(self._on_step_end))
+        handles.append(register_optimizer_step_pre_hook(self._hooks[0]))
+        handles.append(register_optimizer_step_post_hook(self._hooks[1]))
 
     @property
     def evaluates_again(self) -> bool:
@@ -108,10 +107,10 @@ class StepOwner:
             return None
         self._optimizer, self._sharing, self._requests = optimizer, sharing, None
         self.release()  # from a step that raised an error
-        if not has_pre_hooks(optimizer):
-            return self._start_step(optimizer, args, kwargs)
-        self._handles.append(optimizer.register_step_pre_hook(untraced(weak_method(self._start_step))))
-        return None
+        if has_pre_hooks(optimizer):
+            self._handles.append(optimizer.register_step_pre_hook(untraced(weak_method(self._start_step))))
+            return None
+        return self._start_step(optimizer, args, kwargs)
 
     def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._optimizer is not optimizer or self._requests is not None:
@@ -278,14 +277,12 @@ def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
             foreach_scale(group, move(factor, device))
 
 
-def _values(gradient: Any) -> Tensor:
+def _values(gradient: Tensor) -> Tensor:
     """The tensor of a gradient's numbers: of a DTensor this rank's part, of a sparse tensor its values."""
-    if is_dtensor(gradient):
-        gradient = gradient.to_local()
+    gradient = local(gradient)
     if gradient.layout == torch.sparse_coo:
         return sparse_parts(gradient)[1]
-    values: Tensor = gradient if gradient.layout == torch.strided else gradient.values()
-    return values
+    return gradient if gradient.layout == torch.strided else gradient.values()
 
 
 def _combined(combine: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:
