@@ -45,7 +45,10 @@ nb_merge_streams = True
 
 autosummary_generate_overwrite = True
 # The pages of monitors show what is called; what is overridden is on the page of Monitor.
-autosummary_context = {"for_users": ["attach", "detach", "log_to"], "for_authors": dir(Monitor)}
+autosummary_context = {
+    "for_users": ["attach", "detach", "log_to"],
+    "for_authors": [*dir(Monitor), "counts", "run_totals"],
+}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

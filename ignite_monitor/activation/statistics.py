@@ -90,7 +90,7 @@ def table_of(parts: Sequence[Part]) -> NamedValues:
     """Table of the parts: the first :data:`SUMMED` columns of :class:`Moments`, then the largest values of units."""
     device = parts[0].largest.device
     columns = zip(*(part.sums for part in parts), strict=True)
-    norms, nonfinite, squares, total, pivot = (torch.cat([move(own, device) for own in column]) for column in columns)
+    norms, nonfinite, squares, total, pivot = (torch.cat([move(it, device) for it in column]) for column in columns)
     sizes = [[part.elements, part.vectors, 1] for part in parts for _ in part.names]
     counts = move(torch.tensor(sizes, dtype=total.dtype, device="cpu"), device)
     mean = total / counts[:, 0]

@@ -51,8 +51,8 @@ def isolated_pass(
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
     before = in_second_pass(), torch.is_autocast_cache_enabled()
-    own = generators_of(model, generators)
-    with preserved_rng_state(devices, own.values()), preserved_buffers(model.modules()):
+    all_generators = generators_of(model, generators)
+    with preserved_rng_state(devices, all_generators.values()), preserved_buffers(model.modules()):
         try:
             _thread.in_second_pass = True
             # Weights that are cast here without gradients would be reused where gradients are recorded.
@@ -133,12 +133,12 @@ def preserved_rng_state(
     devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
 ) -> Iterator[None]:
     """Restore the state that :func:`capture_rng_state` returns, and that of generators, on exit."""
-    state, own = capture_rng_state(devices), [(item, generator_state(item)) for item in generators]
+    state, saved_states = capture_rng_state(devices), [(item, generator_state(item)) for item in generators]
     try:
         yield
     finally:
         restore_rng_state(state)
-        for item, saved in own:
+        for item, saved in saved_states:
             set_generator_state(item, saved)
 
 
@@ -151,9 +151,12 @@ def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any
     generators: dict[tuple[Any, ...], Any] = {(place,): item for place, item in enumerate(named)}
     classes: dict[type, str] = {}
     for name, module in named_modules(model):
-        own = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        own = {key: value for key, value in own.items() if not isinstance(value, (int, float, str, Tensor))}
-        generators |= _generators_in(own, (name,)) if own else {}
+        attributes = {
+            key: value
+            for key, value in vars(module).items()
+            if key not in MODULE_ATTRIBUTES and not isinstance(value, (int, float, str, Tensor))
+        }
+        generators |= _generators_in(attributes, (name,)) if attributes else {}
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 classes.setdefault(kind, name)

@@ -76,9 +76,9 @@ def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) ->
     if monitor._attached_to() is not None:
         raise ValueError(f"This {kind} is attached already: detach() it first, or make another one")
     again = f"detach() the other {kind}, as before a cell of a notebook is run again, or give this one a prefix"
-    own = {name for other in replaced for name in other.attributes}
+    replaced_names = {name for other in replaced for name in other.attributes}
     for name in monitor.attributes:
-        if hasattr(engine.state, name) and name not in own:
+        if hasattr(engine.state, name) and name not in replaced_names:
             raise ValueError(
                 f"engine.state.{name} is already claimed, by another monitor or by code of your own: {again} and a "
                 "flag of its own"

@@ -100,9 +100,9 @@ class Reference:
             for key, value in vars(model).items():
                 if type(value) in (int, float, bool) and key != "training" and vars(copied).get(key) != value:
                     setattr(copied, key, value)
-            own = parameters_in(model) | buffers_in(model)
+            tensors = parameters_in(model) | buffers_in(model)
             for key, tensor in (parameters_in(copied) | buffers_in(copied)).items():
-                current = own.get(key)
+                current = tensors.get(key)
                 if tensor is None or current is None:
                     continue
                 if isinstance(tensor, nn.Parameter):
@@ -130,9 +130,9 @@ class Reference:
                 if path is not None and copied.training != self._model_modules[path].training:
                     copied.training = not copied.training
             if self._draws:
-                own, sources = generators_of(self.modules[name]), generators_of(self._model_modules[name])
-                for place in own.keys() & sources.keys():
-                    set_generator_state(own[place], generator_state(sources[place]))
+                generators, sources = generators_of(self.modules[name]), generators_of(self._model_modules[name])
+                for place in generators.keys() & sources.keys():
+                    set_generator_state(generators[place], generator_state(sources[place]))
             yield
 
 
@@ -163,7 +163,7 @@ class _DetachedTensors(TorchFunctionMode):
 
 def separate_copy(model: nn.Module, generators: Collection[Any]) -> nn.Module:
     """Deep copy of a model without the users' hooks, which shares generators; ValueError if it can't be made."""
-    hooks = [hook for own in user_forward_hooks(model.modules()).values() for hook in own.values()]
+    hooks = [hook for registry in user_forward_hooks(model.modules()).values() for hook in registry.values()]
     memo = {id(item): item for item in (*hooks, *generators)}
     # The empty dictionaries of modules take most of the time of a deep copy.
     members = [item for module in model.modules() for item in vars(module).values()]
@@ -173,8 +173,8 @@ def separate_copy(model: nn.Module, generators: Collection[Any]) -> nn.Module:
             separate: nn.Module = detached_copy(model, memo)
     except Exception as error:
         raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
-    own, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
-    if structure(model) != structure(separate) or own & others:
+    model_ids, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
+    if structure(model) != structure(separate) or model_ids & others:
         raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
     hooked = user_forward_hooks(separate.modules())
     for module in separate.modules():
@@ -197,8 +197,8 @@ def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tup
     hooked = {}
     for module in modules:
         hooks = known_forward_hooks(module)
-        if own := {key: hook for key, hook in hooks.items() if not _is_of_library(hook)}:
-            hooked[module] = own
+        if user_hooks := {key: hook for key, hook in hooks.items() if not _is_of_library(hook)}:
+            hooked[module] = user_hooks
     return hooked
 
 
@@ -213,8 +213,8 @@ def forbid_calls_to(model: nn.Module, other: nn.Module) -> Iterator[None]:
 
     A call raises a NotComparableError. Code beside the modules' calls finds no parameters and buffers.
     """
-    own = set(other.modules())
-    names = {module: name or "the root module" for name, module in model.named_modules() if module not in own}
+    excluded = set(other.modules())
+    names = {module: name or "the root module" for name, module in model.named_modules() if module not in excluded}
     errors: list[NotComparableError] = []
 
     def stop(module: nn.Module, *_: Any) -> None:
@@ -222,8 +222,8 @@ def forbid_calls_to(model: nn.Module, other: nn.Module) -> Iterator[None]:
             errors.append(NotComparableError(f"a copy calls {names[module]} of the model that trains"))
             raise errors[0]
 
-    both: list[Any] = [own for module in names for own in (parameters_in(module), buffers_in(module))]
-    registries = [own for own in both if type(own) is dict]
+    both: list[Any] = [registry for module in names for registry in (parameters_in(module), buffers_in(module))]
+    registries = [registry for registry in both if type(registry) is dict]
     saved = [dict(registry) for registry in registries]
     with before_forward(names, stop, first=True):
         try:

@@ -91,8 +91,8 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
                 raise
             error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
         device = device_of(self.model)
-        own = torch.stack([move(flag, device) for flag in differing.values()]).any() if differing else False
-        flags = torch.stack([torch.full((), bool(error), device=device), torch.as_tensor(own, device=device)])
+        any_differs = torch.stack([move(flag, device) for flag in differing.values()]).any() if differing else False
+        flags = torch.stack([torch.full((), bool(error), device=device), torch.as_tensor(any_differs, device=device)])
         fails, differs = (self.ranks.max(flags.float()) > 0).tolist()  # the only synchronization
         if fails:
             return f"the loss can't be evaluated twice: {error or 'another rank has reported an error'}"

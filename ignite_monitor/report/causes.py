@@ -34,11 +34,11 @@ def reported(run: Run) -> Iterator[Finding]:
 def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
     name, norm = monitor.name("parameter_norm"), monitor.get("parameter_norm").finite
-    optimizer = run.beside(monitor, "optimizer")
+    optimizer = run.sibling(monitor, "optimizer")
     moved, growth = optimizer.get("update_norm").finite, _growth(monitor, run)
     measured = "in {0} a step moved the parameters by {1} of their norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
-    for sizes, words, names, limit, count in (
+    for sizes, text, names, limit, count in (
         (Series(moved.steps, moved.values / norm.at(moved.steps)), measured, (optimizer.name("update_norm"),), 1, 3),
         (growth, grown, (), 1, 3),
         (growth, grown, (), 3, 1),  # many steps are between two measurements
@@ -48,7 +48,7 @@ def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         if not begins:
             continue
         part = sizes.finite.part(slice(begins[0], begins[0] + count))
-        what = words.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
+        what = text.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
         what = f"Steps were too large: {what} ({name}); 1e-3 is usual."
         rate = _largest_rate(monitor, part.steps)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
@@ -65,7 +65,7 @@ def _largest_rate(monitor: MonitorSeries, steps: Array) -> Array:
 
 def _growth(monitor: MonitorSeries, run: Run) -> Series:
     """Change of the parameters' norm per optimizer step between measurements, relative; none by other means."""
-    norm, stepped = monitor.get("parameter_norm").finite, run.beside(monitor, "grad").get("stepped")
+    norm, stepped = monitor.get("parameter_norm").finite, run.sibling(monitor, "grad").get("stepped")
     if not norm:
         return norm
     made, known = (
@@ -80,7 +80,7 @@ def _growth(monitor: MonitorSeries, run: Run) -> Series:
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Learning rates that rose far above earlier ones, with damage during the rise or soon after."""
-    damage = [it.onset for it in findings if it.severity != "note" and "damage" in it.about.follows]
+    damage = [it.onset for it in findings if it.severity != "note" and "damage" in it.about.explained_by]
     for monitor in run.of("step"):
         for group, rates in monitor.items("lr/{}").items():
             highest = np.maximum.accumulate(rates.values)
@@ -122,7 +122,7 @@ def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 
 def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Parameter groups whose learning rate, and whose update ratios, are far above the others'."""
-    groups, weights = monitor.items("lr/{}"), run.beside(monitor, "weights")
+    groups, weights = monitor.items("lr/{}"), run.sibling(monitor, "weights")
     rates = {group: float(series.values.max()) for group, series in groups.items()}
     for group, rate in rates.items():
         usual = float(np.median([other for name, other in rates.items() if name != group and other > 0] or [rate]))
@@ -142,7 +142,7 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 
 def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Gradients that the step used at a small fraction of their size."""
-    used, before = monitor.get("gradient_norm").finite, run.beside(monitor, "grad")
+    used, before = monitor.get("gradient_norm").finite, run.sibling(monitor, "grad")
     norms = Series(used.steps, before.get("norm").finite.at(used.steps))
     shares = Series(used.steps, used.values / norms.values).finite
     is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
@@ -159,13 +159,13 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
-            name, (onset, words) = monitor.name(f"batch_rms/{place}"), series.onset(far)
+            name, (onset, since) = monitor.name(f"batch_rms/{place}"), series.onset(far)
             scale, median = "large" if series.median > 1 else "0", number(series.median, 3)
-            what = f"batch[{printable(place)}] is {scale} {words}: its root mean square is {median} ({name}); networks "
+            what = f"batch[{printable(place)}] is {scale} {since}: its root mean square is {median} ({name}); networks "
             what += "expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
             yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=onset)
-    outputs = run.beside(monitor, "activation").get("activation/_root_/max_abs").finite
+    outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and run.loss and len(places) <= 1:
         begin, size = float(run.loss.values[0]), float(outputs.values[0])
         if begin > limits.LARGE_LOSS * np.square(1 + size):
@@ -179,7 +179,7 @@ def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
     for place, most in _changes(monitor, run)[:1]:
         at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2].tolist()
-        weights = run.beside(monitor, "weights").items("largest_weight/{}")
+        weights = run.sibling(monitor, "weights").items("largest_weight/{}")
         sizes = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
         largest = f", most of all {printable(max(sizes, key=sizes.__getitem__))}," if sizes else ""
         what = f"The parameters{largest} changed by other means than steps between iterations {at[0]} and {at[1]}: "
@@ -194,7 +194,7 @@ def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
     norm, changes = monitor.get("parameter_norm").finite, []
     jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:]))
     # Unlike Adam's, other steps may grow with the gradient.
-    is_scaled = bool(run.beside(monitor, "optimizer").get("rms_median"))
+    is_scaled = bool(run.sibling(monitor, "optimizer").get("rms_median"))
     least = limits.OTHER_MEANS if is_scaled else limits.OTHER_MEANS_SGD
     for place in jumps[: limits.JUMPS].tolist():
         before, after = norm.values[place : place + 2].tolist()
@@ -206,11 +206,11 @@ def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
 
 def _reach(monitor: MonitorSeries, run: Run, at: Array, is_scaled: bool) -> float:
     """Distance that steps move parameters between two iterations, judged by the last update norms before them."""
-    moved, gradients = run.beside(monitor, "optimizer").get("update_norm").finite, Series()
+    moved, gradients = run.sibling(monitor, "optimizer").get("update_norm").finite, Series()
     moved = moved.part(moved.steps <= at[0]).part(slice(-MIN_ONSET, None))
     rates = [np.nan_to_num(_largest_rate(monitor, steps), nan=1.0) for steps in (moved.steps, at)]
     sizes, total = moved.values / rates[0] * rates[1].max(), float(at[1] - at[0])
-    if not is_scaled and (gradients := run.beside(monitor, "grad").get("norm").finite):
+    if not is_scaled and (gradients := run.sibling(monitor, "grad").get("norm").finite):
         ends = np.searchsorted(gradients.steps, [moved.steps - limits.REACH, moved.steps], "right").T.tolist()
         sizes = sizes / np.array([gradients.values[begin:end].mean() for begin, end in ends])
         total = float(gradients.values[slice(*np.searchsorted(gradients.steps, at, "right"))].sum())

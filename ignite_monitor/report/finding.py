@@ -19,7 +19,7 @@ class Kind(NamedTuple):
 
     advice: str = ""
     explains: tuple[str, ...] = ()
-    follows: tuple[str, ...] = ()  # by what a cause may explain it
+    explained_by: tuple[str, ...] = ()  # by what a cause may explain it
     is_cause: bool = True  # whether it rests on evidence of a cause; otherwise it is a symptom
 
 
@@ -29,8 +29,8 @@ _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps
 _CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
 
 
-def _symptom(advice: str = "", follows: tuple[str, ...] = DAMAGE, explains: tuple[str, ...] = ()) -> Kind:
-    return Kind(advice, explains, follows, False)
+def _symptom(advice: str = "", explained_by: tuple[str, ...] = DAMAGE, explains: tuple[str, ...] = ()) -> Kind:
+    return Kind(advice, explains, explained_by, False)
 
 
 SETUP = {  # faults of the set-up; their reports have advice of their own
@@ -164,8 +164,8 @@ class Finding:
             return False
         if other.initially and self.kind not in _BEFORE:
             return False
-        mutual = {*other.about.explains} & {*self.about.follows}
-        known = {*self.about.explains} & {*other.about.follows}
+        mutual = {*other.about.explains} & {*self.about.explained_by}
+        known = {*self.about.explains} & {*other.about.explained_by}
         return bool(known) and (not mutual or self.place < other.place)
 
 
@@ -196,17 +196,17 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def listed(words: Iterable[str], at_most: int = 5) -> str:
-    """Join words: ``a, b and 3 more``."""
-    words = list(words)
-    if len(words) > at_most + 1:
-        return f"{', '.join(words[:at_most])} and {len(words) - at_most} more"
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+def listed(items: Iterable[str], at_most: int = 5) -> str:
+    """Join items: ``a, b and 3 more``."""
+    items = list(items)
+    if len(items) > at_most + 1:
+        return f"{', '.join(items[:at_most])} and {len(items) - at_most} more"
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
 def iterations(steps: Array) -> str:
     """Format ascending steps: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
     starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 2) != 1)
     ranges = zip(steps[starts].tolist(), steps[np.append(starts[1:], len(steps)) - 1].tolist(), strict=True)
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return f"iteration{'s' * (len(steps) > 1)} {listed(words, 6)}"
+    ranges_as_text = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return f"iteration{'s' * (len(steps) > 1)} {listed(ranges_as_text, 6)}"

@@ -103,7 +103,7 @@ def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
     """Median of learning rate times gradient norm over parameter norm; 0 if steps do not depend on that product."""
     used, norm = monitor.get("gradient_norm").finite, monitor.get("parameter_norm").finite
     rates = [series.at(used.steps) for series in monitor.items("lr/{}").values()]
-    if not rates or run.beside(monitor, "optimizer").get("rms_median"):
+    if not rates or run.sibling(monitor, "optimizer").get("rms_median"):
         return 0.0
     return Series(used.steps, np.max(rates, axis=0) * used.values / norm.at(used.steps)).median
 

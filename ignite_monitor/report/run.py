@@ -156,7 +156,7 @@ class Run:
         """Return the monitors of a kind."""
         return [monitor for monitor in self.monitors if monitor.kind == kind]
 
-    def beside(self, monitor: MonitorSeries, kind: str) -> MonitorSeries:
+    def sibling(self, monitor: MonitorSeries, kind: str) -> MonitorSeries:
         """Return the one monitor of a kind whose tag and prefix begin as another's do; an empty one if none is."""
         tag = monitor.root.rpartition("/")[0]
         same = [it for it in self.of(kind) if tag in (it.root, it.root.rpartition("/")[0])]

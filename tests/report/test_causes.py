@@ -264,7 +264,7 @@ def test_a_symptom_without_a_cause_says_so():
 
 def test_causes_and_symptoms_have_known_effects():
     for kind in KINDS.values():
-        assert {*kind.explains, *kind.follows} <= {"damage", "stillness"}
+        assert {*kind.explains, *kind.explained_by} <= {"damage", "stillness"}
 
 
 def test_a_rule_that_fails_is_a_line_and_an_exit_code(monkeypatch, tmp_path, capsys):
