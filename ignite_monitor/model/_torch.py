@@ -137,9 +137,6 @@ module_call = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
 _COMPILED = "_orig_mod"
 WRAPPED = {_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
-# What every module has; the compiled call of a module is none of its copies.
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-
 is_in_join: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")  # of a DistributedDataParallel
 has_communication_hook: Callable[[nn.Module], Any] = attrgetter("_comm_hooks")
 

@@ -7,7 +7,6 @@ on a copy of the model.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import signal
 import sys
@@ -16,16 +15,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from traceback import walk_tb
-from types import CellType, FunctionType, MethodType
+from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import MODULE_ATTRIBUTES, buffers_of_scripted, registries_of_buffers
+from ignite_monitor.model._torch import buffers_of_scripted, registries_of_buffers
 from ignite_monitor.model.names import named_modules
 
 _thread = threading.local()
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
 def in_second_pass() -> bool:
@@ -145,31 +145,27 @@ def preserved_rng_state(
 def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any, ...], Any]:
     """Generators of torch, Python and NumPy that a model may use, by name of the module and place, and those named.
 
-    These are attributes of modules and of their classes, members of a container or in the closure of such a function,
-    and globals of the files in which the classes are.
+    These are attributes of modules and of their classes, members of such containers, and globals of the files in which
+    the classes are.
     """
     generators: dict[tuple[Any, ...], Any] = {(place,): item for place, item in enumerate(named)}
-    classes: dict[type, str] = {}
+    classes: set[type] = set()
     for name, module in named_modules(model):
-        attributes = {
-            key: value
-            for key, value in vars(module).items()
-            if key not in MODULE_ATTRIBUTES and not isinstance(value, (int, float, str, Tensor))
-        }
-        generators |= _generators_in(attributes, (name,)) if attributes else {}
-        for kind in type(module).__mro__:
-            if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-                classes.setdefault(kind, name)
-    for kind, name in classes.items():
-        generators |= _generators_in(vars(kind), (name, kind))
-    for file in {kind.__module__ for kind in classes} & sys.modules.keys():
-        generators |= _generators_in(vars(sys.modules[file]), (file,), depth=0)
+        generators |= _generators_in(vars(module), (name,))
+        classes.update(type(module).__mro__)
+    searched = {kind for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    for kind in searched:
+        generators |= _generators_in(vars(kind), (kind,))
+    for file in {kind.__module__ for kind in searched} & sys.modules.keys():
+        generators |= _generators_in(vars(sys.modules[file]), (file,), within=False)
     return generators
 
 
 def generators_used_by(function: Any) -> list[Any]:
-    """Generators in the closure, defaults, attributes, object and globals of a function."""
-    return list(_generators_in(getattr(function, "__dict__", {}) | {"": function}, ()).values())
+    """Generators in the closure and in the globals of a function."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+    used = _generators_in({"closure": cells}, ())
+    return [*(used | _generators_in(getattr(function, "__globals__", {}), (), within=False)).values()]
 
 
 def generator_kinds() -> tuple[type, ...]:
@@ -178,30 +174,14 @@ def generator_kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState))
 
 
-def _generators_in(scope: Mapping[Any, Any], place: tuple[Any, ...], depth: int = 1) -> dict[tuple[Any, ...], Any]:
-    """Generators among the values of a scope, its containers and functions, by place."""
+def _generators_in(scope: Mapping[Any, Any], place: tuple[Any, ...], within: bool = True) -> dict[tuple[Any, ...], Any]:
+    """Generators among the values of a scope, and within its containers, by place."""
     kinds = generator_kinds()
     generators = {(*place, key): value for key, value in [*scope.items()] if isinstance(value, kinds)}
-    for key, value in [*scope.items()] if depth else ():
-        if members := _members(value):
-            generators |= _generators_in(members, (*place, key), depth - 1)
-        if isinstance(value, FunctionType):
-            generators |= _generators_in(value.__globals__, (*place, key), depth=0)
+    for key, value in [*scope.items()] if within else ():
+        members = value if isinstance(value, dict) else enumerate(value) if isinstance(value, _CONTAINERS) else ()
+        generators |= _generators_in(dict(members), (*place, key), within=False) if members else {}
     return generators
-
-
-def _members(value: Any) -> Mapping[Any, Any]:
-    """Members of a container, or objects that a function refers to."""
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, MethodType):
-        return {"function": value.__func__} | getattr(value.__self__, "__dict__", {})
-    if isinstance(value, functools.partial):
-        value = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        value = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return dict(enumerate(value)) if isinstance(value, (list, tuple, set, frozenset, deque)) else {}
 
 
 def generator_state(generator: Any) -> Any:

@@ -53,9 +53,6 @@ COPIED = {
     "a bound method": lambda model: model.inner.forward,
     "a partial": lambda model: functools.partial(model.inner),
     "an object": lambda model: Holder(model.inner),
-    "an own generator in a closure": lambda model: (lambda rng: lambda x: x * torch.rand((), generator=rng))(
-        torch.Generator()
-    ),
     "a function": lambda model: F.relu,
 }
 
