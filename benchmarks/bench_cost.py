@@ -58,8 +58,8 @@ class Cost(NamedTuple):
     def over(self, other: Cost) -> str:
         return "noise" if self.is_noise or other.is_noise else f"{self.seconds / other.seconds:.2f} x"
 
-    def share(self, step: float, digits: int = 1) -> str:
-        return "noise" if self.is_noise else f"{self.seconds / step:.{digits}%}"
+    def share(self, step: Cost, digits: int = 1) -> str:
+        return "noise" if self.is_noise or step.is_noise else f"{self.seconds / step.seconds:.{digits}%}"
 
 
 class Setting(NamedTuple):
@@ -212,7 +212,7 @@ def unmonitored(setting: Setting, device: str, name: str, rounds: int) -> Cost:
     return Cost.of([median(variant(50, NEVER)) - median(plain(50, NEVER)) for _ in range(2 * rounds)])
 
 
-def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tuple[float, dict[str, Cost]]:
+def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tuple[Cost, dict[str, Cost]]:
     """Seconds of a train step, and seconds that each variant adds to a monitored iteration."""
     runners = {name: Runner(setting, device, name) for name in ("", *names)}
     fastest: dict[str, list[float]] = {name: [] for name in runners}
@@ -224,7 +224,7 @@ def measure(setting: Setting, device: str, names: list[str], rounds: int) -> tup
                 fastest[name].append(seconds)
     steps = fastest[""]
     added = {name: Cost.of([a - b for a, b in zip(fastest[name], steps, strict=True)]) for name in names}
-    return median(steps), added
+    return Cost.of(steps), added
 
 
 def machine(device: str) -> str:
@@ -243,7 +243,7 @@ def report(device: str, rounds: int, only: list[str]) -> None:
         step, added = measure(setting, device, [*compared, *monitors], rounds)
         size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
         print(f"\n{label}: {setting.blocks} blocks of width {setting.width}, {size:.1f} million parameters, "
-              f"{setting.sequences * setting.length} tokens, {1e3 * step:.0f} ms per step\n")  # fmt: skip
+              f"{setting.sequences * setting.length} tokens, {step.text(1e-3)} ms per step\n")  # fmt: skip
         print_head("", "ms", "of a step", "one in 100", "not monitored", "compared")
         for name in compared:
             print_row(name, added[name].text(1e-3), added[name].share(step), "", "", "")

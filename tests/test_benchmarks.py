@@ -67,8 +67,8 @@ def test_costs_within_their_noise_are_no_ratios(monkeypatch):
     cost = runpy.run_path(str(BENCHMARKS / "bench_cost.py"))["Cost"]
     quiet, noisy = cost.of([0.99, 1.0, 1.01]), cost.of([0.5, 1.0, 1.5])
     assert (quiet.text(1.0), noisy.text(1.0)) == ("1.00 ± 0.01", "1.00 ± 0.54")
-    assert (quiet.over(quiet), quiet.share(4.0)) == ("1.00 x", "25.0%")
-    assert (noisy.over(quiet), quiet.over(noisy), noisy.share(4.0)) == ("noise",) * 3
+    assert (quiet.over(quiet), quiet.share(cost(4.0, 0.1))) == ("1.00 x", "25.0%")
+    assert (noisy.over(quiet), quiet.over(noisy), noisy.share(quiet), quiet.share(noisy)) == ("noise",) * 4
 
 
 def test_diagnosis_plants_faults_and_counts_the_causes_that_are_found(run):
