@@ -2,10 +2,12 @@
 
 Models are trained on the same batches with one fault each, which begins at iteration 300 of 600. "Handlers" are
 ``GradMonitor(on_spike="skip")`` and ``RollbackHandler``. A step is lost if its update is not in the final weights.
-``--regimes`` trains runs of ``regimes.py`` instead, in which nothing is wrong.
+``--regimes`` trains runs of ``regimes.py`` instead, in which nothing is wrong. ``--constants`` changes one constant of
+RollbackHandler at a time.
 
     PYTHONPATH=. python benchmarks/recovery.py [--draw PICTURE]
     PYTHONPATH=. python benchmarks/recovery.py --regimes
+    PYTHONPATH=. python benchmarks/recovery.py --constants
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from trainings import Batch, digit_images, make_small, options, print_header, print_row
 
 from ignite_monitor import GradMonitor, RollbackHandler
+from ignite_monitor.rollback import limits
 
 START, LENGTH = 300, 600
 SEEDS = {"mlp": (7, 8, 9), "cnn": (7,)}  # constants of the handlers were chosen on seeds 0 to 2
@@ -38,6 +41,11 @@ LASTING = (
     *("labels shuffled for 100", "rate grows by 6 % for 100 steps", "slowly corrupted", "every tenth batch bad"),
     *("flipped weight decay",),
 )
+SENSITIVE = (  # faults and regime changes whose lost steps depend on constants
+    *("forty bad batches", "weight = 1000", "labels shuffled for 100", "rate grows by 6 % for 100 steps"),
+    *("alternating data", "labels shifted", "batches of 8", "mixup"),
+)
+SCALED: dict[str, tuple[Any, Any]] = {"DECAY": (0.9, 0.975), "TESTS": ((0, 1), (0, 0, 0, 0, 1, 1, 2, 2))}
 MODES = {"nothing": "without", "clipping": "clipping + isfinite", "handlers": "with handlers"}
 
 
@@ -181,12 +189,44 @@ def counts(made: Sequence[Outcome]) -> list[str]:
     return [" ".join(f"{m.lost:.0f}" for m in made), " ".join(f"{m.rollbacks:.0f}" for m in made)]
 
 
+def with_handlers(kinds: Sequence[str]) -> dict[str, Outcome]:
+    """Train with handlers and each fault or regime change."""
+    made = {}
+    for kind in kinds:
+        is_regime = kind in REGIMES
+        regime = follow(make_regime(kind, 7), "handlers", REGIME, decays=True) if is_regime else None
+        made[kind] = regime or train("mlp", 7, kind, "handlers")
+    return made
+
+
+def print_constants(names: Sequence[str], kinds: Sequence[str]) -> None:
+    """Print lost steps and rise of the loss with half and twice the value of each constant, where lost steps differ."""
+    usual = with_handlers(kinds)
+    print_header("constant", "value", "half", "twice")
+    print_row("", "", *2 * ["; ".join(f"{kind} {it.lost:.0f}" for kind, it in usual.items())])
+    for name in names:
+        value, cells = getattr(limits, name), []
+        half = None if name in SCALED else value / 2 if isinstance(value, float) else max(1, round(value / 2))
+        for other in SCALED.get(name, (half, 2 * value)):
+            setattr(limits, name, other)
+            changed = {kind: it for kind, it in with_handlers(kinds).items() if it.lost != usual[kind].lost}
+            texts = (f"{kind} {it.lost:.0f} ({it.loss - usual[kind].loss:+.3f})" for kind, it in changed.items())
+            cells.append("; ".join(texts) or "the same")
+        setattr(limits, name, value)
+        print_row(f"`{name}`", value, *cells)
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--regimes", action="store_true", help="changes of data, objective or model instead of faults")
+    parser.add_argument("--constants", action="store_true", help="half and twice the value of each constant")
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="draw the first faults; needs matplotlib")
     args = parser.parse_args()
     logging.disable(logging.ERROR)
+    if args.constants:
+        names = [name for name in vars(limits) if name.isupper()]
+        print_constants(["FAR_PATIENCE"] if args.quick else names, SENSITIVE[:1] if args.quick else SENSITIVE)
+        return
     if args.regimes:
         print_header("regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
         for name in ["targets shifted"] if args.quick else REGIMES:

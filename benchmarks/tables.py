@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 TABLES = {  # name -> command
     "bench_cost": ["bench_cost.py"],
+    "constants": ["recovery.py", "--constants"],
     "diagnosis": ["diagnosis.py"],
     "learning_rate_transfer": ["learning_rate_transfer.py", "--draw", f"{DOCS}/figures/learning_rate_transfer.png"],
     "recovery": ["recovery.py", "--draw", f"{DOCS}/recovery.png"],
