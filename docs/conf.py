@@ -47,7 +47,7 @@ autosummary_generate_overwrite = True
 # The pages of monitors show what is called; what is overridden is on the page of Monitor.
 autosummary_context = {
     "for_users": ["attach", "detach", "log_to"],
-    "for_authors": [*dir(Monitor), "counts", "run_totals"],
+    "for_authors": [*dir(Monitor), "run_totals"],
 }
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
