@@ -16,7 +16,7 @@ from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import held_by, learning_rates, named_parameters, unwrapped
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.model.tensors import is_same, leaves_of
+from ignite_monitor.setup_check.batches import is_same, leaves_of
 
 
 class Numbers(NamedTuple):
