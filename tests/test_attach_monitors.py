@@ -253,8 +253,28 @@ def test_what_is_cheap_is_there_and_the_rest_by_name():
 
 
 class Offline(ListLogger):
+    """Fails after it has made some handlers."""
+
+    def __init__(self, made=0):
+        super().__init__()
+        self.left = made
+
     def _create_output_handler(self, *args, **kwargs):
-        raise ConnectionError("no login")
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("no login")
+        return super()._create_output_handler(*args, **kwargs)
+
+
+@pytest.mark.parametrize("made", range(8))
+def test_a_logger_that_fails_leaves_nothing(parts, made):
+    model, optimizer, trainer = parts
+    before = footprint(trainer, model, optimizer)
+    with pytest.raises(ConnectionError):
+        attach_monitors(trainer, model, optimizer, loggers=Offline(made))
+    with pytest.raises(ConnectionError):
+        ActivationHandler(model, activations=True).log_to(Offline(min(made, 1)), trainer)
+    assert footprint(trainer, model, optimizer) == before
 
 
 @pytest.mark.parametrize("fault", ["logger", "flag", "prefix"])

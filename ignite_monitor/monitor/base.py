@@ -16,6 +16,7 @@ from ignite.handlers.base_logger import BaseLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
@@ -175,9 +176,8 @@ class Monitor(Reporter, Serializable):
 
     def _disconnect(self) -> None:
         """Remove what :meth:`_connect` and :meth:`log_to` have added."""
-        for handles in (self._log_handlers, self._engine_handles):
-            while handles:
-                handles.pop().remove()
+        remove_all(self._log_handlers)
+        remove_all(self._engine_handles)
         if self._source is not None:
             self._source.remove(self)
         self.ranks.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from ignite.engine import Engine, Events, State
@@ -12,6 +13,7 @@ from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tqdm_logger import ProgressBar
 
 from ignite_monitor.checks import check_type
+from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, register_events
 from ignite_monitor.model.names import Selection
 from ignite_monitor.monitor.arguments import events_of
@@ -31,20 +33,22 @@ def add_logger(
     register_events(engine)
     if (keep_reports := getattr(logger, "keep_reports", None)) is not None:
         keep_reports(monitor.reports, engine)
-    if isinstance(logger, ProgressBar):  # whose own attach() returns no handles
-        values = Values(monitor, "", selection)
-        handler = logger._create_output_handler(logger.tqdm_kwargs.get("desc", ""), output_transform=values)
-        close = functools.partial(logger._close)  # equal to no handler of the user's
-        return [
-            BaseLogger.attach(logger, engine, handler, event),
-            engine.add_event_handler(Events.EPOCH_COMPLETED, close),
-        ]
-    handles = []
-    # Ignite's handlers always write a tag before a name: without one of the user's, it is the name's first part.
-    for family in [""] if tag else monitor.families:
-        values = Values(monitor, family, selection)
-        handler = logger._create_output_handler(tag=tag or family, output_transform=values)
-        handles.append(logger.attach(engine, functools.partial(_write, handler, values), event))
+    handles: list[Any] = []
+    with ExitStack() as undo:
+        undo.callback(remove_all, handles)
+        if isinstance(logger, ProgressBar):  # whose own attach() returns no handles
+            values = Values(monitor, "", selection)
+            handler = logger._create_output_handler(logger.tqdm_kwargs.get("desc", ""), output_transform=values)
+            close = functools.partial(logger._close)  # equal to no handler of the user's
+            handles.append(BaseLogger.attach(logger, engine, handler, event))
+            handles.append(engine.add_event_handler(Events.EPOCH_COMPLETED, close))
+        else:
+            # Ignite's handlers always write a tag before a name: without one of the user's, it is its first part.
+            for family in [""] if tag else monitor.families:
+                values = Values(monitor, family, selection)
+                handler = logger._create_output_handler(tag=tag or family, output_transform=values)
+                handles.append(logger.attach(engine, functools.partial(_write, handler, values), event))
+        undo.pop_all()
     return handles
 
 
