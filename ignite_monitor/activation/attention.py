@@ -77,8 +77,8 @@ def _sums(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scal
     if query.numel() == 0 or key.numel() == 0:
         zeros = torch.zeros(heads, dtype=wide_dtype(query.device), device=query.device)
         return HeadEntropy(zeros, zeros, zeros - math.inf)
-    room = max((_BLOCK if query.device.type == "cpu" else _BLOCK_ON_ACCELERATOR) // (heads * key.shape[-2]), 1)
-    samples, step = max(room // length, 1), min(room, length)
+    capacity = max((_BLOCK if query.device.type == "cpu" else _BLOCK_ON_ACCELERATOR) // (heads * key.shape[-2]), 1)
+    samples, step = max(capacity // length, 1), min(capacity, length)
     parts = []
     for first, start in product(range(0, batch, samples), range(0, length, step)):
         block = slice(first, first + samples), slice(None), slice(start, start + step)

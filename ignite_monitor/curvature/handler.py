@@ -158,11 +158,11 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         originals = list(root.parameters())
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
         with isolated_copy(root, self.loss, self._generators) as model, second_derivatives:
-            copies = {id(own): copied for own, copied in zip(originals, model.parameters(), strict=True)}
-            own = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
-            if len(own) < len(parameters):
+            copies = {id(original): copy for original, copy in zip(originals, model.parameters(), strict=True)}
+            copied = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
+            if len(copied) < len(parameters):
                 raise RuntimeError("the optimizer holds parameters of another model")
-            hessian = Hessian(self.loss(model, detached_copy(batch)), own)
+            hessian = Hessian(self.loss(model, detached_copy(batch)), copied)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}
             if is_adam:

@@ -29,7 +29,7 @@ class Detection(NamedTuple):
 
 
 class SpikeDetector:
-    """Detects spikes by a threshold rule, and updates the rule with the values that are none.
+    """Detects spikes by a threshold rule, and updates the rule with the other values.
 
     - A value is a spike if it exceeds the rule's threshold, or is not finite.
     - Only the first of several consecutive spikes updates the statistics, clipped to the threshold: they must not widen

@@ -62,7 +62,7 @@ class EventSource:
             tracker.iteration_started()
         self._steps.reset()
         self.nonfinite_source: NonFiniteSource | None = None  # of this iteration, as far as it has been located
-        self.running = False  # whether a train step is running that monitors or handlers of the user's follow
+        self.in_train_step = False  # whether one is running that monitors, or handlers of the user's, follow
         self.listened = False  # whether the user's handlers listened to any event when it started
         self._awaits_step = False
 
@@ -130,7 +130,7 @@ class EventSource:
             if self._listeners[phase._name_]:
                 self._call(phase, engine, about)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
-            self.running = False
+            self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
             with users_grad_mode():
                 engine.fire_event(event)
@@ -144,7 +144,7 @@ class EventSource:
     def _start_backward(self, model: int, number: int) -> set[int]:
         """Record a backward that reaches a model, by its id; return the set of its reached parameters."""
         tracker = self.trackers.get(model)
-        if not self.running or tracker is None:
+        if not self.in_train_step or tracker is None:
             return set()
         if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
             tracker.warn_of_finalization()
@@ -207,12 +207,12 @@ class EventSource:
     def _train_step(self, original: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         self.listened = self._has_handlers(*self._NAMES)
         monitored = [item for reference in self._monitors if (item := reference()) is not None and item._monitored]
-        self.running, self._awaits_step = bool(monitored) or self.listened, False
+        self.in_train_step, self._awaits_step = bool(monitored) or self.listened, False
         self._steps.acting = acting = set(map(attrgetter("acts_on"), monitored)) - {None}
-        has_hooks = self.running and self.is_awaited(MonitorEvents.GRADIENTS_READY)
+        has_hooks = self.in_train_step and self.is_awaited(MonitorEvents.GRADIENTS_READY)
         for key, tracker in self.trackers.items():
             start = functools.partial(self._on_backward, key) if has_hooks else None
-            tracker.train_step_started(start, refresh=self.running, may_skip=bool(acting))
+            tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
             monitor.before_train_step(engine)
         with ExitStack() as contexts:
@@ -225,7 +225,7 @@ class EventSource:
                 for context in monitor.train_step_contexts():
                     contexts.enter_context(context)
             output = original(engine, batch)
-        if self.running:
+        if self.in_train_step:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
             self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)
         return output

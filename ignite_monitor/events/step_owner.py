@@ -97,7 +97,7 @@ class StepOwner:
 
     def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The step is reported after the hooks of the optimizer's own, which may change its gradients.
-        if not self._source.running or (self._optimizer is not None and is_nested(optimizer)):
+        if not self._source.in_train_step or (self._optimizer is not None and is_nested(optimizer)):
             return None
         sharing = {}
         for tracker in self._source.trackers.values():

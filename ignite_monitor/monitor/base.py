@@ -255,7 +255,7 @@ class Monitor(Reporter, Serializable):
     @property
     def _is_running(self) -> bool:
         """True during a train step that this monitor watches."""
-        return self._monitored and self._source is not None and self._source.running
+        return self._monitored and self._source is not None and self._source.in_train_step
 
     def _named(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
