@@ -146,7 +146,8 @@ def attach_monitors(
     start = f"{prefix}/" if prefix else ""
     always = Events.ITERATION_STARTED
     has_moments = any("betas" in group or group.get("momentum") for group in optimizer.param_groups)
-    sampled = Events.ITERATION_STARTED(event_filter=_Sampling(optimizer, every, has_moments).includes)
+    sampling = _Sampling(optimizer, every, has_moments)
+    sampled = Events.ITERATION_STARTED(event_filter=sampling.includes)
 
     generators = check_generators(generators)
     reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
@@ -208,7 +209,7 @@ def attach_monitors(
             elif monitor.schema.keys:
                 monitor.log_to(logger, trainer, include=shown.get(name))
 
-    return MonitorHandle(trainer, monitors, former, connect_loggers)
+    return MonitorHandle(trainer, monitors, former, connect_loggers, {"sampling": sampling})
 
 
 class _Sampling:
@@ -218,6 +219,12 @@ class _Sampling:
         self._optimizer, self._every, self._has_moments = optimizer, every, has_moments
         self._iteration, self._start, self._included = 0, 0, False
         self._rates: list[float] = []  # of the iteration that was measured last
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self._start, "rates": list(self._rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._start, self._rates = int(state["start"]), list(map(float, state["rates"]))
 
     def includes(self, engine: Engine, iteration: int) -> bool:
         """Decide once for all monitors."""

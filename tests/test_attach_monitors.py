@@ -393,7 +393,41 @@ def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
     assert same(fresh.state_dict(), before)
     fresh.load_state_dict(saved)
     assert [message for message in caplog.messages if "differ" in message][-1].endswith("not loaded: spectral")
-    assert same(fresh.state_dict(), {name: saved[name] for name in fresh.monitors})
+    assert same(fresh.state_dict(), {name: state for name, state in saved.items() if name != "spectral"})
+
+
+@pytest.mark.parametrize("at", [9, 25])
+def test_a_resumed_run_measures_the_same_iterations(at):
+    """Those after a late first step of the optimizer, and a jump of its rate just after the state was saved."""
+
+    def run(state=None):
+        model, optimizer, _ = make_trainer()
+        step, saved, measured = make_step(model, optimizer), {}, []
+
+        def train_step(engine, batch):
+            optimizer.param_groups[0]["lr"] = 0.9 if engine.state.iteration > at else 1e-3
+            if engine.state.iteration > 6:
+                step(engine, batch)
+
+        trainer = Engine(train_step)
+        handle = attach_monitors(trainer, model, optimizer, every=100)
+        objects = {"trainer": trainer, "model": model, "optimizer": optimizer, "monitors": handle}
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def note(engine):
+            if "step/time_ms" in engine.state.metrics:
+                measured.append(engine.state.iteration)
+            if engine.state.iteration == at:
+                saved.update(copy.deepcopy({name: item.state_dict() for name, item in objects.items()}))
+
+        if state is not None:
+            Checkpoint.load_objects(objects, state)
+        trainer.run(make_batches(40), max_epochs=1)
+        return measured, saved
+
+    expected, state = run()
+    assert {6 + 5, at + 2} <= {*expected}
+    assert run(state)[0] == [iteration for iteration in expected if iteration > at]
 
 
 def test_a_refused_state_leaves_a_reference_as_it_was(parts):

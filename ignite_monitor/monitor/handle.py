@@ -27,6 +27,7 @@ class MonitorHandle(Serializable):
         monitors: name -> monitor and event. They are attached, or an error leaves everything as it was.
         replaced: attached monitors to detach, whose names may be taken.
         connect_loggers: a function of name and monitor that calls :meth:`Monitor.log_to`.
+        saved: other objects by name, whose state is saved and loaded with that of the monitors.
 
     Attributes:
         monitors: name -> monitor, read-only.
@@ -38,8 +39,10 @@ class MonitorHandle(Serializable):
         monitors: Mapping[str, tuple[Any, Any]],
         replaced: Sequence[Any] = (),
         connect_loggers: Callable[[str, Any], None] = lambda name, monitor: None,
+        saved: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.monitors = MappingProxyType({name: monitor for name, (monitor, _) in monitors.items()})
+        self._saved = {**self.monitors, **saved}
         self._engine = weakref.ref(engine)
         with ExitStack() as undo:
             for name, (monitor, event) in monitors.items():
@@ -62,7 +65,7 @@ class MonitorHandle(Serializable):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return name -> state of the monitor."""
-        return OrderedDict((name, monitor.state_dict()) for name, monitor in self.monitors.items())
+        return OrderedDict((name, item.state_dict()) for name, item in self._saved.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the states of all monitors, or of none if one is refused.
@@ -76,18 +79,18 @@ class MonitorHandle(Serializable):
             ValueError: if it has the state of no monitor here, or a monitor refuses its state.
         """
         check_type("state_dict", state_dict, Mapping, "Mapping")
-        both = [name for name in self.monitors if name in state_dict]
+        both = [name for name in self._saved if name in state_dict]
         if self.monitors and not both:
             raise ValueError(f"Argument state_dict should have states of {[*self.monitors]}, but has {[*state_dict]}")
-        different = set(self.monitors) ^ set(state_dict)
+        different = set(self._saved) ^ set(state_dict)
         if different:
             text = "saved and attached monitors differ: not loaded: %s"
             logging.getLogger(__name__).warning(text, ", ".join(sorted(different)))
         with ExitStack() as undo:
             for name in both:
-                monitor = self.monitors[name]
-                undo.callback(monitor.load_state_dict, copy.deepcopy(monitor.state_dict()))
-                monitor.load_state_dict(state_dict[name])
+                item = self._saved[name]
+                undo.callback(item.load_state_dict, copy.deepcopy(item.state_dict()))
+                item.load_state_dict(state_dict[name])
             undo.pop_all()
 
     def __enter__(self) -> MonitorHandle:
