@@ -209,7 +209,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     def _is_complete_window(self, window: list[Increment]) -> bool:
         """Return True if the step was made from the expected increments; warn if the first 50 were not."""
         has_all = len(window) == self.micro_batches and window[-1].is_reduced
-        if has_all and not any(math.isnan(part.items or math.nan) for part in window):
+        if has_all and all(0 < (part.items or 0) < math.inf for part in window):
             self._skipped = -1
             return True
         self._skipped += self._skipped >= 0

@@ -282,10 +282,11 @@ def test_parts_of_unequal_sizes_are_counted_or_not_reported(caplog):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     result = {}
-    for name, items in (("unknown", None), ("known", lambda batch: [len(part) for part in batch[0].chunk(4)])):
+    of_parts = lambda batch: [len(part) for part in batch[0].chunk(4)]  # noqa: E731
+    for name, items in (("unknown", None), ("negative", lambda batch: -48), ("known", of_parts)):
         with caplog.at_level(logging.WARNING):
             result[name], _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 50, 100), items=items)
-    assert not any(result["unknown"])
+    assert not any(result["unknown"] + result["negative"])
     assert "give the argument items" in caplog.text
     assert result["known"][-1]["low"] < exact(model, x, y) < result["known"][-1]["high"]
     assert result["known"][-1]["batch"] == 50
