@@ -152,11 +152,12 @@ def _given_c(overrides: Any, layers: Mapping[str, ParametrizedLayer]) -> dict[st
     """Given exponents c by weight; a layer's name is preferred to its last part, and that to a role."""
     overrides = {} if overrides is None else overrides
     check_type("c_overrides", overrides, Mapping, "Mapping or None")
+    values = {key: check_real("c_overrides", value) for key, value in overrides.items()}
     keys = {name: (name, name.rpartition(".")[2], layer.role) for name, layer in layers.items()}
-    if unknown := set(overrides).difference(ROLES, *keys.values()):
+    if unknown := set(values).difference(ROLES, *keys.values()):
         raise ValueError(f"Argument c_overrides should name layers that grow with width, but given {unknown}")
-    given = {name: next((overrides[key] for key in names if key in overrides), None) for name, names in keys.items()}
-    c = {name: check_real("c_overrides", value) for name, value in given.items() if value is not None}
+    fitting = {name: [key for key in names if key in values] for name, names in keys.items()}
+    c = {name: values[names[0]] for name, names in fitting.items() if names}
     by_weight = {layers[name].weight: value for name, value in c.items()}
     if any(by_weight[layers[name].weight] != value for name, value in c.items()):
         raise ValueError(f"Layers that share a weight are given different c: {c}")

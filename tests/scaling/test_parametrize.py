@@ -328,6 +328,7 @@ def test_models_it_can_not_compare(make, widths, error, match):
         ({"preset": "half"}, ValueError, "preset should be"),
         ({"c_overrides": {"4": 0.5}}, ValueError, "name layers that grow with width, but given {'4'}"),
         ({"c_overrides": ["3"]}, TypeError, "c_overrides should be of type Mapping or None"),
+        ({"c_overrides": {"3": None}}, TypeError, "c_overrides"),
     ],
 )
 def test_wrong_arguments(arguments, error, match):
