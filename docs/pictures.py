@@ -94,7 +94,8 @@ def make_pictures(directory, browser):
     for name in ("plot.png", "plot_dark.png"):
         draw(picture(run), directory / name, "run.h5", dark="dark" in name)
         keep(directory / name, name)
-    (directory / "run.html").write_text(page("run.h5", run, "ignite-monitor"), encoding="utf-8")
+    html = page(summarise("run.h5", run), run, "ignite-monitor")
+    (directory / "run.html").write_text(html, encoding="utf-8")
     shoot(browser, (directory / "run.html").as_uri(), directory / "report.png", "1280,1400", 1_000)
     keep(directory / "report.png", "report.png")
     draw(picture(run, re.compile("^(grad/(norm|threshold|spike)|train/loss)$")), directory / "rollback.png")
