@@ -163,17 +163,18 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     outcome, unhandled = norms.outcome(at)
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
+    names = name, monitor.name("threshold")
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
         every = period(run.loss, high).replace("optimizer steps", "iterations")
         what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
-        what += f"{every} ({run.loss_name})."
+        what, names = f"{what}{every} ({run.loss_name}).", (*names, run.loss_name)
     if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not len(outliers) and not norms.missing:
         what, severity, advice = f"{what} Healthy runs have as many of this size.", "note", "No action needed."
     elif not norms.missing and _passes(norms, at):
         kind = "periodic_spikes" if period(norm, at) or (len(outliers) and every) else "bad_batches"
         what = f"{what} The norm then returned below the threshold."
     onset = next(iter(at[factors >= limits.SPIKE_FACTOR].tolist()), -1)
-    yield Finding(kind, severity, what, (name, monitor.name("threshold")), at, values, advice, onset)
+    yield Finding(kind, severity, what, names, at, values, advice, onset)
 
 
 def _passes(norms: Norms, at: Array) -> bool:
