@@ -1,6 +1,6 @@
 """Plant faults in small trainings, and compare the first finding of ``ignite-monitor summary`` with the cause.
 
-Prints the tables of docs/diagnosis.md. The limits of the rules were chosen on seeds 0, 1 and 9; the tables are of seed 10.
+Prints the tables of docs/diagnosis.md. Seeds 0, 1 and 9 chose the limits of the rules; the tables are of seed 10.
 """
 
 from __future__ import annotations
