@@ -163,7 +163,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     outcome, unhandled = norms.outcome(at)
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
-    names = name, monitor.name("threshold")
+    names: tuple[str, ...] = name, monitor.name("threshold")
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
         every = period(run.loss, high).replace("optimizer steps", "iterations")
         what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
