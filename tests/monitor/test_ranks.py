@@ -161,7 +161,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "OptimizerStateHandler": (im.OptimizerStateHandler, (0, 0)),
     "ActivationHandler": (
         lambda m, _: im.ActivationHandler(m, activations=METRICS, gradients={"l2_norm": True}),
-        (2, 16 + 4 * 120),
+        (2, 16 + 4 * 112),
     ),
     "HistogramHandler": (lambda m, _: im.HistogramHandler(m), (0, 0)),
     "SpectralNormHandler": (lambda m, _: im.SpectralNormHandler(m), (0, 0)),
