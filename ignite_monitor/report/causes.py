@@ -34,14 +34,17 @@ def reported(run: Run) -> Iterator[Finding]:
 def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
     name, norm = monitor.name("parameter_norm"), monitor.get("parameter_norm").finite
-    optimizer = run.sibling(monitor, "optimizer")
+    optimizer, weights = run.sibling(monitor, "optimizer"), run.sibling(monitor, "weights")
     moved, growth = optimizer.get("update_norm").finite, _growth(monitor, run)
+    of_step, of_median = (name, optimizer.name("update_norm")), (weights.name("update_ratio_median"),)
     measured = "in {0} a step moved the parameters by {1} of their norm"
+    median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
     for sizes, text, names, limit, count in (
-        (Series(moved.steps, moved.values / norm.at(moved.steps)), measured, (optimizer.name("update_norm"),), 1, 3),
-        (growth, grown, (), 1, 3),
-        (growth, grown, (), 3, 1),  # many steps are between two measurements
+        (Series(moved.steps, moved.values / norm.at(moved.steps)), measured, of_step, 1, 3),
+        (weights.get("update_ratio_median"), median, of_median, 1, 3),
+        (growth, grown, (name,), 1, 3),
+        (growth, grown, (name,), 3, 1),  # many steps are between two measurements
     ):
         large = sizes.finite.values > limit * limits.LARGE_UPDATE
         begins = [i for i in np.flatnonzero(large).tolist() if large[i : i + count].sum() == count]
@@ -49,11 +52,11 @@ def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             continue
         part = sizes.finite.part(slice(begins[0], begins[0] + count))
         what = text.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
-        what = f"Steps were too large: {what} ({name}); 1e-3 is usual."
+        what = f"Steps were too large: {what} ({names[0]}); 1e-3 is usual."
         rate = _largest_rate(monitor, part.steps)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
         onset, values = 0 if part.steps[0] <= run.first_made else -1, {"size": float(part.values.max())}
-        yield Finding("large_updates", "problem", what, (name, *names), part.steps, values, onset=onset)
+        yield Finding("large_updates", "problem", what, names, part.steps, values, onset=onset)
         return
 
 

@@ -54,6 +54,14 @@ CASES = {
     ),
     "large_updates: two of them": (trained(optimizer__update_norm=at(np.where(STEPS < 3, 20.0, 0.1))), None, ""),
     "large_updates: of an optimizer whose steps are unknown": (trained(step__gradient_norm=at(3000.0)), None, ""),
+    "large_updates: of the median parameter": (
+        trained(monitor__update_ratio_median=at(np.where(STEPS < 5, 0.16, 0.004))),
+        *("problem", "in iterations 1-3 a step moved the median parameter by 0.16, 0.16 and 0.16 of its norm"),
+    ),
+    "large_updates: of the median parameter, twice": (
+        trained(monitor__update_ratio_median=at(np.where(STEPS < 3, 0.16, 0.08))),
+        *(None, ""),
+    ),
     "large_updates: growth between measurements": (
         trained(step__parameter_norm=at(np.where(LATE, 100.0, 10.0))),
         *("problem", "by iteration 180 the parameters' norm had changed by 0.45 of itself per step"),
