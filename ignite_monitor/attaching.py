@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -41,7 +42,7 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 _SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
 _FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations, and steps, that are measured as well: they show a wrong learning rate
-_RATE_JUMP = 2.0  # times the learning rate of the iteration that was measured last
+_RATE_JUMP = 2.0  # times the largest learning rate since the last iteration that is measured anyway
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW = 6  # largest number of members of a module list that are all shown
 
@@ -100,8 +101,8 @@ def attach_monitors(
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
         every: iterations between monitored ones, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
-            3, 5, 10, 20 and 50, such steps after the optimizer's first one, and iterations in which a learning rate has
-            doubled since the last monitored one, are monitored as well.
+            3, 5, 10, 20 and 50, such steps after the optimizer's first one, and iterations in which a learning rate (a
+            number, no tensor) is more than twice what it was in the monitored ones since then, are monitored as well.
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
@@ -218,7 +219,7 @@ class _Sampling:
     def __init__(self, optimizer: Optimizer, every: int, has_moments: bool) -> None:
         self._optimizer, self._every, self._has_moments = optimizer, every, has_moments
         self._iteration, self._start, self._included = 0, 0, False
-        self._rates: list[float] = []  # of the iteration that was measured last
+        self._rates: list[float] = []  # by group, the largest since the last iteration that is measured anyway
 
     def state_dict(self) -> dict[str, Any]:
         return {"start": self._start, "rates": list(self._rates)}
@@ -234,12 +235,16 @@ class _Sampling:
         rates = [rate for rate in learning_rates(self._optimizer) if isinstance(rate, (int, float))]
         if waits := self._has_moments and not self._optimizer.state:  # for the first step
             self._start = iteration - 1
-        jumped = any(rate > _RATE_JUMP * former for rate, former in zip(rates, self._rates, strict=False))
+        self._rates = self._rates or rates
+        pairs = [*zip_longest(rates, self._rates, fillvalue=0.0)]
+        jumped = any(rate > _RATE_JUMP * former for rate, former in pairs)
         counts = (iteration,) if waits else (iteration, iteration - self._start)
-        first = any(count < self._every and count in _FIRST for count in counts)
-        self._included = jumped or first or iteration % self._every == 0
-        if self._included or not self._rates:
+        regular = iteration % self._every == 0 or any(count < self._every and count in _FIRST for count in counts)
+        self._included = regular or jumped
+        if regular:
             self._rates = rates
+        elif jumped:  # rates that alternate jump once
+            self._rates = [max(pair) for pair in pairs]
         return self._included
 
 

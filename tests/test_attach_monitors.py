@@ -85,6 +85,23 @@ def test_first_steps_and_jumps_of_the_rate_are_monitored(has_moments):
     assert steps == [1, 2, 3, 5, 10, 20, *of_steps, 50, 76, *[80] * has_moments, 100]
 
 
+def test_rates_that_alternate_jump_once():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.01)
+    step = make_step(model, optimizer)
+
+    def train_step(engine, batch):
+        for place, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.01 * (engine.state.iteration % 2 == place)
+        return step(engine, batch)
+
+    trainer, logger = Engine(train_step), ListLogger()
+    attach_monitors(trainer, model, optimizer, loggers=logger, every=60)
+    trainer.run(make_batches(70))
+    steps = [step for step, named in logger.written if "step/lr/group_0" in named]
+    assert steps == [1, 2, 3, 4, 5, 6, 10, 11, 20, 21, 50, 51, 60, 61]
+
+
 @pytest.mark.parametrize(("count", "shown"), [(3, [0, 1, 2]), (9, [0, 4, 8])])
 def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
     torch.manual_seed(0)
