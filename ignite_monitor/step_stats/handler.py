@@ -196,7 +196,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         values = {"time_ms": 1e3 * seconds}
         if self._data.seconds is not None:
             values["data_wait_share"] = self._data.seconds / (self._data.seconds + seconds)
-        if items is not None:
+        if items is not None and items >= 0:
             values["items_per_s"] = float(items) / seconds
             if self.peak_flops is not None and self.flops_per_item is not None:
                 values["mfu"] = values["items_per_s"] * self.flops_per_item / self.peak_flops

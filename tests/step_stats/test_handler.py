@@ -47,6 +47,12 @@ def test_throughput_and_mfu_are_those_of_the_published_time(items, count):
         assert values["step/mfu"] == pytest.approx(rate * 6 * 5 * 7 / 1e9)
 
 
+@pytest.mark.parametrize("items", [lambda batch: -1, lambda batch: torch.tensor(-1), lambda batch: float("nan")])
+def test_a_number_of_items_that_is_none_gives_no_throughput(items):
+    _, seen = run(nn.Linear(5, 7), linear_batches(), items=items, peak_flops=1e9, flops_per_item=3)
+    assert all("step/time_ms" in row and not {"step/items_per_s", "step/mfu"} & {*row} for row in seen)
+
+
 @pytest.mark.parametrize(
     ("batch", "items"),
     [
