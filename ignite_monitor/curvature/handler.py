@@ -25,7 +25,7 @@ from ignite_monitor.monitor.arguments import check_generators, check_loss, check
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
-from ignite_monitor.reference.reference import detached_copy, isolated_copy, user_forward_hooks
+from ignite_monitor.reference.reference import evaluate, isolated_copy, user_forward_hooks
 
 _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
 
@@ -162,7 +162,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             copied = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
             if len(copied) < len(parameters):
                 raise RuntimeError("the optimizer holds parameters of another model")
-            hessian = Hessian(self.loss(model, detached_copy(batch)), copied)
+            hessian = Hessian(evaluate(self.loss, model, batch), copied)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}
             if is_adam:

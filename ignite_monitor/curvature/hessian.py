@@ -11,16 +11,14 @@ from ignite_monitor.model.norms import wide_norms
 
 
 class Hessian:
-    """Hessian of a loss, multiplied by flat vectors through the graph of the loss; no gradients are accumulated.
+    """Hessian of a 0-dim loss, multiplied by flat vectors through the graph of the loss; no gradients are accumulated.
 
-    A RuntimeError if a parameter is complex, the loss reaches none, or its graph hides some in a reentrant checkpoint.
+    A RuntimeError if a parameter is complex, or the loss reaches none.
     """
 
     def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         if any(parameter.is_complex() for parameter in parameters):
             raise RuntimeError("a parameter is complex")
-        loss = loss.reshape(())
-        _check_graph(loss)
         self._parameters = list(parameters)
         self._gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
         if all(gradient is None for gradient in self._gradients):
@@ -52,19 +50,6 @@ class Hessian:
 def flat_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
     """Dtype of flat vectors: float64 if a parameter has it, else float32."""
     return torch.float64 if torch.float64 in {parameter.dtype for parameter in parameters} else torch.float32
-
-
-def _check_graph(loss: Tensor) -> None:
-    nodes = {loss.grad_fn}
-    waiting = [*nodes]
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            if node.name().startswith("CheckpointFunction"):
-                raise RuntimeError("torch.utils.checkpoint should be given use_reentrant=False")
-            following = {other for other, _ in node.next_functions} - nodes
-            nodes |= following
-            waiting += following
 
 
 def length(vector: Tensor) -> Tensor:

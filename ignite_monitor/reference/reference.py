@@ -192,6 +192,22 @@ def isolated_copy(model: nn.Module, loss: Callable[..., Any], generators: Iterab
         yield separate
 
 
+def evaluate(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a copy of a batch, 0-dim; RuntimeError if a reentrant checkpoint hides a part of its graph."""
+    value = loss(model, detached_copy(batch)).reshape(())
+    nodes = {value.grad_fn}
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            if node.name().startswith("CheckpointFunction"):
+                raise RuntimeError("torch.utils.checkpoint should be given use_reentrant=False")
+            following = {other for other, _ in node.next_functions} - nodes
+            nodes |= following
+            waiting += following
+    return value
+
+
 def user_forward_hooks(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[tuple[str, int], Any]]:
     """Modules with forward hooks that users registered, and these hooks; without those of libraries and monitors."""
     hooked = {}

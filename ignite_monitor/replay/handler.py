@@ -17,7 +17,7 @@ from ignite_monitor.model.tensors import bits_of
 from ignite_monitor.monitor.arguments import check_generators, check_loss
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.reference.reference import detached_copy, isolated_copy
+from ignite_monitor.reference.reference import evaluate, isolated_copy
 
 _MIN_SAME = 3  # equal pairs of passes, before a different one is taken for a fault
 
@@ -111,9 +111,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     def _gradients(self, batch: Any) -> dict[str, Tensor]:
         """Return the gradients of one pass by name."""
         with isolated_copy(unwrapped(self.model), self.loss, self._generators) as model:
-            loss = self.loss(model, detached_copy(batch))
+            loss = evaluate(self.loss, model, batch)
             parameters = {name: item for name, item, _ in named_parameters(model) if item.requires_grad}
-            gradients = torch.autograd.grad(loss.reshape(()), [*parameters.values()], allow_unused=True)
+            gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
         reached = {name: item for name, item in zip(parameters, gradients, strict=True) if item is not None}
         if not reached:
             raise RuntimeError("the loss reaches no parameter of the model that it is given")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ignite.engine import Engine
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import MonitorEvents, ReplayCheckHandler
 from ignite_monitor.model.isolation import in_second_pass
@@ -129,13 +130,32 @@ def test_training_is_untouched_and_reproducible(name, caplog):
     assert caplog.messages == []
 
 
-def test_a_loss_may_change_its_batch_and_have_sparse_gradients_and_generators_of_its_own():
+def noisy_loss(model, batch, generator):
+    return embedding_loss(model, [*batch]) * torch.rand((), generator=generator)
+
+
+class NoisyLoss:
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, model, batch):
+        return noisy_loss(model, batch, self.generator)
+
+
+HOLDERS = {
+    "closure": lambda generator: lambda model, batch: noisy_loss(model, batch, generator),
+    "default": lambda generator: lambda model, batch, own=generator: noisy_loss(model, batch, own),
+    "partial": lambda generator: functools.partial(noisy_loss, generator=generator),
+    "object": NoisyLoss,
+    "method": lambda generator: NoisyLoss(generator).__call__,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_loss_may_change_its_batch_and_have_sparse_gradients_and_generators_of_its_own(holder):
     def run(*monitors):
         random_of_loss, model = torch.Generator().manual_seed(0), nn.Embedding(5, 3, sparse=True)
-
-        def loss_of(model, batch):
-            return embedding_loss(model, [*batch]) * torch.rand((), generator=random_of_loss)
-
+        loss_of = HOLDERS[holder](random_of_loss)
         step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_of=loss_of)
         handlers = [monitor(model, loss=loss_of) for monitor in monitors]
         return run_monitored(step, make_batches(4), *handlers), random_of_loss.get_state()
@@ -210,6 +230,13 @@ def raising(model, batch):
     raise KeyError("no second\npass")
 
 
+class Checkpointed(nn.Linear):
+    """All of its gradients are hidden from the outer graph."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=True)
+
+
 class Uncopyable(nn.Linear):
     def __deepcopy__(self, memo):
         raise RuntimeError("one only")
@@ -226,6 +253,11 @@ OFF = {
         "RuntimeError: the loss reaches no parameter of the model that it is given",
     ),
     "training model": (make_model, of_the_training_model, "a copy calls the root module of the model that trains"),
+    "checkpointed": (
+        lambda: nn.Sequential(Checkpointed(6, 4), nn.Linear(4, 3)),
+        lambda _: mse_loss,
+        "use_reentrant=False",
+    ),
     "uncopyable": (lambda: Uncopyable(6, 3), lambda _: mse_loss, "it can't be copied (RuntimeError: one only)"),
     "keeping": (make_model, lambda _: keeping(), "too few to tell a fault from a nondeterministic operation or a loss"),
 }
