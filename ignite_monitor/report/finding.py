@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ignite_monitor.hdf5.layout import SEVERITIES as SEVERITIES
 from ignite_monitor.report.run import Array
-
-SEVERITIES = ("problem", "warning", "note")
 
 
 class Kind(NamedTuple):
@@ -145,11 +144,6 @@ class Finding:
     def text(self) -> str:
         """Description and advice."""
         return f"{self.what} {self.action}".rstrip()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Its fields in JSON; the evidence is the metrics, iterations and numbers it rests on."""
-        evidence = {"metrics": self.metrics, "iterations": self.iterations, "values": self.values}
-        return {"kind": self.kind, "severity": self.severity, "text": self.text, "evidence": evidence}
 
     @property
     def place(self) -> tuple[bool, int, int, int]:

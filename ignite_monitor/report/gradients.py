@@ -93,6 +93,13 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             yield Finding("loss_spikes", "warning", what, (name,), at, {"count": len(at)})
 
 
+def not_monitored(run: Run) -> Iterator[Finding]:
+    """A run without a GradMonitor."""
+    if not any(monitor.get("norm") or monitor.get("stepped") for monitor in run.of("grad")):
+        what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
+        yield Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger.")
+
+
 def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     """Steps that were never made, or no longer; and norms of which none was compared with a threshold."""
     stepped, name = monitor.get("stepped"), monitor.name("stepped")

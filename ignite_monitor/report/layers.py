@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,44 +20,37 @@ def persistent(run: Run) -> Iterator[Finding]:
             yield from _beyond(monitor, run, limit, items)
 
 
-class Beyond(NamedTuple):
-    """An item beyond its limit."""
-
-    value: float  # median in the last quarter
-    since: int  # iteration
-    since_text: str  # since when
-    always: bool  # whether every measurement is beyond the limit
-
-
 def _beyond(
     monitor: MonitorSeries, run: Run, limit: limits.Persistent, items: Mapping[str, Series]
 ) -> Iterator[Finding]:
     """The items that are beyond a limit at the end, and in 3 measurements at least, the farthest first."""
     sign = -1 if limit.below else 1
-    far = {
-        item: Beyond(series.last_quarter.median, *series.onset(mask), bool(mask.all()))
-        for item, series in items.items()
-        if sign * series.last_quarter.median > sign * limit.limit
-        and (mask := sign * series.values > sign * limit.limit).sum() >= MIN_ONSET
-    }
+    medians = {item: series.last_quarter.median for item, series in items.items()}
+    masks = {item: sign * series.values > sign * limit.limit for item, series in items.items()}
+    far = [item for item in items if sign * medians[item] > sign * limit.limit and masks[item].sum() >= MIN_ONSET]
     if not far:
         return
-    order = sorted(far, key=lambda item: -sign * far[item].value)
-    worst, at = far[order[0]], sorted({it.since for it in far.values()})
+    far.sort(key=lambda item: -sign * medians[item])
+    onsets = {item: items[item].onset(masks[item]) for item in far}
+    worst, at = medians[far[0]], sorted({since for since, _ in onsets.values()})
     # A measurement in the first step's iteration comes before that step.
-    initially = not KINDS[limit.kind].is_cause and any(it.always for it in far.values()) and 0 < at[0] <= run.first_made
-    names, text = monitor.names(limit.key, order), limit.text.format(worst.value)
+    initially = (
+        not KINDS[limit.kind].is_cause and any(masks[item].all() for item in far) and 0 < at[0] <= run.first_made
+    )
+    names, text = [monitor.name(limit.key.format(item)) for item in far], limit.text.format(worst)
     if "{}" in limit.key:
-        what = listed(f"{printable(item)} ({number(far[item].value, 2)}, {far[item].since_text})" for item in order)
+        what = listed(f"{printable(item)} ({number(medians[item], 2)}, {onsets[item][1]})" for item in far)
         what = f"{text}: {what}."
     else:
         largest = monitor.items(limit.largest) if limit.largest else {}
         named = sorted(largest, key=lambda item: -largest[item].last_quarter.median)[:3]
-        names = (*names, *monitor.names(limit.largest, named))
-        what = f"{text} ({names[0]}), {worst.since_text}{'; largest in ' * bool(named)}{listed(map(printable, named))}."
-    severity = "problem" if worst.value >= limit.problem else limit.severity
-    values, onset = {"count": len(far), "farthest": worst.value}, 0 if initially else at[0]
-    yield Finding(limit.kind, severity, what, names, at, values, onset=onset, initially=initially)
+        names += [monitor.name(limit.largest.format(item)) for item in named]
+        what = (
+            f"{text} ({names[0]}), {onsets[far[0]][1]}{'; largest in ' * bool(named)}{listed(map(printable, named))}."
+        )
+    severity = "problem" if worst >= limit.problem else limit.severity
+    values, onset = {"count": len(far), "farthest": worst}, 0 if initially else at[0]
+    yield Finding(limit.kind, severity, what, tuple(names), at, values, onset=onset, initially=initially)
 
 
 def vanishing(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:

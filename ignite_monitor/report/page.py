@@ -40,8 +40,6 @@ th, td { border-bottom: 1px solid var(--line); padding: .15rem .6rem; text-align
 .words th, .words td { text-align: left; vertical-align: top; white-space: normal; }
 th:first-child, td:first-child { min-width: 9rem; padding-left: 0; text-align: left; white-space: normal; }
 """
-
-
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -57,7 +55,8 @@ def page(summary: Summary, run: Run, program: str) -> str:
         *(_finding(finding, run, place < DRAWN) for place, finding in enumerate(summary.findings)),
         *(f"<p>{_escaped(line)}</p>" for line in summary.failed),
         "<p>Nothing unusual.</p>" * (not summary.findings),
-        f"<h2>Overview</h2>\n{_images(overview)}" if overview.panels else "",
+        "<h2>Overview</h2>" * bool(overview.panels),
+        _images(overview),
         f"<h2>Metrics</h2>\n{_table(COLUMNS, rows[:ROWS])}",
     ]
     if more := rows[ROWS:]:
@@ -88,37 +87,24 @@ def _escaped(text: str) -> str:
 
 
 def _finding(finding: Finding, run: Run, is_drawn: bool) -> str:
-    figure = _evidence(finding, run) if is_drawn else ""
+    shown = picture(run, re.compile(rf"\A(?:{'|'.join(map(re.escape, finding.metrics))})\Z"))
+    figure = _images(replace(shown, panels=shown.panels[: PANELS * is_drawn]))
     paragraph = f"<b>{_escaped(finding.severity)}</b> ({_escaped(finding.kind)}): {_escaped(finding.text)}"
     return f'<section class="finding {finding.severity}{" drawn" * bool(figure)}"><p>{paragraph}</p>{figure}</section>'
 
 
-def _evidence(finding: Finding, run: Run) -> str:
-    """Draw the metrics that a finding rests on; empty if it has none."""
-    names = [name for name in finding.metrics if name in run.series]
-    if not names:
-        return ""
-    shown = picture(run, re.compile(rf"\A(?:{'|'.join(map(re.escape, names))})\Z"))
-    return _images(replace(shown, panels=shown.panels[:PANELS]))
-
-
 def _images(shown: Picture) -> str:
-    """Draw each panel, to be arranged by the width of the page."""
-    panels = (_image(replace(shown, panels=[panel], headline=""), panel.title) for panel in shown.panels)
-    return f'<div class="images">{"".join(panels)}</div>'
-
-
-def _image(shown: Picture, title: str) -> str:
-    """Draw for light and dark pages; an image keeps the SVG's names and links apart from the page's."""
-    sources = []
+    """Draw each panel, for light and dark pages; an image keeps the SVG's names and links apart from the page's."""
+    images = []
     with tempfile.TemporaryDirectory() as folder:
-        for dark in (False, True):
-            path = Path(folder, "figure.svg")
-            draw(shown, path, dark=dark)
-            sources.append(f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}")
-    light, dark_source = sources
-    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark_source}">'
-    return f'<picture>{source}<img alt="{_escaped(title)}" src="{light}"></picture>'
+        for panel in shown.panels:
+            sources = []
+            for dark in (False, True):
+                draw(replace(shown, panels=[panel], headline=""), path := Path(folder, "figure.svg"), dark=dark)
+                sources.append(f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}")
+            source = f'<source media="(prefers-color-scheme: dark)" srcset="{sources[1]}">'
+            images.append(f'<picture>{source}<img alt="{_escaped(panel.title)}" src="{sources[0]}"></picture>')
+    return f'<div class="images">{"".join(images)}</div>' if images else ""
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table") -> str:

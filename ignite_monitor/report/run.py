@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -122,10 +121,6 @@ class MonitorSeries:
             for key, series in self.series.items()
             if key.startswith(start) and key.endswith(end) and np.isfinite(series.values).any()
         }
-
-    def names(self, pattern: str, items: Iterable[str]) -> tuple[str, ...]:
-        """Return the full names of a pattern's items."""
-        return tuple(self.name(pattern.format(item)) for item in items)
 
 
 class Run:

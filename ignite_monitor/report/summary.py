@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ignite_monitor.report import causes, layers, losses
+from ignite_monitor.report import causes, gradients, layers, losses
 from ignite_monitor.report.finding import SEVERITIES, Finding, in_order, listed, plural
-from ignite_monitor.report.gradients import gradient_findings, value_spikes
 from ignite_monitor.report.run import MonitorSeries, Run, Series, natural
 
 VERSION = 5
@@ -20,11 +19,13 @@ VERSION = 5
 MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
 
-RUN_RULES = (causes.reported, losses.curves, losses.learning, losses.overfitting, layers.persistent)
+RUN_RULES = (
+    *(causes.reported, losses.curves, losses.learning, losses.overfitting, layers.persistent, gradients.not_monitored),
+)
 """Rules for the whole run."""
 RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] = {
-    "grad": (gradient_findings,),
-    "spike": (value_spikes,),
+    "grad": (gradients.gradient_findings,),
+    "spike": (gradients.value_spikes,),
     "weights": (layers.vanishing,),
     "activation": (layers.outliers,),
     "step": (
@@ -35,15 +36,8 @@ RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] 
 """Kind of monitor -> the rules for its metrics."""
 
 
-class Diagnosis(NamedTuple):
-    """Findings of a run."""
-
-    findings: list[Finding]  # causes before symptoms, notes last
-    failed: list[str]  # rules that failed, as lines
-
-
-def diagnose(run: Run) -> Diagnosis:
-    """Apply all rules to a run."""
+def diagnose(run: Run) -> tuple[list[Finding], list[str]]:
+    """Apply all rules to a run; return the findings, causes first and notes last, and a line for each failed rule."""
     findings: list[Finding] = []
     failed: list[str] = []
 
@@ -61,15 +55,7 @@ def diagnose(run: Run) -> Diagnosis:
             for monitor_rule in RULES.get(monitor.kind, ()):
                 apply(monitor_rule, monitor, run)
         apply(causes.rate_rises, run, [*findings])
-        apply(_not_monitored, run)
-    return Diagnosis(in_order(findings, run.distance), failed)
-
-
-def _not_monitored(run: Run) -> Iterator[Finding]:
-    """A run without a GradMonitor."""
-    if not any(monitor.get("norm") or monitor.get("stepped") for monitor in run.of("grad")):
-        what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
-        yield Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger.")
+    return in_order(findings, run.distance), failed
 
 
 def measured(run: Run) -> list[str]:
@@ -134,8 +120,11 @@ class Summary:
 
     @property
     def common_fields(self) -> dict[str, Any]:
-        """File, findings and failed rules, in JSON."""
-        findings = [finding.as_dict() for finding in self.findings]
+        """File, findings with the evidence that they rest on, and failed rules, in JSON."""
+        findings = []
+        for it in self.findings:
+            evidence = {"metrics": it.metrics, "iterations": it.iterations, "values": it.values}
+            findings.append({"kind": it.kind, "severity": it.severity, "text": it.text, "evidence": evidence})
         return {"file": self.file, "findings": findings, "failed": self.failed}
 
     def as_json(self) -> dict[str, Any]:
@@ -227,7 +216,6 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
 
 
 def _compare_hashes(runs: tuple[Run, Run], names: list[str]) -> HashComparison:
-    """Compare hashes, iteration by iteration."""
     first: dict[int, list[str]] = {}
     for name in names:
         a, b = (run.series[name] for run in runs)

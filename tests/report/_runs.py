@@ -41,7 +41,7 @@ def summary(series):
 
 def found(series, *kinds):
     """The findings of some kinds, or all but that there is no GradMonitor."""
-    every = diagnose(make_run(series)).findings
+    every, _ = diagnose(make_run(series))
     return [finding for finding in every if (finding.kind in kinds if kinds else finding.kind != "not_monitored")]
 
 

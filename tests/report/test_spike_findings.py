@@ -178,7 +178,7 @@ def test_a_run_without_a_threshold_is_not_called_healthy():
         (warming_up, "None of 15 gradient norms (grad/norm) was compared with a threshold"),
         (weights(), "the file has no metrics of a GradMonitor"),
     ):
-        (finding,) = diagnose(make_run(run)).findings
+        ((finding,), _) = diagnose(make_run(run))
         assert (finding.kind, finding.severity) == ("not_monitored", "note")
         assert words in finding.text
         assert summary(run).healthy is None
