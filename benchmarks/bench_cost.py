@@ -84,15 +84,9 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 10)
 
 
-@torch.no_grad()
-def two_passes(model: nn.Module, tokens: Tensor) -> None:
-    model(tokens)
-    model(tokens)
-
-
 COMPARISONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     CLIP: lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
-    PASSES: two_passes,
+    PASSES: torch.no_grad()(lambda model, tokens: (model(tokens), model(tokens))),
     CLONE: lambda model, _: [parameter.detach().clone() for parameter in model.parameters()],
 }
 
@@ -124,11 +118,6 @@ def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return handler
 
 
-def routing(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.RoutingHandler:
-    """The first layer of each MLP as a router."""
-    return im.RoutingHandler(model, routers=r"linear1$", top_k=2)
-
-
 Make = Callable[[nn.Module, torch.optim.Optimizer], Any]
 # The second entry is the comparison that the cost is a multiple of.
 MONITORS: dict[str, tuple[Make, str]] = {
@@ -142,7 +131,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "SpectralNormHandler": (lambda m, _: im.SpectralNormHandler(m), CLONE),
     "RCCHandler": (lambda m, _: im.RCCHandler(m), PASSES),
     "HistogramHandler": (lambda m, _: im.HistogramHandler(m), CLONE),
-    "RoutingHandler": (routing, CLOSURES),
+    "RoutingHandler": (lambda m, _: im.RoutingHandler(m, routers=r"linear1$", top_k=2), CLOSURES),  # first of each MLP
     "ReplicaCheckHandler": (replica_check, CLONE),
     "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, loss=loss_of), PASSES),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
@@ -235,8 +224,17 @@ def machine(device: str) -> str:
     return f"one thread of {[*names, platform.processor()][0]}"
 
 
-def report(device: str, rounds: int, only: list[str]) -> None:
-    monitors = [name for name in MONITORS if not only or any(name.startswith(part) for part in only)]
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[""], help="first letters of the monitors to measure")
+    args = parser.parse_args()
+    device, rounds = args.device, args.rounds
+    if args.quick:
+        SETTINGS.pop("wide")
+        rounds, args.only = 1, ["StepStats", "Healthy"]
+    monitors = [name for name in MONITORS if name.startswith(tuple(args.only))]
     compared = [CLIP, CLOSURES, PASSES, CLONE]
     print(f"{provenance()}, on {machine(device)}")
     for label, setting in SETTINGS.items():
@@ -254,18 +252,6 @@ def report(device: str, rounds: int, only: list[str]) -> None:
             shares = cost.share(step), rare.share(step, 2)
             ratio = f"{cost.over(added[comparison])} {comparison}"
             print_row(f"`{name}`", cost.text(1e-3), *shares, f"{idle.text(1e-6, 0)} us", ratio)
-
-
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=[], help="first letters of the monitors to measure")
-    args = parser.parse_args()
-    if args.quick:
-        SETTINGS.pop("wide")
-        args.rounds, args.only = 1, ["StepStats", "Healthy"]
-    report(args.device, args.rounds, args.only)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,12 +92,9 @@ def make_batch(kind: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(plan: Plan, model: nn.Module) -> Any:
-    parameters, rate = plan.members(model), plan.rate * RATES[plan.kind]
-    if plan.optimizer is not None:
-        return plan.optimizer(parameters, rate)
-    if plan.kind == "cnn":
-        return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4)
-    return torch.optim.AdamW(parameters, lr=rate)
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4)
+    make = plan.optimizer or (sgd if plan.kind == "cnn" else torch.optim.AdamW)
+    return make(plan.members(model), lr=plan.rate * RATES[plan.kind])
 
 
 def supervised(plan: Plan, seed: int, iterations: int, logger: HDF5Logger) -> None:
@@ -138,8 +136,8 @@ def supervised(plan: Plan, seed: int, iterations: int, logger: HDF5Logger) -> No
 
     model.train(plan.mode)
     trainer = Engine(train_step)
-    scaler = {"scaler": plan.scaler} if plan.given else {}
-    attach_monitors(trainer, model, optimizer, loggers=logger, every=EVERY, **scaler)
+    scaler = plan.scaler if plan.given else None
+    attach_monitors(trainer, model, optimizer, loggers=logger, every=EVERY, scaler=scaler)
     if plan.held_out:
 
         @trainer.on(Events.ITERATION_COMPLETED(every=EVERY))

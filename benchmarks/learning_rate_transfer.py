@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 from ignite.engine import Engine, Events
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from trainings import digits, mean_and_error, options, print_header, print_row
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from ignite_monitor.scaling import Parametrization, parametrize
 
@@ -61,13 +61,9 @@ def make(task: str, width: int) -> torch.nn.Module:
     heads = width // HEAD
     if task == "ViT":
         image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
-        return transformers.ViTForImageClassification(
-            transformers.ViTConfig(**sizes, num_attention_heads=heads, **image)
-        )
+        return ViTForImageClassification(ViTConfig(**sizes, num_attention_heads=heads, **image))
     attention = {"num_attention_heads": heads, "num_key_value_heads": max(heads // 2, 1), "head_dim": HEAD}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, **attention, vocab_size=128, pad_token_id=None)
-    )
+    return LlamaForCausalLM(LlamaConfig(**sizes, **attention, vocab_size=128, pad_token_id=None))
 
 
 def draw_batch(task: str, *, held_out: bool = False) -> Batch:
@@ -110,18 +106,13 @@ def train(initial: Parametrization, task: str, preset: str, rate: int, seed: int
 
 def search(task: str, preset: str, width: int, seed: int, steps: int) -> Losses:
     torch.manual_seed(seed)
-    make_model = functools.partial(make, task)
-    scaled = parametrize(make_model, (32, width), sample_input=draw_batch(task), preset=preset)
+    scaled = parametrize(functools.partial(make, task), (32, width), sample_input=draw_batch(task), preset=preset)
     return {rate: train(scaled, task, preset, rate, seed, steps) for rate in GRIDS[task, preset]}
-
-
-def best(losses: Losses) -> int:
-    return min(losses, key=losses.__getitem__)
 
 
 def vertex(losses: Losses) -> tuple[float, float]:
     """Vertex of a parabola of log loss over log2 of the rate, through the best; NaN if that has no neighbours."""
-    rate = best(losses)
+    rate = min(losses, key=losses.get)
     if not {rate - 1, rate + 1} <= losses.keys():
         return math.nan, math.nan
     left, middle, right = (math.log(losses[near]) for near in (rate - 1, rate, rate + 1))
@@ -134,7 +125,7 @@ def cells(runs: dict[int, list[Losses]]) -> list[str]:
     fits = {width: [vertex(losses) for losses in of_seeds] for width, of_seeds in runs.items()}
     narrow, *wide = runs
     moved = [[rate - first for (rate, _), (first, _) in zip(fits[w], fits[narrow], strict=True)] for w in wide]
-    carried = [losses[best(first)] for losses, first in zip(runs[wide[-1]], runs[narrow], strict=True)]
+    carried = [losses[min(first, key=first.get)] for losses, first in zip(runs[wide[-1]], runs[narrow], strict=True)]
     losses = [mean_and_error([loss for _, loss in fits[width]], 2) for width in runs]
     rates = [f"2^{mean_and_error([rate for rate, _ in fits[narrow]], 1)}"]
     return [*rates, *(mean_and_error(shift, 1, "+") for shift in moved), *losses, mean_and_error(carried, 2)]

@@ -191,12 +191,8 @@ def counts(made: Sequence[Outcome]) -> list[str]:
 
 def with_handlers(kinds: Sequence[str]) -> dict[str, Outcome]:
     """Train with handlers and each fault or regime change."""
-    made = {}
-    for kind in kinds:
-        is_regime = kind in REGIMES
-        regime = follow(make_regime(kind, 7), "handlers", REGIME, decays=True) if is_regime else None
-        made[kind] = regime or train("mlp", 7, kind, "handlers")
-    return made
+    regimes = {k: follow(make_regime(k, 7), "handlers", REGIME, decays=True) for k in kinds if k in REGIMES}
+    return {kind: regimes.get(kind) or train("mlp", 7, kind, "handlers") for kind in kinds}
 
 
 def print_constants(names: Sequence[str], kinds: Sequence[str]) -> None:
@@ -229,11 +225,9 @@ def main() -> None:
         return
     if args.regimes:
         print_header("regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
+        length = CHANGE + 40 if args.quick else REGIME
         for name in ["targets shifted"] if args.quick else REGIMES:
-            made = {
-                mode: follow(make_regime(name, 7), mode, CHANGE + 40 if args.quick else REGIME, decays=True)
-                for mode in MODES
-            }
+            made = {mode: follow(make_regime(name, 7), mode, length, decays=True) for mode in MODES}
             ratio = made["handlers"].loss / made["nothing"].loss
             print_row(name, *(f"{m.loss:.4f}" for m in made.values()), f"{ratio:.3f}", *counts([made["handlers"]]))
         return

@@ -67,9 +67,7 @@ def _changed(x: Tensor, y: Tensor, change: str, i: int, generator: torch.Generat
 def _classifier(change: str, generator: torch.Generator) -> Training:
     (x, y), (test_x, test_y) = digit_images()
     model, optimizer = make_small("mlp")
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     group = optimizer.param_groups[0]
-    rate = group["lr"]
 
     def noisy(inputs: Tensor, labels: Tensor) -> Batch:
         """Add noise, so that results differ little by chance."""
@@ -78,11 +76,11 @@ def _classifier(change: str, generator: torch.Generator) -> Training:
     def loss(i: int) -> Tensor:
         is_on = i >= CHANGE
         if change == "body unfrozen" and i in (1, CHANGE):
-            layers[0].requires_grad_(is_on)
+            model[0].requires_grad_(is_on)
         if change in SCHEDULES:
-            group["lr"] = rate * SCHEDULES[change](i)
+            group["lr"] = optimizer.defaults["lr"] * SCHEDULES[change](i)
         if change == "head reset" and i == CHANGE:
-            layers[-1].reset_parameters()
+            model[-1].reset_parameters()
         place = torch.randint(len(x), (8 if change == "batches of 8" and is_on else 64,), generator=generator)
         inputs, labels = _changed(*noisy(x[place], y[place]), change, i, generator)
         if change == "mixup" and is_on:

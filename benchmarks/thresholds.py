@@ -68,9 +68,8 @@ def finite(rule: Callable[[list[float], list[float]], Flags]) -> Rule:
     def run(recording: Recording) -> Flags:
         series = recording.norms, recording.losses
         cleaned = [[*itertools.accumulate(v, lambda a, b: b if math.isfinite(b) else a)] for v in series]
-        flags = rule(*cleaned)
-        bad = [not (math.isfinite(norm) and math.isfinite(loss)) for norm, loss in zip(*series, strict=True)]
-        return [flag or overflow for flag, overflow in zip(flags, bad, strict=True)]
+        values = zip(rule(*cleaned), *series, strict=True)
+        return [flag or not (math.isfinite(norm) and math.isfinite(loss)) for flag, norm, loss in values]
 
     return run
 
@@ -146,9 +145,8 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[35, 36], help="of the recordings")
     args = parser.parse_args()
-    recordings = [
-        recording for seed in args.seeds[: 1 if args.quick else None] for recording in record_all(seed, args.quick)
-    ]
+    seeds = args.seeds[:1] if args.quick else args.seeds
+    recordings = [recording for seed in seeds for recording in record_all(seed, args.quick)]
     print_header("rule", "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30")
     flags_of = functools.cache(lambda rule: [rule(recording) for recording in recordings])
     for name, rules in RULES.items():

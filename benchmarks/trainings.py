@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from sklearn.datasets import load_digits
@@ -79,30 +79,21 @@ def mean_and_error(values: Sequence[float], digits: int = 3, sign: str = "") -> 
 
 
 class Training(NamedTuple):
-    """One recipe. The name's prefix selects the model: "gpt", "cnn", else an MLP. ``warmup`` is in iterations."""
+    """One recipe. The name begins with the kind of model: "gpt", "cnn", "mlp", or "fall", an MLP for a regression."""
 
     name: str
     width: int
     depth: int
     batch_size: int
-    optimizer: str
-    lr: float
-    warmup: int = 0
+    optimizer: Callable[..., torch.optim.Optimizer]  # makes one of parameters
+    warmup: int = 0  # iterations
     decay: str = "constant"
-    options: dict[str, Any] = {}
 
     @property
-    def is_gpt(self) -> bool:
-        return self.name.startswith("gpt")
+    def kind(self) -> str:
+        return self.name.partition("_")[0]
 
-    @property
-    def classes(self) -> int:
-        return VOCABULARY if self.is_gpt else 10
-
-    def lr_factor(self, iteration: int, iterations: int) -> float:
-        """Factor of the learning rate."""
-        if iteration < self.warmup:
-            return (iteration + 1) / self.warmup
+    def set_lr(self, optimizer: torch.optim.Optimizer, iteration: int, iterations: int) -> None:
         done = (iteration - self.warmup) / max(1, iterations - self.warmup)
         factors: dict[str, float] = {
             "constant": 1.0,
@@ -110,11 +101,9 @@ class Training(NamedTuple):
             "linear": 1.0 - 0.98 * done,
             "rsqrt": (max(100, self.warmup) / max(100, iteration)) ** 0.5,
         }
-        return factors[self.decay]
-
-    def set_lr(self, optimizer: torch.optim.Optimizer, iteration: int, iterations: int) -> None:
+        factor = (iteration + 1) / self.warmup if iteration < self.warmup else factors[self.decay]
         for group in optimizer.param_groups:
-            group["lr"] = self.lr * self.lr_factor(iteration, iterations)
+            group["lr"] = optimizer.defaults["lr"] * factor
 
 
 class Block(nn.Module):
@@ -153,20 +142,18 @@ class GPT(nn.Module):
 
 def make_model(training: Training) -> nn.Module:
     width = training.width
-    if training.is_gpt:
+    if training.kind == "gpt":
         return GPT(width, training.depth)
-    if training.name.startswith("cnn"):
+    if training.kind == "cnn":
         first = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
         second = [nn.Conv2d(width, 2 * width, 3, padding=1, stride=2), nn.BatchNorm2d(2 * width), nn.ReLU()]
         return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * width, 10))
     sizes = [64, *[width] * training.depth]
     hidden = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
-
-
-def make_optimizer(training: Training, model: nn.Module) -> torch.optim.Optimizer:
-    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, training.optimizer)
-    return kind(model.parameters(), lr=training.lr, **training.options)
+    model = nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
+    if training.kind == "fall":
+        model[-1] = nn.Linear(sizes[-1], 1)
+    return model
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -184,29 +171,28 @@ def digits(divisor: float = 16.0) -> tuple[Tensor, Tensor]:
 
 def batches(training: Training, generator: torch.Generator) -> Batches:
     """A function that draws inputs and labels."""
-    if training.is_gpt:
+    if training.kind == "gpt":
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
         text = b"".join(file.read_bytes() for file in files)
-        tokens = torch.tensor([byte for byte in text if byte < VOCABULARY])
-
-        def draw() -> tuple[Tensor, Tensor]:
-            starts = torch.randint(len(tokens) - CONTEXT, (training.batch_size, 1), generator=generator)
-            pieces = tokens[starts + torch.arange(CONTEXT + 1)]
-            return pieces[:, :-1], pieces[:, 1:]
-
+        pieces = torch.tensor([byte for byte in text if byte < VOCABULARY]).unfold(0, CONTEXT + 1, 1)
+        inputs, labels = pieces[:, :-1], pieces[:, 1:]
     else:
-        images, labels = digits()
+        inputs, labels = digits()
+        if training.kind == "fall":
+            labels = inputs.sum(1) + 10.0  # a large offset
 
-        def draw() -> tuple[Tensor, Tensor]:
-            rows = torch.randint(len(images), (training.batch_size,), generator=generator)
-            return images[rows], labels[rows]
+    def draw() -> Batch:
+        rows = torch.randint(len(inputs), (training.batch_size,), generator=generator)
+        return inputs[rows], labels[rows]
 
     return draw
 
 
-def spoil(kind: str, inputs: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def spoil(kind: str, inputs: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
     """A faulty copy of a batch."""
     inputs, labels = inputs.clone(), labels.clone()
+    is_image = inputs.is_floating_point()
+    classes = 10 if is_image else VOCABULARY
     if kind in ("random_labels", "half_random_labels"):
         rows = len(labels) // (2 if kind.startswith("half") else 1)
         labels[:rows] = torch.randint(classes, labels[:rows].shape, generator=generator)
@@ -216,8 +202,7 @@ def spoil(kind: str, inputs: Tensor, labels: Tensor, classes: int, generator: to
         inputs = torch.ones_like(inputs)
     elif kind == "one_bad_input":
         noise = torch.randint(classes, inputs[0].shape, generator=generator)
-        normal = 10.0 * torch.randn(inputs[0].shape, generator=generator) if inputs.is_floating_point() else noise
-        inputs[0] = normal
+        inputs[0] = 10.0 * torch.randn(inputs[0].shape, generator=generator) if is_image else noise
     return inputs, labels
 
 
