@@ -136,7 +136,6 @@ def _is_unsupported(result: dict[str, Any]) -> bool:
 def run_scenarios(
     scenarios: dict[str, Callable[[int], dict[str, Any]]],
     left_standing: Iterable[str] = (),
-    own_groups: bool = False,
     stays: Iterable[str] = (),
     world: int = WORLD,
 ) -> None:
@@ -147,17 +146,15 @@ def run_scenarios(
     Args:
         scenarios: by name.
         left_standing: those after which the process group is not torn down.
-        own_groups: whether each has a process group of its own.
         stays: those whose last rank waits for the result of the first.
         world: number of ranks.
     """
     folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     gc.freeze()
-    for place, name in enumerate(names):
-        if own_groups or not place:
-            store, limit = f"file://{folder / f'store{place}'}", datetime.timedelta(seconds=PATIENCE / 5)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    store, limit = f"file://{folder / 'store'}", datetime.timedelta(seconds=PATIENCE / 5)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    for name in names:
         try:
             result = scenarios[name](rank)
         except Exception:  # noqa: BLE001
@@ -167,10 +164,6 @@ def run_scenarios(
         torch.save(result, folder / f"{name}.{rank}.pt")
         if "error" in result and not _is_unsupported(result):
             return
-        if own_groups:
-            gc.collect()
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
     if dist.is_initialized() and not set(left_standing) & set(names):
         dist.destroy_process_group()
 

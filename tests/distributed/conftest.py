@@ -12,8 +12,19 @@ collect_ignore_glob = [] if torch.distributed.is_available() else ["test_*.py"]
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Name of a scenario -> what it came to on each rank. ``RUN`` of a module are those that run, by default all."""
+    """Name of a scenario -> what it came to on each rank.
+
+    ``RUN`` of a module are those that run, by default all; ``APART`` those that break their process group, and have
+    processes of their own.
+    """
     module = request.module
     names = getattr(module, "RUN", module.SCENARIOS)
-    world = getattr(module, "RANKS", WORLD)
-    return launched(request.path.stem, tmp_path_factory.mktemp("ranks"), names, world=world)
+    apart = getattr(module, "APART", ())
+
+    def run(scenarios):
+        folder = tmp_path_factory.mktemp("ranks")
+        return launched(request.path.stem, folder, scenarios, world=getattr(module, "RANKS", WORLD))
+
+    loads = {name: run([name]) for name in apart}
+    together = run([name for name in names if name not in apart])
+    return lambda name: loads.get(name, together)(name)

@@ -237,6 +237,7 @@ LAGGING = {f"{world} lag": functools.partial(failing, wrap, "lag") for world, wr
 ALONE = {"uneven inputs": uneven_inputs, "plain": functools.partial(without_wrapper, grouped=False)}
 ALONE["grouped"] = functools.partial(without_wrapper, grouped=True)
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
+APART = FAILING
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
 
@@ -285,4 +286,4 @@ def test_a_model_without_a_wrapper_takes_collectives_once_a_step_and_only_in_a_g
 
 if __name__ == "__main__":
     logging.disable(logging.ERROR)  # of Ignite, that a run has failed
-    run_scenarios(SCENARIOS, own_groups=True, stays=STAYS)
+    run_scenarios(SCENARIOS, left_standing=APART, stays=STAYS)
