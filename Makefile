@@ -56,7 +56,6 @@ docs: $(VENV)/.docs ## build and check the documentation in build/docs, and run 
 	rm -rf build/docs docs/api
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	$(BIN)/python docs/_ext/check_site.py build/docs
-	$(BIN)/python -m sphinx -W -q -b doctest -D nb_execution_mode=off docs build/doctest
 	$(BIN)/python -m pytest -q tests/test_docs.py -k 'loggers or accelerate'
 	@echo 'Open build/docs/index.html'
 

@@ -1,5 +1,6 @@
 """The site: ``make docs``, or ``python -m sphinx -W -b html docs build/docs``."""
 
+import re
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -16,11 +17,9 @@ version = release = version_of("ignite-monitor")
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "myst_nb",
     "mathml",
-    "generated",
 ]
 exclude_patterns = ["_ext", "_templates"]
 templates_path = ["_templates"]
@@ -34,7 +33,7 @@ html_copy_source = False
 
 # Titles of every page are targets, and so are those of the README's sections.
 myst_heading_anchors = 3
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
+myst_enable_extensions = ["dollarmath"]
 suppress_warnings = ["myst.strikethrough"]
 
 nb_execution_mode = "force"
@@ -55,3 +54,12 @@ autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+
+def only_for_sphinx(app, docname, source):
+    """Take directives out of the comments which hide them from those who read the page without Sphinx."""
+    source[0] = re.sub(r"<!-- sphinx\n(.*?)-->", r"\1", source[0], flags=re.DOTALL)
+
+
+def setup(app):
+    app.connect("source-read", only_for_sphinx)

@@ -91,9 +91,8 @@ def make_pictures(directory, browser):
     keep(directory / "comes_back.png", "comes_back.png")
     subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
     run = Run(read_hdf5(directory / "runs" / "demo" / "run.h5"))
-    for name in ("plot.png", "plot_dark.png"):
-        draw(picture(run), directory / name, "run.h5", dark="dark" in name)
-        keep(directory / name, name)
+    draw(picture(run), directory / "plot.png", "run.h5")
+    keep(directory / "plot.png", "plot.png")
     html = page(summarise("run.h5", run), run, "ignite-monitor")
     (directory / "run.html").write_text(html, encoding="utf-8")
     shoot(browser, (directory / "run.html").as_uri(), directory / "report.png", "1280,1400", 1_000)

@@ -3,16 +3,10 @@
 import inspect
 import re
 
-from metrics import roles
+from metrics import without_roles
 
 import ignite_monitor
 from ignite_monitor import scaling
-
-
-def public(name):
-    """Return a public class or function by its name, and the module that exports it."""
-    module = next(module for module in (ignite_monitor, scaling) if hasattr(module, name))
-    return getattr(module, name), module.__name__
 
 
 def described(docstring):
@@ -31,13 +25,11 @@ def described(docstring):
 
 def listing(name):
     """Return the arguments of a public class, with their defaults and meanings, as a list in Markdown."""
-    value, module = public(name)
+    value = getattr(ignite_monitor, name, None) or getattr(scaling, name)
     meanings = described(inspect.getdoc(value))
     lines = []
     for argument, parameter in inspect.signature(value).parameters.items():
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace("'", '"')
         stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
-        meaning = re.sub(r":(class|func):`(\w+)`", rf":\1:`~{module}.\2`", meanings[argument])
-        meaning = re.sub(r":meth:`(\w+)`", rf":meth:`~{module}.{name}.\1`", meaning)
-        lines.append(f"- `{stars}{argument}{default}`: {roles(meaning)}")
-    return [*lines, "", f"Types, errors and methods: {{class}}`~{module}.{name}`."]
+        lines.append(f"- `{stars}{argument}{default}`: {without_roles(meanings[argument])}")
+    return [*lines, "", f"Types, errors and methods of `{name}`: [API](../api.md)."]

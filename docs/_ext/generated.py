@@ -1,62 +1,39 @@
-"""Directives for pages that are generated from the package.
+"""Write the generated parts of the pages: arguments and keys of the monitors, and the tables of troubleshooting.
 
-``{arguments} GradMonitor`` makes the table of a class's arguments, ``{monitor-keys} GRADIENT`` that of one schema, and
-``{metrics-reference}`` those of all. Their contents are not used: they say where the same text is to those who read the
-page without Sphinx.
+    python docs/_ext/generated.py
+
+A page holds a part between two comments, ``<!-- arguments GradMonitor -->``, for instance, and ``<!-- end -->``.
 """
 
-import inspect
+import re
+from pathlib import Path
 
 import arguments
 import metrics
-from docutils.statemachine import StringList
-from sphinx.util.docutils import SphinxDirective
+import troubleshooting
 
-from ignite_monitor import keys
-
-
-class Generated(SphinxDirective):
-    """Base of the directives."""
-
-    has_content = True
-
-    def parsed(self, lines, *sources):
-        for source in sources:
-            self.env.note_dependency(source)
-        return self.parse_text_to_nodes(StringList(lines, source=sources[0]), allow_section_headings=True)
+DOCS = Path(__file__).parents[1]
+PARTS = {
+    "arguments": arguments.listing,  # of a public class
+    "keys": metrics.table,  # of a schema
+    "reference": metrics.reference,  # the keys of all schemas
+    "findings": troubleshooting.tables,
+}
+PART = re.compile(rf"(<!-- ({'|'.join(PARTS)})(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-class Arguments(Generated):
-    """The arguments of one public class, by its name."""
+def written(page):
+    """Return the page with its parts between the comments."""
 
-    required_arguments = 1
+    def filled(match):
+        begin, part, name, end = match.groups()
+        return "\n".join([begin, *PARTS[part](*filter(None, [name])), "", end])
 
-    def run(self):
-        name = self.arguments[0]
-        return self.parsed(arguments.listing(name), inspect.getfile(arguments.public(name)[0]), arguments.__file__)
-
-
-class MonitorKeys(Generated):
-    """The keys of one schema, by its name in ``ignite_monitor.keys``."""
-
-    required_arguments = 1
-
-    def run(self):
-        schema = getattr(keys, self.arguments[0], None)
-        if schema is None:
-            raise self.error(f"ignite_monitor.keys has no {self.arguments[0]}")
-        return self.parsed(metrics.table(schema), keys.__file__, metrics.__file__)
+    return PART.sub(filled, page)
 
 
-class MetricsReference(Generated):
-    """The keys of all schemas."""
-
-    def run(self):
-        return self.parsed(metrics.reference(), keys.__file__, metrics.__file__)
-
-
-def setup(app):
-    app.add_directive("arguments", Arguments)
-    app.add_directive("monitor-keys", MonitorKeys)
-    app.add_directive("metrics-reference", MetricsReference)
-    return {"parallel_read_safe": True}
+if __name__ == "__main__":
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        if text != written(text):
+            path.write_text(written(text), encoding="utf-8")

@@ -54,18 +54,19 @@ def value_range(name, key):
     raise LookupError(f"docs/_ext/metrics.py has no range for {name}")
 
 
-def roles(text):
-    """Convert the roles of reStructuredText to those of MyST."""
-    return re.sub(r":(\w+):`", r"{\1}`", text)
+def without_roles(text):
+    """Convert the roles of reStructuredText to Markdown."""
+    return re.sub(r":\w+:`([^`]+)`", r"`\1`", re.sub(r":math:`([^`]+)`", r"$\1$", text))
 
 
-def table(schema):
-    """Return the keys of a schema, their units, ranges and meanings as a table in Markdown."""
+def table(name):
+    """Return the keys of a schema of ``ignite_monitor.keys``, their units, ranges and meanings as a table."""
+    schema = getattr(keys, name)
     lines = ["| key | unit | range | meaning |", "|---|---|---|---|"]
     for key in schema.keys:
-        name = f"{schema.prefix}/{key.pattern}".lstrip("/")
-        meaning = roles(key.meaning + (f"; {key.when}" if key.when else "")).replace("|", r"\|")
-        lines.append(f"| `{name}` | {key.unit} | {value_range(name, key)} | {meaning} |")
+        key_name = f"{schema.prefix}/{key.pattern}".lstrip("/")
+        meaning = without_roles(key.meaning + (f"; {key.when}" if key.when else "")).replace("|", r"\|")
+        lines.append(f"| `{key_name}` | {key.unit} | {value_range(key_name, key)} | {meaning} |")
     return lines
 
 
@@ -73,5 +74,5 @@ def reference():
     """Return the tables of all schemas, each below the name of its monitor."""
     lines = []
     for name, (monitor, page) in PAGES.items():
-        lines += [f"## {monitor}", "", f"[About this monitor](monitors/{page}.md)", "", *table(getattr(keys, name)), ""]
-    return lines
+        lines += [f"## {monitor}", "", f"[About this monitor](monitors/{page}.md)", "", *table(name), ""]
+    return lines[:-1]

@@ -1,19 +1,12 @@
-"""Write the tables of docs/troubleshooting.md: symptoms, likely causes, monitors, healthy ranges and fixes.
-
-    python docs/_ext/troubleshooting.py
+"""Tables of docs/troubleshooting.md: symptoms, likely causes, monitors, healthy ranges and fixes.
 
 Advice and limits are those of ``ignite_monitor.report``; this file adds symptoms, pages and papers.
 """
-
-import re
-from pathlib import Path
 
 from metrics import PAGES
 
 from ignite_monitor.report import finding, limits
 
-PAGE = Path(__file__).parents[1] / "troubleshooting.md"
-BEGIN, END = "<!-- written by docs/_ext/troubleshooting.py -->\n", "<!-- end -->"
 PAPER = "[arXiv:{0}](https://arxiv.org/abs/{0})".format
 MEASURED = "[measured](detection.md)"
 NO_REPORT = "no such report"
@@ -211,13 +204,4 @@ def tables():
             advice = finding.KINDS[kind].advice or "The report says it."
             lines.append(f"| {cause} (`{kind}`) | [{titles[page]}](monitors/{page}.md) | {healthy} | {advice} |")
         lines.append("")
-    return "\n".join(lines)
-
-
-def written(page):
-    """Return the page with the tables between its comments."""
-    return re.sub(f"({BEGIN}).*?({END})", lambda match: f"{match[1]}\n{tables()}\n{match[2]}", page, flags=re.DOTALL)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return lines[:-1]
