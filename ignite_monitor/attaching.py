@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -23,12 +22,13 @@ from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.model.names import learning_rates, modules_by_name, tags
+from ignite_monitor.model.names import modules_by_name, tags
 from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.monitor.ranks import Group
+from ignite_monitor.monitor.sampled_iterations import SampledIterations
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -41,8 +41,6 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
-_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations, and steps, that are measured as well: they show a wrong learning rate
-_RATE_JUMP = 2.0  # times the largest learning rate since the last iteration that is measured anyway
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW = 6  # largest number of members of a module list that are all shown
 
@@ -147,7 +145,7 @@ def attach_monitors(
     start = f"{prefix}/" if prefix else ""
     always = Events.ITERATION_STARTED
     has_moments = any("betas" in group or group.get("momentum") for group in optimizer.param_groups)
-    sampling = _Sampling(optimizer, every, has_moments)
+    sampling = SampledIterations(optimizer, every, has_moments)
     sampled = Events.ITERATION_STARTED(event_filter=sampling.includes)
 
     generators = check_generators(generators)
@@ -211,41 +209,6 @@ def attach_monitors(
                 monitor.log_to(logger, trainer, include=shown.get(name))
 
     return MonitorHandle(trainer, monitors, former, connect_loggers, {"sampling": sampling})
-
-
-class _Sampling:
-    """The monitored iterations: one in ``every``, the first ones, the first steps, and jumps of a learning rate."""
-
-    def __init__(self, optimizer: Optimizer, every: int, has_moments: bool) -> None:
-        self._optimizer, self._every, self._has_moments = optimizer, every, has_moments
-        self._iteration, self._start, self._included = 0, 0, False
-        self._rates: list[float] = []  # by group, the largest since the last iteration that is measured anyway
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"start": self._start, "rates": list(self._rates)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._start, self._rates = int(state["start"]), list(map(float, state["rates"]))
-
-    def includes(self, engine: Engine, iteration: int) -> bool:
-        """Decide once for all monitors."""
-        if iteration == self._iteration:
-            return self._included
-        self._iteration = iteration
-        rates = [rate for rate in learning_rates(self._optimizer) if isinstance(rate, (int, float))]
-        if waits := self._has_moments and not self._optimizer.state:  # for the first step
-            self._start = iteration - 1
-        self._rates = self._rates or rates
-        pairs = [*zip_longest(rates, self._rates, fillvalue=0.0)]
-        jumped = any(rate > _RATE_JUMP * former for rate, former in pairs)
-        counts = (iteration,) if waits else (iteration, iteration - self._start)
-        regular = iteration % self._every == 0 or any(count < self._every and count in _FIRST for count in counts)
-        self._included = regular or jumped
-        if regular:
-            self._rates = rates
-        elif jumped:  # rates that alternate jump once
-            self._rates = [max(pair) for pair in pairs]
-        return self._included
 
 
 def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
