@@ -44,7 +44,8 @@ class GradientsReady(NamedTuple):
         """The scale of the gradients, 0-dim; None for 1."""
         if scaler is None:
             return None
-        device = next(parameter.device for parameter in self.tracker.parameters if parameter.grad is not None)
+        # A hook may have taken all gradients away.
+        device = next((item.device for item in self.tracker.parameters if item.grad is not None), None)
         scale: Tensor = scaler.scale(torch.ones((), device=device))  # get_scale() synchronizes
         return scale
 

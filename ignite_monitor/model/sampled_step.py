@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.names import held_by
-from ignite_monitor.model.sampling import NARROW, ParameterSamples
+from ignite_monitor.model.sampling import ParameterSamples
+
+_FEW = 32  # elements of a sample that are not 0, from which its norm has an error of about 15 %
 
 
 class UpdatedParameters:
@@ -62,12 +64,19 @@ class UpdatedParameters:
 class StepMeasurement:
     """Sample the weights before and after each train step of a run.
 
-    Without an optimizer, the parameters of every optimizer count; ``indices`` are those of the parameters that count.
+    Without an optimizer, the parameters of every optimizer count.
+
+    Attributes:
+        samples: the sampled elements.
+        indices: indices of the parameters that count.
+        least: number of elements that are not 0 below which the norm of a sample is no estimate; 0 without a sample.
+        stepped: the parameters that steps were to move.
     """
 
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
         reshard(model)
         self.samples = ParameterSamples(model, sample_size)
+        self.least = (self.samples.counts / _FEW).clamp(max=_FEW) * (self.samples.factors > 1)
         self._model, self._optimizer = model, optimizer
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
 
@@ -108,9 +117,7 @@ class StepMeasurement:
         """Split samples of some parameters, one parameter after the other, by parameter."""
         return flat.split([len(self._before[index]) for index in indices])  # type: ignore[no-any-return]
 
-    def is_rounded(self, index: int) -> bool:
-        """Return True for a parameter of low precision that only torch's own optimizers move: they keep no copy."""
-        modules = (f"{type(optimizer).__module__}." for optimizer in self._optimizers)
-        return self.samples.parameters[index].dtype in NARROW and all(
-            name.startswith("torch.optim.") for name in modules
-        )
+    @property
+    def keeps_no_copies(self) -> bool:
+        """True if only torch's own optimizers have made steps: they keep no copies of low-precision weights."""
+        return all(f"{type(optimizer).__module__}.".startswith("torch.optim.") for optimizer in self._optimizers)

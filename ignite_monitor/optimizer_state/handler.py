@@ -76,7 +76,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self.top_k = check_count("top_k", top_k)
         self._step: MomentMeasurement | None = None  # while a run lasts
         self._measured: MomentStatistics | None = None  # of this iteration
-        self._has_stepped = self._has_published = False
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the sample size; the optimizer saves everything else."""
@@ -95,13 +94,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             self._step = MomentMeasurement(self.model, self.sample_size, self.optimizer)
         self._step.start()
 
-    def on_run_end(self) -> None:
-        if self._has_stepped and not self._has_published:
-            kind = type(self.optimizer).__name__
-            text = "since no tensor has a dense real gradient and exp_avg, exp_avg_sq or momentum_buffer of its shape"
-            self.report("nothing_measured", f"nothing is reported of {kind}, {text}")
-        self._has_stepped = self._has_published = False
-
     def reset_run_state(self) -> None:
         self._step = self._measured = None
 
@@ -110,16 +102,19 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             self._step.keep_gradients(step)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._step is not None and step.is_of(self.optimizer) and self._step.fits():
-            self._measured = self._step.completed(step.optimizer) or self._measured
+        if self._step is None or not step.is_of(self.optimizer) or not self._step.fits():
+            return
+        measured = self._step.completed(step.optimizer)
+        if measured is not None:
+            self._measured = measured
+        elif self._step.stepped and step.made is not False:
+            kind = type(self.optimizer).__name__
+            text = "since no tensor has a dense real gradient and exp_avg, exp_avg_sq or momentum_buffer of its shape"
+            self.report("nothing_measured", f"nothing is reported of {kind}, {text}")
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running or self._step is None:
+        if not self._is_running or self._step is None or self._measured is None:
             return
-        self._has_stepped |= bool(self._step.stepped)
-        if self._measured is None:
-            return
-        self._has_published = True
         if self._step.has_unknown_decay:
             kind = type(self.optimizer).__name__
             text = f"whether {kind} adds weight decay to gradients is not known: of its groups with weight decay only "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class MomentStatistics(NamedTuple):
 
     names: list[str]
     statistics: Tensor  # (3, parameters): RMS, epsilon-dominated fraction, momentum cosine; NaN if not known
-    update_norm: Tensor  # the l2 norm of the change of all parameters; NaN if one is not measured
+    update_norm: Tensor | float  # the l2 norm of the change of all parameters; NaN if one is not measured
 
 
 class MomentMeasurement(StepMeasurement):
@@ -44,7 +44,6 @@ class MomentMeasurement(StepMeasurement):
         """Prepare for a train step."""
         super().start()
         self._members: list[int] = []
-        self._all_measured = True  # every tensor with a gradient is measured
         self.has_unknown_decay = False  # a gradient may have been changed by weight decay
 
     @torch.no_grad()
@@ -52,24 +51,23 @@ class MomentMeasurement(StepMeasurement):
         """Keep samples of the gradients that a step uses: unscaled, negated where they are maximized, with decay."""
         self.step_started(step.optimizer)
         self._made = step.made
-        parameters = self.samples.parameters
+        gradients = {index: self.samples.parameters[index].grad for index in self.indices}
         self._members = [
             index
-            for index in self.indices
-            if (gradient := parameters[index].grad) is not None
-            and gradient.layout == torch.strided
-            and not gradient.is_complex()
+            for index, gradient in gradients.items()
+            if gradient is not None and gradient.layout == torch.strided and not gradient.is_complex()
         ]
         stepping = [item for item in step.parameters if item.grad is not None and item.numel()]
         self._all_measured = len(self._members) == len(stepping)
         if not self._members:
             return
-        self._gradient = self.samples.flat(self._members, [parameters[index].grad for index in self._members])
+        self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
         if step.loss_scale is not None:
             self._gradient /= step.loss_scale.to(self._gradient, non_blocking=True)
-        groups = _groups(step.optimizer)
-        for index, part in zip(self._members, self.split(self._gradient, self._members), strict=True):
-            group = groups.get(id(parameters[index]), {})
+        groups = {id(item): group for group in step.optimizer.param_groups for item in group["params"]}
+        self._groups = [groups.get(id(self.samples.parameters[index]), {}) for index in self._members]
+        parts = self.split(self._gradient, self._members)
+        for index, group, part in zip(self._members, self._groups, parts, strict=True):
             if group.get("maximize"):
                 part.neg_()
             decay = _coupled_decay(step.optimizer, group)
@@ -77,7 +75,7 @@ class MomentMeasurement(StepMeasurement):
                 part.fill_(math.nan)
                 self.has_unknown_decay = True
             elif isinstance(decay, Tensor) or decay:
-                part += self.samples.take(index, parameters[index]) * decay
+                part += self.samples.take(index, self.samples.parameters[index]) * decay
 
     @torch.no_grad()
     def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
@@ -85,50 +83,61 @@ class MomentMeasurement(StepMeasurement):
         samples, members = self.samples, self._members
         if not members or self._made is False:
             return None
-        parameters = [samples.parameters[index] for index in members]
-        momenta = [_moment(optimizer, parameter, _MOMENTUM) for parameter in parameters]
-        squares = [_moment(optimizer, parameter, _SQUARE) for parameter in parameters]
+        states = [optimizer.state.get(samples.parameters[index], {}) for index in members]
+        momenta = [self._moment(*pair, _MOMENTUM) for pair in zip(members, states, strict=True)]
+        squares = [self._moment(*pair, _SQUARE) for pair in zip(members, states, strict=True)]
         if all(moment is None for moment in momenta + squares):
             return None
-        momentum, square = self._elements(momenta), self._elements(squares)
-        eps, correction = self._eps_and_correction(optimizer, squares)
+        eps, correction = self._eps_and_correction(states)
         lengths = torch.tensor([len(part) for part in self.before(members)], device="cpu")
-        owner = move(torch.repeat_interleave(lengths), samples.device)
-        min_root = (eps.nan_to_num(0.0) / correction).nan_to_num(0.0)[owner]
-        flats = _elements(self._gradient, momentum, square, min_root)
+        min_root = (eps.nan_to_num(0.0) / correction)[move(torch.repeat_interleave(lengths), samples.device)]
+        flats = _elements(self._gradient, self._elements(momenta), self._elements(squares), min_root)
         norms = foreach_norm([part for flat in flats for part in self.split(flat, members)], 2.0, dtype=samples.dtype)
         norms += samples.norms(self.split(self.changes(members), members)).unbind()
         at = move(torch.tensor(members, device="cpu"), samples.device)
-        *rows, change_norms = samples.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members).unbind()
-        statistics = _statistics(torch.stack(rows), eps, correction, samples.counts[at])
-        update_norm = (change_norms * samples.factors[at]).square().sum().sqrt()
-        made = move(torch.as_tensor(self._made, device=getattr(self._made, "device", "cpu")), samples.device)
+        table = samples.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members)
+        if isinstance(self._made, Tensor):
+            table = torch.where(move(self._made, samples.device), table, math.nan)
+        *rows, used, changes = table.unbind()
+        few = used.square() < self.least[at]
+        update_norm = (changes * samples.factors[at]).masked_fill(few, math.nan).square().sum().sqrt()
         return MomentStatistics(
             [samples.names[index] for index in members],
-            torch.where(made, statistics, math.nan),
-            torch.where(made & self._all_measured, update_norm, math.nan),
+            _statistics(rows, eps, correction, samples.counts[at], few),
+            update_norm if self._all_measured else math.nan,
         )
 
+    def _moment(self, index: int, state: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
+        """The first tensor by these names in a parameter's state with a real number for each of its elements."""
+        parameter = self.samples.parameters[index]
+        if names is _SQUARE and not _OTHER_BASIS.isdisjoint(state):
+            return None
+        for name in names:
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
+                part = local(value)
+                is_like = is_dtensor(value) == is_dtensor(parameter) and part.device == local(parameter).device
+                if is_like and has_local_data(part):
+                    return value
+        return None
+
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
-        """The sampled elements of moments, one parameter after the other; zeros without a moment."""
-        zeros = self.split(torch.zeros_like(self._gradient), self._members)
+        """The sampled elements of moments, one parameter after the other; NaN without a moment."""
+        unknown = self.split(torch.full_like(self._gradient, math.nan), self._members)
         return torch.cat([
-            zero if moment is None else self.samples.take(index, moment)
-            for index, zero, moment in zip(self._members, zeros, moments, strict=True)
+            part if moment is None else self.samples.take(index, moment)
+            for index, part, moment in zip(self._members, unknown, moments, strict=True)
         ])  # fmt: skip
 
-    def _eps_and_correction(self, optimizer: Optimizer, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Epsilon, and the bias correction of the root of the second moment: NaN without one, 1 if it is not known."""
-        groups, steps, decays, eps = _groups(optimizer), [], [], []
-        for parameter in (self.samples.parameters[index] for index in self._members):
-            state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
+    def _eps_and_correction(self, states: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
+        """Epsilon, and the bias correction of the root of the second moment, 1 if it is not known."""
+        steps, decays = [], []
+        for state, group in zip(states, self._groups, strict=True):
             betas = group.get("betas") if all(group.get(name, True) for name in _CORRECTING) else None
             steps.append(state.get("step", group.get("step", group.get("k"))))
             decays.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None)
-            eps.append(group.get("eps"))
-        known = self._vector([math.nan if square is None else 0.0 for square in squares])
         decay = self._vector(decays) ** self._vector(steps)
-        return self._vector(eps), (1 - decay).rsqrt().nan_to_num(1.0, 1.0) + known
+        return self._vector([group.get("eps") for group in self._groups]), (1 - decay).rsqrt().nan_to_num(1.0, 1.0)
 
     def _vector(self, values: Sequence[Any]) -> Tensor:
         """One tensor of numbers and tensors with one element, without synchronization; NaN for anything else."""
@@ -144,11 +153,6 @@ class MomentMeasurement(StepMeasurement):
         return move(torch.stack([scalar.to(self.samples.dtype) for scalar in scalars]), self.samples.device)
 
 
-def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """The groups of an optimizer by the ids of their parameters."""
-    return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-
-
 def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
     """The factor of the weights that a step adds to the gradient; None if it is not known."""
     step = inspect.unwrap(type(optimizer).step)
@@ -158,38 +162,27 @@ def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
     return decay if is_torch or decay == 0 else None
 
 
-def _moment(optimizer: Optimizer, parameter: Tensor, names: Sequence[str]) -> Tensor | None:
-    """The first tensor by these names in an optimizer's state with a real number for each element of a parameter."""
-    state = optimizer.state.get(parameter, {})
-    if names is _SQUARE and not _OTHER_BASIS.isdisjoint(state):
-        return None
-    for name in names:
-        value = state.get(name)
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
-            part = local(value)
-            is_like = is_dtensor(value) == is_dtensor(parameter) and part.device == local(parameter).device
-            if is_like and has_local_data(part):
-                return value
-    return None
-
-
 def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:
-    """Numbers by element, whose norms :func:`_statistics` needs; ``min_root`` is the smallest root to divide by."""
+    """Numbers by element, whose norms :func:`_statistics` needs, and at last 1 where there is a gradient.
+
+    ``min_root`` is the smallest root to divide by.
+    """
     root = square.sqrt()
     # 0 / 0 is 0.
     ratio = gradient / root.maximum(min_root.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
-    dominated = (root < min_root).to(root.dtype)
+    dominated, used = (root < min_root).to(root.dtype), (gradient != 0).to(root.dtype)
     product = gradient.to(min_root.dtype) * momentum
-    return gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt()
+    return gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt(), used
 
 
-def _statistics(norms: Tensor, eps: Tensor, correction: Tensor, counts: Tensor) -> Tensor:
-    gradient, momentum, ratio, dominated, positive_part, negative_part = norms.unbind()
+def _statistics(norms: Sequence[Tensor], eps: Tensor, correction: Tensor, counts: Tensor, few: Tensor) -> Tensor:
+    gradient, momentum, ratio, dominated, positive_part, negative_part = norms
     rms = ratio / counts.sqrt() / correction
     unknown = 0 * rms  # NaN where the second moment is missing or not finite
     fraction = dominated.square() / counts + unknown + 0 * eps
     lengths = gradient * momentum
-    info = torch.finfo(norms.dtype)
-    lengths = lengths.masked_fill(lengths <= info.tiny / info.eps, math.nan)  # products that have lost digits
+    info = torch.finfo(lengths.dtype)
+    # Products that have lost digits, and samples of too few gradients.
+    lengths = lengths.masked_fill((lengths <= info.tiny / info.eps) | few, math.nan)
     cosine = (positive_part.square() - negative_part.square()) / lengths
-    return torch.stack([rms + unknown, fraction.clamp(0, 1), cosine.clamp(-1, 1)])
+    return torch.stack([(rms + unknown).masked_fill(few, math.nan), fraction.clamp(0, 1), cosine.clamp(-1, 1)])

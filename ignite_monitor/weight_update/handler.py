@@ -17,6 +17,7 @@ from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import WEIGHT_UPDATE
+from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.names import named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor import transfer
@@ -24,7 +25,6 @@ from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.scaler import ScaledMonitor
-from ignite_monitor.weight_update.frozen import FrozenParameters
 from ignite_monitor.weight_update.train_step import UpdateMeasurement
 
 _ROUNDING = (
@@ -122,7 +122,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         self.sample_size = None if sample_size is None else check_count("sample_size", sample_size, least=1)
         self.vanishing_grad_threshold = check_real("vanishing_grad_threshold", vanishing_grad_threshold, least=0.0)
         self.exploding_grad_threshold = check_real("exploding_grad_threshold", exploding_grad_threshold, least=0.0)
-        self.frozen_patience_steps = patience = check_count("frozen_patience_steps", frozen_patience_steps, least=1)
+        self.frozen_patience_steps = check_count("frozen_patience_steps", frozen_patience_steps, least=1)
         ratio = check_real("frozen_update_ratio_threshold", frozen_update_ratio_threshold, least=0.0)
         self.frozen_update_ratio_threshold = ratio
         self.top_k = check_count("top_k", top_k)
@@ -134,10 +134,10 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             )
 
         self._names = [name for name, _, _ in named_parameters(model)]
-        # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts of unmoved steps,
-        # whether few sampled elements have moved, and norms of weights.
-        self._table: Tensor | list[list[float]] = [[math.nan] * len(self._names)] * _ROWS
-        self._frozen = FrozenParameters(self._names, patience)
+        self._counts = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")  # of steps without a move
+        # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts, whether few sampled
+        # elements have moved, and norms of weights. A list once the host knows it.
+        self._table: Tensor | list[list[float]] = _unknown(self._names)
         self._fully_measured: set[str] = set()  # names of parameters of which all elements are measured
         self._step: UpdateMeasurement | None = None  # while a run lasts
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
@@ -161,7 +161,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return how many monitored steps in a row have not moved each parameter, and which are not sampled."""
-        return OrderedDict(self._frozen.state_dict(), whole=sorted(self._fully_measured))
+        return OrderedDict(names=list(self._names), counts=self._counts, whole=sorted(self._fully_measured))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; parameters that it does not know start at 0.
@@ -174,7 +174,18 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             ValueError: if it was saved by a monitor of another kind, or of another model, or is damaged.
         """
         super().load_state_dict(state_dict)
-        self._frozen.load_state_dict(state_dict)
+        names, counts = state_dict["names"], state_dict["counts"]
+        is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not is_named or not isinstance(counts, Tensor):
+            text = "Argument state_dict should hold a list of names in 'names' and a tensor in 'counts'"
+            raise TypeError(f"{text}, but it holds {names!r} and {counts!r}")
+        if counts.shape != (len(names),) or not all(0 <= count < math.inf for count in counts.tolist()):
+            raise ValueError("Argument state_dict should hold in 'counts' one finite count of at least 0 for each name")
+        if set(names).isdisjoint(self._names):
+            raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
+        saved = dict(zip(names, counts.tolist(), strict=True))
+        known = [saved.get(name, 0.0) for name in self._names]
+        self._counts = torch.tensor(known, dtype=torch.float64, device="cpu")
         self._fully_measured = set(state_dict.get("whole", ()))
         self._step = None  # the counts are on the CPU: the next iteration moves them to the device
 
@@ -183,19 +194,25 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             *super().handlers(),
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
             (Phase.STEP_DECIDED, self._on_step_decided),
-            (MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._on_step_completed),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
     def start_iteration(self, engine: Engine) -> None:
         if self._step is None or not self._step.fits():
             self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer, self.eps)
-            samples = self._step.samples
-            self._frozen.rename(samples.names, like=samples.factors)
-            if samples.names != self._names:
-                self._names, self._table = samples.names, [[math.nan] * len(samples.names)] * _ROWS
+            self._set_names(self._step.samples.names, self._step.samples.factors)
         self._step.samples.take_whole(self._fully_measured)
         self._step.start()
+
+    def _set_names(self, names: list[str], like: Tensor) -> None:
+        """Continue with the parameters of these names, on the device of a tensor; known names keep their counts."""
+        self._counts = counts = move_like(self._counts, like)
+        if names != self._names:
+            places = {name: place for place, name in enumerate(self._names)}
+            # A new name takes the zero at the end.
+            at = torch.tensor([places.get(name, len(places)) for name in names], dtype=torch.long, device="cpu")
+            self._counts = torch.cat([counts, counts.new_zeros(1)])[move(at, like.device)]
+            self._names, self._table = names, _unknown(names)
 
     def reset_run_state(self) -> None:
         self._step = None
@@ -207,10 +224,6 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         if self._step is not None:
             self._step.measured_step_started(step)
-
-    def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._step is not None:
-            self._step.step_completed()
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running or self._step is None:
@@ -235,12 +248,13 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             unmoved = measured.unmoved
             if self.frozen_update_ratio_threshold:
                 unmoved = unmoved | (ratios <= self.frozen_update_ratio_threshold)
-            frozen = self._frozen.observe(unmoved, stepped).sum(dtype=ratios.dtype)
+            self._counts = torch.where(stepped, torch.where(unmoved, self._counts + 1, 0), self._counts)
+            frozen = (stepped & (self._counts >= self.frozen_patience_steps)).sum(dtype=ratios.dtype)
             values |= _named("update_ratio", statistics[1])
             values["frozen_count"] = torch.where(stepped.any(), frozen, math.nan)
             if measured.lost is not None:
                 values["lost_update_fraction"] = measured.lost
-        self._table = torch.stack([norms, ratios, self._frozen.counts, measured.few.to(norms.dtype), measured.weights])
+        self._table = torch.stack([norms, ratios, self._counts, measured.few.to(norms.dtype), measured.weights])
         self.publish(**values)
         if transfer.is_cpu(self._table):
             self._learn(self._table.tolist())
@@ -249,11 +263,11 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         return [*self._table.unbind()] if self.metrics and isinstance(self._table, Tensor) else []
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        if not extra:
+        if extra:
+            self._learn(extra)
+        if not self.metrics:
             return {}
-        self._table = extra
-        self._learn(extra)
-        names, (norms, ratios, counts, _, weights) = tags(self._names), extra
+        names, (norms, ratios, counts, _, weights) = tags(self._names), self._table
         pairs = zip(ratios, counts, strict=True)
         frozen = [count if self._is_frozen(ratio, count) else math.nan for ratio, count in pairs]
         values = top("topk_grad", names, norms, self.top_k)
@@ -277,16 +291,16 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
     def _rows(self) -> list[list[float]]:
         self.on_host()
-        if isinstance(self._table, Tensor):  # nothing is published, as after the run
-            self._table = self._table.tolist()
-            self._learn(self._table)
-        return self._table
+        rows = self._table
+        if isinstance(rows, Tensor):  # nothing is published, as after the run
+            self._learn(rows := rows.tolist())
+        return rows
 
     def _learn(self, rows: list[list[float]]) -> None:
-        """Report parameters that are frozen, and choose those to measure whole, when the host knows the table."""
-        new = {}
-        for name, norm, _, count, is_few, _ in zip(self._names, *rows, strict=True):
-            if count >= self.frozen_patience_steps and name not in self._reported:
+        """Keep the table that the host knows; report frozen parameters, and choose those to measure whole."""
+        self._table, new = rows, {}
+        for name, norm, ratio, count, is_few, _ in zip(self._names, *rows, strict=True):
+            if self._is_frozen(ratio, count) and name not in self._reported:
                 new[name] = norm
             if is_few:
                 self._fully_measured.add(name)
@@ -298,6 +312,10 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             # Without a gradient it may be a part of the model that is rarely used.
             severity = "warning" if any(norm > 0 for norm in new.values()) else "note"
             self.report("frozen_parameters", text, severity=severity, names=tuple(new), once=False)
+
+
+def _unknown(names: list[str]) -> list[list[float]]:
+    return [[math.nan] * len(names)] * _ROWS
 
 
 def _named(name: str, statistics: Tensor) -> dict[str, Tensor]:

@@ -459,6 +459,26 @@ def some_steps(rank: int) -> dict[str, Any]:
     }
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 100, bias=False), nn.Linear(100, 3, bias=False))
+
+
+def known_by_one_rank(rank: int) -> dict[str, Any]:
+    """Rank 0 has learned that one of the parameters is to be measured whole, as it alone writes to a logger."""
+
+    def monitors(model: nn.Module, optimizer: Any) -> list[Any]:
+        handler = WeightUpdateHandler(model, optimizer, sample_size=200)
+        if not rank:
+            handler.load_state_dict(handler.state_dict() | {"whole": ["0.weight"]})
+        return [handler]
+
+    run = train(wide, sharded(), rank, make_batches(1), monitors)
+    (handler,) = run.monitors
+    torch.manual_seed(0)
+    before, after = wide()[0].weight.detach(), run.model[0].weight.full_tensor().detach()
+    return {"ratio": handler.diagnostics["0.weight"].update_ratio, "true": norm(after - before) / norm(before)}
+
+
 def refused(rank: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"^Argument reference should be a module, since the model"):
         RCCHandler(fsdp(seeded(attending)))
@@ -490,6 +510,13 @@ def test_a_layer_that_one_rank_cannot_compare_is_published_by_none(results):
 def test_histograms_wait_for_no_rank_that_makes_no_step(results):
     drawn = [{name.split("/")[1] for name in item["drawn"]} for item in results("some steps")]
     assert drawn == [{"weights", "activations", "gradients"}, {"weights", "activations"}]
+
+
+def test_a_ratio_is_the_same_where_one_rank_measures_its_part_whole(results):
+    """Within three standard errors of the other rank's sample of about 100 elements, half of the change."""
+    first, second = results("known by one rank")
+    assert first == second
+    assert first["ratio"] == pytest.approx(first["true"], rel=0.2)
 
 
 def test_a_layer_that_one_rank_alone_reaches_is_published_by_both(results):
@@ -632,6 +659,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "incomparable": incomparable,
     "some steps": some_steps,
     "local steps": local_steps,
+    "known by one rank": known_by_one_rank,
     "refused": refused,
     # The reference of one rank can't be run.
     "failing": lambda rank: both_or_one(

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from ignite_monitor import GradMonitor, OptimizerStateHandler, StaticThreshold
 from tests._helpers import ListLogger, make_batches, make_step, moves_of, run_monitored, square_loss
 from tests._models import make_model
-from tests._truth import optimizer_state
+from tests._truth import norm, optimizer_state
 
 
 class Own(torch.optim.Optimizer):
@@ -255,6 +255,31 @@ def test_a_sample_is_near_to_all():
             # Standard errors of a tensor's are about 1 / sqrt(2 * 256), and 1 / sqrt(256) of a cosine.
             wide = {"abs": 0.15} if "cosine" in name else {"rel": 0.1}
             assert actual[name] == pytest.approx(expected[name], **wide), name
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("count", [0, 40, 7000])
+def test_a_sample_with_few_gradients_is_no_estimate(make, count):
+    """Of 20,000 item biases, of which 256 are sampled, a step uses so many: about none, 0.5 or 90 of the sample."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"table": nn.Parameter(torch.zeros(20_000)), "scale": nn.Parameter(torch.ones(1))})
+    optimizer = make(model.parameters(), **({"lr": 0.1, "momentum": 0.9} if make is torch.optim.SGD else {}))
+    gradient = torch.zeros(20_000)
+    gradient[torch.randperm(20_000)[:count]] = torch.randn(count)
+    step = make_step(model, optimizer, loss_of=lambda m, _: (m["table"] * gradient).sum() + m["scale"].sum())
+    handler, before = OptimizerStateHandler(model, optimizer), model["table"].detach().clone()
+    (published,) = run_monitored(step, [0], handler)
+    if count < 7000:
+        assert "optimizer/update_norm" not in published
+        assert published.get("optimizer/rms_median") == (pytest.approx(1.0) if make is torch.optim.Adam else None)
+        assert published["optimizer/momentum_cosine_min"] == pytest.approx(1.0)
+    else:
+        true = math.hypot(norm(model["table"] - before), norm(model["scale"] - 1))
+        assert published["optimizer/update_norm"] == pytest.approx(true, rel=0.3)
+        rms = (1 + math.sqrt(7 / 20)) / 2  # of the two tensors after a first step
+        assert published.get("optimizer/rms_median") == (
+            pytest.approx(rms, rel=0.15) if make is torch.optim.Adam else None
+        )
 
 
 def test_top_k_are_named_by_the_model():

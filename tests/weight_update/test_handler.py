@@ -189,6 +189,19 @@ def test_sparsely_updated_parameters_are_not_frozen_and_soon_exact(kind, caplog)
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_has_no_ratio_although_its_sample_is(value):
+    """Of 30,000 elements 64 are sampled, all of which move."""
+    model = nn.ParameterDict({"bad": nn.Parameter(torch.ones(30_000)), "good": nn.Parameter(torch.ones(2))})
+    model["bad"].data[17] = value
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = make_step(model, optimizer, loss_of=lambda m, _: m["bad"].nan_to_num(0, 0).sum() + m["good"].sum())
+    handler = WeightUpdateHandler(model, optimizer, sample_size=64)
+    (published,) = run_monitored(step, [0], handler)
+    assert math.isnan(handler.diagnostics["bad"].update_ratio)
+    assert published["monitor/update_ratio_min"] == pytest.approx(0.5)
+
+
 def test_a_large_parameter_is_frozen_once_all_of_it_has_been_compared():
     """Also after resuming: the second handler continues with what the first has learned."""
     model = make_model()
@@ -403,6 +416,22 @@ def test_gradients_of_optimizers_that_step_within_backward_are_measured_when_the
     run.check()
 
 
+def test_gradients_that_a_hook_takes_away_end_no_training_with_a_scaler():
+    """As an optimizer on the CPU does, of a model on a device."""
+    model, taken = make_model(), {}
+
+    def take(parameter):
+        taken[parameter], parameter.grad = parameter.grad, None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    scaler = GradScaler("cpu")
+    handler = WeightUpdateHandler(model, scaler=scaler)
+    step = lambda _, batch: scaler.scale(mse_loss(model, batch)).backward()  # noqa: E731
+    assert run_monitored(step, make_batches(2), handler) == [{}, {}]
+    assert len(taken) == 6
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_gradient_is_exploding(value):
     model = make_model()
@@ -586,6 +615,24 @@ def test_named_keys(top_k):
         assert len(weights) == min(top_k, 5)
         assert len(named) == 11 + len({**gradients, **smallest, **weights, **frozen}) + 2 * bool(top_k)
     assert {name: float(value) for name, value in run.engine.state.metrics.items()} == logged[-1]
+
+
+def test_largest_weights_are_those_before_an_iteration_without_a_step_too():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    handler, logger = WeightUpdateHandler(model, optimizer), ListLogger()
+    step, true = make_step(model, optimizer, every=3, loss_of=lambda m, x: m(x).square().mean()), []
+
+    def train_step(engine, batch):
+        true.append(norm(model.weight))
+        step(engine, batch)
+
+    engine = Engine(train_step)
+    handler.attach(engine)
+    handler.log_to(logger, engine)
+    engine.run(torch.randn(7, 4, 3))
+    assert [values["monitor/largest_weight/weight"] for _, values in logger.written] == pytest.approx(true, rel=1e-6)
+    assert len(set(true)) == 3
 
 
 def test_diagnostics_are_python_numbers_before_during_and_after_a_run():
