@@ -99,10 +99,10 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 
     It holds only what ``torch.load(weights_only=True)`` reads.
     """
-    version, words, gauss = random.getstate()
+    version, internal_state, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
-        "python": [version, list(words), gauss],
+        "python": [version, list(internal_state), gauss],
         "devices": {
             str(item): torch.get_device_module(item).get_rng_state(*_index_of(item))
             for item in set(cuda_devices() if devices is None else devices)
@@ -116,8 +116,8 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped."""
     torch.default_generator.set_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, internal_state, gauss = state["python"]
+    random.setstate((version, tuple(internal_state), gauss))
     if "numpy" in state:
         import numpy.random
 

@@ -87,7 +87,7 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     for monitor in run.of("step"):
         for group, rates in monitor.items("lr/{}").items():
             highest = np.maximum.accumulate(rates.values)
-            # The largest rate of the first half until each measurement, at least the first one.
+            # The highest rate in the first half of the run up to each measurement, at least the first one.
             half = highest[np.maximum(np.searchsorted(rates.steps, rates.steps / 2, "right") - 1, 0)]
             factors = np.divide(rates.values, half, out=np.zeros(len(half)), where=half > 0)
             if not factors.max() >= limits.RATE_RISE:

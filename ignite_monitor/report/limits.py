@@ -37,7 +37,7 @@ SMALL_INPUT = 1e-6  # the same of inputs
 LARGE_LOSS = 50.0  # times the square of the outputs: a mean squared error with targets of 7 times their size
 
 # Learning rate.
-RATE_RISE = 10.0  # times the largest rate of the first half until then; a warm-up, linear or by a cosine, reaches 3
+RATE_RISE = 10.0  # times the highest rate in the first half of the run so far; warm-ups, linear or cosine, reach 3
 RATE_RISE_START = 1.5  # the same where the rise begins
 RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
