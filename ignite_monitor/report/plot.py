@@ -157,19 +157,21 @@ def draw(picture: Picture, path: str | Path, title: str = "", dark: bool = False
     style = context(["default", "dark_background"] if dark else "default")
     with style, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without a letter of a name
-        figure = Figure(figsize=(0.4 + 4.0 * columns, 0.4 + 2.1 * rows), dpi=110, layout="constrained")
+        figure = Figure(dpi=110, layout="constrained")
         head = _shortened(": ".join(filter(None, [printable(title), picture.headline])), 60 * columns)
         figure.suptitle(head, x=0.01, ha="left", fontsize=9, fontweight="bold", parse_math=False)
-        for index, panel in enumerate(picture.panels, 1):
+        named = np.zeros(rows * columns)  # lines of text of each panel's legend
+        for index, panel in enumerate(picture.panels):
             with np.errstate(all="ignore"):
-                _panel(figure.add_subplot(rows, columns, index), panel, picture)
+                named[index] = _panel(figure.add_subplot(rows, columns, index + 1), panel, picture)
+        figure.set_size_inches(0.4 + 4.0 * columns, 0.4 + 1.9 * rows + 0.14 * named.reshape(rows, -1).max(1).sum())
         figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
-def _panel(axes: Axes, panel: Panel, picture: Picture) -> None:
+def _panel(axes: Axes, panel: Panel, picture: Picture) -> int:
+    """Draw a panel; the number of its legend's lines."""
     from matplotlib import colormaps
 
-    axes.set_title(_shortened(printable(panel.title), 52), loc="left", parse_math=False)
     lines, count, handles = panel.lines, len(panel.lines), []
     values = np.concatenate([line.series.finite.values for line in lines])
     _scale(axes, values)
@@ -190,12 +192,15 @@ def _panel(axes: Axes, panel: Panel, picture: Picture) -> None:
         top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
         axes.plot(bad, np.full(len(bad), 0.985), "v", color=SPIKE, markersize=4, **top)
     _marks(axes, panel, picture)
-    _legend(axes, panel, lines, handles)
+    named = _legend(axes, panel, lines, handles)
+    title = _shortened(printable(panel.title), 52)
+    axes.set_title(title, loc="left", pad=6 + 10 * named, parse_math=False)
     notes = [f"{count} in order, dark to light"] * (count > FEW) + ["no finite value"] * (not len(values))
     axes.set_xlabel(f"iteration{'   (' + '; '.join(notes) + ')' if notes else ''}", fontsize=9)
     axes.grid(visible=True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
+    return named
 
 
 def _drawable(values: Array) -> Array:
@@ -234,21 +239,23 @@ def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:
             label = "_"
 
 
-def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> None:
-    """Name the lines, of many the first and the last."""
+def _legend(axes: Axes, panel: Panel, lines: list[Line], handles: list[Any]) -> int:
+    """Name the lines, of many the first and the last, between title and axes; the number of lines of text."""
     marks, headline = axes.get_legend_handles_labels()
     if len(lines) == 1 and not marks and lines[0].label in panel.title:
-        return
+        return 0
     chosen = range(len(lines)) if len(lines) <= FEW else (0, len(lines) - 1)
     shown = [*(handles[index] for index in chosen), *marks]
     names = [*(_shortened(printable(lines[index].label), 36) for index in chosen), *headline]
-    options: Any = {"fontsize": 8, "framealpha": 0.75, "edgecolor": "none", "labelspacing": 0.25, "borderpad": 0.2}
-    place: Any = "best" if sum(len(line.series.steps) for line in lines) < 5000 else "upper right"
+    columns = max(1, int(260 // (26 + 4.5 * max(map(len, names)))))  # 260 points, 26 of a handle, 4.5 of a letter
+    place: Any = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": columns}
+    options: Any = {"labelspacing": 0.25, "columnspacing": 1.0, "borderpad": 0.0, "borderaxespad": 0.3}
     # Texts are set afterwards: matplotlib skips labels that begin with an underscore.
-    legend = axes.legend(shown, ["x"] * len(shown), loc=place, handlelength=1.6, **options)
+    legend = axes.legend(shown, ["x"] * len(shown), fontsize=8, frameon=False, handlelength=1.6, **place, **options)
     for text, label in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)
         text.set_text(label)
+    return math.ceil(len(shown) / columns)
 
 
 def _shortened(text: str, length: int) -> str:

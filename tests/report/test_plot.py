@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ignite_monitor.hdf5.reader import RecordedReport
 from ignite_monitor.keys import SCHEMAS
@@ -159,6 +160,21 @@ def test_events_are_marked_in_every_panel(monkeypatch, tmp_path):
     draw(shown, tmp_path / "run.png")
     assert len(marks) == len(shown.panels)
     assert all(of == [(80, "rolled_back"), (150, "_"), (3, "too_few")] for of in marks.values())
+
+
+def test_legends_cover_no_data(monkeypatch, tmp_path):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure) or save(figure, *args, **kwargs)
+    )
+    draw(picture(make_run(runs.healthy())), tmp_path / "run.png")
+    (figure,) = figures
+    legends = [axes for axes in figure.axes if axes.get_legend()]
+    assert legends
+    for axes in legends:
+        box = axes.get_legend().get_window_extent()
+        assert axes.bbox.y1 <= box.y0 < box.y1 <= axes.title.get_window_extent().y1
+        assert box.x1 <= figure.bbox.x1
 
 
 def test_one_screen_is_no_higher_than_a_screen(tmp_path):
