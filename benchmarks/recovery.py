@@ -172,7 +172,7 @@ def draw(rows: Sequence[tuple[str, str, list[float]]], path: Path) -> None:
                 label = f"{name}, {model.upper()}" if fault == FAULTS[0] else None
                 axes.scatter(end, y, s=30, marker="os"[model == "cnn"], color=color, zorder=2, label=label)
         axes.set_xscale("symlog", linthresh=0.1, linscale=1.5)
-        ticks = {0.0: "0", 0.1: "+0.1", 1.0: "+1", 10.0: "+10", 100.0: "+100", limit: "not finite"}
+        ticks = {0.0: "0", 0.1: "+0.1", 1.0: "+1", 10.0: "+10", 100.0: "+100", limit: "> 4,000, NaN"}
         axes.set_xticks([*ticks], [*ticks.values()])
         axes.set_yticks(range(len(FAULTS)), FAULTS)
         axes.set(xlim=(-0.02, 2 * limit), ylim=(len(FAULTS) - 0.4, -0.6))
