@@ -3,7 +3,7 @@
 Two transformers are trained, one of many small layers and one of few large layers. Every variant has a model and an
 optimizer of its own. All variants take turns; what a variant adds to an iteration is the difference of the fastest
 iterations of a turn with and without it. The table has medians over turns with their standard errors, and ratios only
-where neither error exceeds a quarter of its figure: run it on a quiet machine. Values are copied to the host in every
+where their errors are at most a quarter of them: run it on a quiet machine. Values are copied to the host in every
 monitored iteration, as with a logger. On the CPU, times are those of the thread. The cost of an iteration that is not
 monitored is measured without forward and backward passes.
 
@@ -51,15 +51,13 @@ class Cost(NamedTuple):
     def text(self, unit: float, digits: int = 2) -> str:
         return f"{self.seconds / unit:.{digits}f} ± {self.error / unit:.{digits}f}"
 
-    @property
-    def is_noise(self) -> bool:
-        return self.error > 0.25 * self.seconds
-
-    def over(self, other: Cost) -> str:
-        return "noise" if self.is_noise or other.is_noise else f"{self.seconds / other.seconds:.2f} x"
+    def over(self, other: Cost, form: str = ".2f", unit: str = " x") -> str:
+        """The ratio, if its relative error is at most a quarter."""
+        errors = [cost.error / cost.seconds if cost.seconds > 0 else math.inf for cost in (self, other)]
+        return "noise" if math.hypot(*errors) > 0.25 else f"{self.seconds / other.seconds:{form}}{unit}"
 
     def share(self, step: Cost, digits: int = 1) -> str:
-        return "noise" if self.is_noise or step.is_noise else f"{self.seconds / step.seconds:.{digits}%}"
+        return self.over(step, f".{digits}%", "")
 
 
 class Setting(NamedTuple):
@@ -231,13 +229,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="first letters of the monitors to measure")
     args = parser.parse_args()
     device, rounds = args.device, args.rounds
+    settings = {"quick": Setting(2, 32, 4, 8)} if args.quick else SETTINGS
     if args.quick:
-        SETTINGS.pop("wide")
         rounds, args.only = 1, ["StepStats", "Healthy"]
     monitors = [name for name in MONITORS if name.startswith(tuple(args.only))]
     compared = [CLIP, CLOSURES, PASSES, CLONE]
     print(f"{provenance()}, on {machine(device)}")
-    for label, setting in SETTINGS.items():
+    for label, setting in settings.items():
         step, added = measure(setting, device, [*compared, *monitors], rounds)
         size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
         print(f"\n{label}: {setting.blocks} blocks of width {setting.width}, {size:.1f} million parameters, "

@@ -70,6 +70,9 @@ def test_costs_within_their_noise_are_no_ratios(monkeypatch):
     assert (quiet.text(1.0), noisy.text(1.0)) == ("1.00 ± 0.01", "1.00 ± 0.54")
     assert (quiet.over(quiet), quiet.share(cost(4.0, 0.1))) == ("1.00 x", "25.0%")
     assert (noisy.over(quiet), quiet.over(noisy), noisy.share(quiet), quiet.share(noisy)) == ("noise",) * 4
+    assert cost(1.0, 0.2).over(cost(1.0, 0.1)) == "1.00 x"
+    assert cost(1.0, 0.2).over(cost(1.0, 0.2)) == "noise"  # an error of 0.28
+    assert cost(-1.0, 0.1).over(quiet) == "noise"
 
 
 def test_diagnosis_plants_faults_and_counts_the_causes_that_are_found(run):
@@ -105,6 +108,10 @@ def test_pages_hold_the_tables_that_were_recorded(monkeypatch):
         names += re.findall(r"<!-- results/(\S+)\.md -->", page)
     assert sorted(names) == sorted(path.stem for path in tables["RESULTS"].glob("*.md"))
     assert {*names} <= {*tables["TABLES"]}
+    commands = {name: MEASURED.findall((tables["RESULTS"] / f"{name}.md").read_text())[0] for name in names}
+    made = {name: " ".join(map(str, tables["TABLES"][name])).replace(f"{BENCHMARKS.parent}/", "") for name in names}
+    other = {name for name in names if commands[name] != made[name]}
+    assert other <= {"bench_cost", "diagnosis", "recovery"}  # measured with other options
     assert tables["with_tables"]("<!-- results/regimes.md -->\nold\n<!-- end -->").count("| TD, ") == 1
 
 

@@ -27,7 +27,7 @@ from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.scaling.coordinate_result import QUANTITIES, CoordinateCheck, Record
 from ignite_monitor.scaling.parametrization import Parametrization
-from ignite_monitor.scaling.solver import FULL, clipped
+from ignite_monitor.scaling.solver import FULL, Alignment, clipped
 
 
 def coordinate_check(
@@ -91,28 +91,40 @@ def coordinate_check(
 def expected_slopes(parametrization: Parametrization) -> dict[tuple[str, str], tuple[float, float]]:
     """Return the ranges of slopes of modules and quantities in the first updates, by a parametrization's exponents.
 
-    Weights: each of fan-in n changes by n^-(a + c + g) in the direction of its input, which adds up to alpha or u.
+    Weights: each of fan-in n changes by n^-(a + c + g) in the direction of the batch's inputs. Along one of K
+    independent inputs that adds up to n, along all others to (K n)^1/2: alpha and u rise from 1/2 to 1 where n is K.
     Input: backpropagation directs its change along the weights. Of k outputs from n inputs, the root mean square then
     grows by omega = 1/2 (k = n, a spectral norm of order 1) up to 1 (k fixed: rows of norm 1 that it is aligned with).
+    Start: n terms of n^-(a + b) add up to n^(1/2 - a - b), times the size of the input: below n^0 behind readouts
+    inside the network, until these have learnt. A junction counts as a sum, as large as its largest input.
     """
     solution = parametrization.solution
     slopes: dict[tuple[str, str], tuple[float, float]] = {}
-    for layer in parametrization.layers.values():
-        if layer.module is None:
+    sizes: dict[str, float] = {}  # of nodes at initialization, as exponents
+    for name, node in parametrization.graph.items():
+        size, layer = max((sizes[source] for source in node.inputs), default=0.0), node.layer
+        sizes[name] = size
+        if layer is None:
             continue
-        node = parametrization.graph[layer.name]
-        alpha, omega, u = clipped(layer, FULL)
-        reached = min((solution.r[source] for source in node.inputs), default=math.inf)
         start = (0.0 if layer.role == "embedding" else 0.5) - layer.a - layer.b
+        sizes[name] += start
+        if layer.module is None or name != layer.name:  # a repeated call has the slopes of the first
+            continue
+        omega = clipped(layer, FULL).omega
+        reached = min((solution.r[source] for source in node.inputs), default=math.inf)
         step = layer.a + solution.c[layer.name] + solution.g[node.name]  # of the output by one element of the weight
-        update, drift = max(alpha, u - reached) - step, omega - layer.a - layer.b - reached
+        slow, fast = (
+            max(alpha, u - reached) - step
+            for alpha, _, u in (clipped(layer, Alignment(0.5, 0.5, 0.5)), clipped(layer, FULL))
+        )
+        drift = omega - layer.a - layer.b - reached
         aligned = 1.0 - layer.a - layer.b - reached if layer.role == "readout" or layer.has_few_outputs else drift
         # Below the faster of its terms, as long as widths are so small that the slower one counts.
-        change = min(update, drift) if node.inputs else update, max(update, aligned)
-        values = (start, max(start, change[1])), change, (update, update), (drift, aligned)
+        change = min(slow, drift) if node.inputs else slow, max(fast, aligned)
+        values = (start, max(start, change[1])), change, (slow, fast), (drift, aligned)
         for quantity, (low, high) in zip(QUANTITIES, values, strict=True):
             if math.isfinite(low):
-                slopes[layer.module, quantity] = low + 0.0, high + 0.0
+                slopes[layer.module, quantity] = low + min(size, 0.0), high + 0.0
     return slopes
 
 

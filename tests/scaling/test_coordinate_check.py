@@ -63,7 +63,9 @@ def test_mup_is_flat():
     for slope in result.slopes:
         if slope.layer != "6":  # its output and the change by its input start by shrinking
             assert not slope.is_steep, slope
-            assert slope.expected == pytest.approx((0.0, 0.0))
+            # The batch's inputs may be more than the width is.
+            low = -0.5 if slope.layer != "0" and slope.quantity in ("weight_update", "output_change") else 0.0
+            assert slope.expected == pytest.approx((low, 0.0))
     for step in (1, 2, 3):
         assert abs(slopes_of(result, "weight_update", step)["6"].slope) < 0.1
     # Its output is a sum over n of independent terms, times 1 / n.
@@ -74,16 +76,19 @@ def test_mup_is_flat():
     assert "(-0.50 to +0.00)" in result.table()
 
 
-class Bottleneck(nn.Module):
-    """Layers with 12 outputs, whatever the width, before a norm."""
+class Bottlenecks(nn.Module):
+    """Layers with 12 outputs, whatever the width: one before a norm, and one without."""
 
     def __init__(self, n):
         super().__init__()
-        self.first, self.down, self.norm = nn.Linear(32, n, bias=False), nn.Linear(n, 12, bias=False), nn.LayerNorm(12)
-        self.up, self.head = nn.Linear(12, n, bias=False), nn.Linear(n, 8, bias=False)
+        self.first = nn.Linear(32, n, bias=False)
+        self.down, self.norm, self.up = nn.Linear(n, 12, bias=False), nn.LayerNorm(12), nn.Linear(12, n, bias=False)
+        self.few, self.spread = nn.Linear(n, 12, bias=False), nn.Linear(12, n, bias=False)
+        self.head, self.last = nn.Linear(n, 8, bias=False), nn.Linear(n, 8, bias=False)
 
     def forward(self, x):
-        return self.head(self.up(self.norm(self.down(self.first(x)))).relu())
+        x = self.first(x)
+        return self.head(self.up(self.norm(self.down(x))).relu()) + self.last(self.spread(self.few(x)).relu())
 
 
 class Optimizers:
@@ -108,8 +113,8 @@ MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon")
         (mlp, "adam"),
         (mlp, "sgd"),
         pytest.param(mlp, "muon", marks=MUON),
-        (Bottleneck, "adam"),
-        pytest.param(Bottleneck, "muon", marks=MUON),
+        (Bottlenecks, "adam"),
+        pytest.param(Bottlenecks, "muon", marks=MUON),
     ],
 )
 def test_first_updates_have_the_expected_slopes(make, optimizer_type):
@@ -121,21 +126,52 @@ def test_first_updates_have_the_expected_slopes(make, optimizer_type):
         return own, {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer_type](own.param_groups)
 
     result = coordinate_check(make_run, lambda width: (X, Y), [64, 128, 256, 512], steps=1, seeds=2)
-    after = [slope for slope in result.slopes if slope.step == 1 and slope.expected is not None]
-    # Behind the norm of few elements drift is bounded, but not yet flat at these widths.
-    known = [
-        slope
-        for slope in after
-        if (slope.layer, slope.quantity) not in {("up", "input_drift"), ("up", "output_change")}
-    ]
-    assert len(known) == {mlp: 4 * 4 - 1, Bottleneck: 4 * 4 - 1 - 2}[make]
-    for slope in known:
+    after = {(slope.layer, slope.quantity): slope for slope in result.slopes if slope.step == 1 and slope.expected}
+    assert len(after) == {mlp: 4 * 4 - 1, Bottlenecks: 7 * 4 - 1}[make]
+    for (layer, quantity), slope in after.items():
         low, high = slope.expected
-        assert low - 0.15 < slope.slope < high + 0.15, slope
-    if make is Bottleneck:
-        slopes = {(slope.layer, slope.quantity): slope for slope in after}
-        assert slopes["down", "input_drift"].slope == pytest.approx(0.5, abs=0.15)
-        assert slopes["down", "input_drift"].is_steep
+        if quantity == "weight_update" and layer not in ("spread", "last"):  # the batch has few independent inputs
+            low = high
+        # Behind the norm of few elements drift is bounded, but not yet flat at these widths.
+        if layer != "up" or quantity in ("activation", "weight_update"):
+            assert low - 0.15 < slope.slope < high + 0.15, slope
+    if make is Bottlenecks:
+        assert after["down", "input_drift"].slope == pytest.approx(0.5, abs=0.15)
+        assert after["down", "input_drift"].is_steep
+        # What starts at n^-1/2 is the input of the layers behind it, until it has learnt.
+        starts = {
+            slope.layer: slope.slope for slope in result.slopes if (slope.quantity, slope.step) == ("activation", 0)
+        }
+        small = {"few": -0.5, "spread": -0.5, "last": -1.0}
+        assert starts == pytest.approx({"first": 0, "down": 0, "norm": 0, "up": 0, "head": -0.5} | small, abs=0.15)
+        assert after["spread", "weight_update"].slope == pytest.approx(-0.5, abs=0.15)
+
+
+@pytest.mark.parametrize("count", [4, 128])
+def test_weights_change_outputs_as_independent_inputs_of_a_batch_say(count):
+    """Adam adds the sign of a sum over the batch to each weight, which is aligned with each input by (2 / pi K)^1/2.
+
+    Along its own input n elements add up, along the noise of the others n^1/2: (2 n^2 / (pi K) + n)^1/2 together.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, 512, generator=generator), torch.randint(64, (count,), generator=generator)
+
+    def model(n):
+        layers = [nn.Linear(512, n, bias=False), nn.Tanh(), nn.Linear(n, n, bias=False), nn.Tanh()]
+        return nn.Sequential(*layers, nn.Linear(n, 64, bias=False))
+
+    def make_run(width):
+        own = parametrize(model, (16, width), sample_input=x[:1], lr_prefactor=0.01)
+        return own, torch.optim.Adam(own.param_groups)
+
+    widths = [32, 64, 128, 256]
+    result = coordinate_check(make_run, lambda width: (x, y), widths, steps=1, seeds=1)
+    predicted = np.polyfit(np.log(widths), [0.5 * math.log(2 * n**2 / (math.pi * count) + n) for n in widths], 1)[0] - 1
+    for layer, tolerance in {"2": 0.05, "4": 0.15}.items():
+        slope = slopes_of(result, "weight_update", 1)[layer]
+        assert slope.slope == pytest.approx(predicted, abs=tolerance)
+        assert slope.expected == pytest.approx((-0.5, 0.0))
+    assert steep_layers(result, 1) == set()
 
 
 def test_standard_parametrization_has_the_predicted_slopes():
