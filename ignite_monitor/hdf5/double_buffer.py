@@ -23,7 +23,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.layout import COLUMNS, create, import_h5py
+from ignite_monitor.hdf5.layout import DATASETS, create, import_h5py
 
 try:
     import fcntl
@@ -44,15 +44,15 @@ class DoubleBuffer:
 
     def __init__(self, path: Path, mode: str) -> None:
         self.path = path
-        self._standby, self._spare = (path.with_name(f".{path.name}.{end}") for end in ("standby", "spare"))
+        self._standby, self._spare, lock = (
+            path.with_name(f".{path.name}.{end}") for end in ("standby", "spare", "lock")
+        )
         self._behind: Patch | None = None  # what the standby copy lacks; None if there is no usable one
         if mode == "x" and path.exists():
             raise FileExistsError("file exists; mode 'a' continues it, mode 'w' replaces it")
-        self._lock_path = path.with_name(f".{path.name}.lock")
-        self._lock = self._lock_path.open("ab")
-        descriptor, lock = self._lock.fileno(), self._lock_path
+        self._lock = lock.open("ab")
         # The last holder may have removed it between opening and locking.
-        if not (_lock(descriptor) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(descriptor))):
+        if not (_lock(self._lock) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(self._lock.fileno()))):
             self._lock.close()
             raise BlockingIOError("it is open in another program, or in another logger of this one")
         _HELD.add(self)
@@ -68,12 +68,24 @@ class DoubleBuffer:
     def write(self, patch: Patch) -> None:
         """Apply a patch to the file; if that fails, the file is unchanged."""
         behind, self._behind = self._behind, None
-        self._check_place()
-        if behind is None or not self._is_free() or not self._apply([*behind, *patch], locking=True):
+        if self.path.exists():
+            identity = _identity(self.path)
+            if identity not in self._published:
+                raise FileExistsError("another program has changed it, or put another file in its place")
+            self._published = {identity}
+        if behind is None or not self._apply([*behind, *patch]):
             self._discard()
             shutil.copyfile(self.path, self._standby)
-            self._apply(patch, locking=False)
-        if self._publish():
+            self._apply(patch)
+
+        self._spare.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it was removed, or the file system has no hard links
+            shutil.copymode(self.path, self._standby)
+            os.link(self.path, self._spare)
+        self._published.add(_identity(self._standby))  # before the renaming: an interrupt may come right after
+        os.replace(self._standby, self.path)
+        with contextlib.suppress(FileNotFoundError):  # the first copy could not be kept
+            os.replace(self._spare, self._standby)
             self._behind = patch
 
     def close(self) -> None:
@@ -81,70 +93,36 @@ class DoubleBuffer:
         self._discard()
         if not self._lock.closed:
             with contextlib.suppress(OSError):
-                self._lock_path.unlink()
+                os.unlink(self._lock.name)
         self._lock.close()
 
-    def _is_free(self) -> bool:
-        """Check that the standby copy is open nowhere else, by HDF5's locks, and has no other name."""
-        try:
-            with self._standby.open("r+b") as file:
-                return _lock(file.fileno()) and os.fstat(file.fileno()).st_nlink == 1
-        except OSError:
-            return False
-
-    def _check_place(self) -> None:
-        """Refuse to replace a file of another program."""
-        if self.path.exists():
-            identity = _identity(self.path)
-            if identity not in self._published:
-                raise FileExistsError("another program has changed it, or put another file in its place")
-            self._published = {identity}
-
-    def _apply(self, patch: Patch, *, locking: bool) -> bool:
-        """Apply a patch to the standby copy; False if a reader has just opened it (only with ``locking``).
+    def _apply(self, patch: Patch) -> bool:
+        """Apply a patch to the standby copy; False if a reader has opened it, or it has another name.
 
         A full disk ends HDF5 in a segmentation fault. So the space that it may need is reserved first.
 
         Raises:
-            OSError: if there is no space, or the standby copy can't be opened although no other process has it.
+            OSError: if there is no space.
         """
-        needed = (1 << 17) + sum(_space_for(name, len(elements)) for name, _, elements in patch)
         with self._standby.open("r+b") as file:
+            if not _lock(file) or os.fstat(file.fileno()).st_nlink > 1:
+                return False
+            needed = (1 << 17) + sum(_space_for(name, len(elements)) for name, _, elements in patch)
             try:
+                end = file.seek(0, os.SEEK_END)
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), needed)
+                    os.posix_fallocate(file.fileno(), end, needed)
                 else:
-                    file.seek(0, os.SEEK_END)
                     file.write(bytes(needed))
+                    file.flush()
             except OSError as error:
                 raise OSError(error.errno, f"{error.strerror}: a write may need {needed / 1000:,.0f} kB") from error
-        try:
-            opened = import_h5py().File(self._standby, "r+", libver=("v110", "v110"), locking=locking)
-        except OSError:
-            if locking:
-                return False
-            raise
-        with opened:
-            for name, first, elements in patch:
-                dataset = opened[name]
-                if first + len(elements) > len(dataset):
+            # Not locked again: its lock would be refused.
+            with import_h5py().File(self._standby, "r+", libver=("v110", "v110"), locking=False) as opened:
+                for name, first, elements in patch:
+                    dataset = opened[name]
                     dataset.resize((first + len(elements),))
-                dataset[first : first + len(elements)] = elements
-        return True
-
-    def _publish(self) -> bool:
-        """Swap the copies; False if the first could not be kept."""
-        self._check_place()
-        self._spare.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it was removed, or the file system has no hard links
-            shutil.copymode(self.path, self._standby)
-            os.link(self.path, self._spare)
-        self._published.add(_identity(self._standby))  # before the renaming: an interrupt may come right after
-        os.replace(self._standby, self.path)
-        try:
-            os.replace(self._spare, self._standby)
-        except OSError:
-            return False
+                    dataset[first:] = elements
         return True
 
     def _discard(self) -> None:
@@ -155,7 +133,7 @@ class DoubleBuffer:
 
 def _space_for(name: str, elements: int) -> int:
     """Upper bound of the bytes by which a dataset grows when elements are added, compressed or not."""
-    dtype, chunk = COLUMNS[name]
+    dtype, chunk = DATASETS[name]
     return (math.ceil(elements / chunk) + 2) * (chunk * dtype.itemsize + 4096)
 
 
@@ -165,11 +143,11 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_size
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file; False if another process has locked it."""
+def _lock(file: Any) -> bool:
+    """Lock a file; False if it is locked."""
     try:
         if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

@@ -1,18 +1,18 @@
 """Layout of the file, and the checks that make files from untrusted sources safe to read.
 
-=========== ==================================================================================================
-``names``   one JSON line per name: ``[name, kind, root]``. ``kind`` is the schema kind of the monitor that publishes
-            the name, ``"user"`` for any other name; the monitor's key is what follows ``root/`` in the name
-``ids``     indices of names; a list of indices is stored once, however many rows use it
-``values``  float64
-``rows``    one row per write: its next ``count`` values, with names ``ids[first_id:]``; ``step``; ``time`` in
-            milliseconds since 1970; the number of the ``run``; ``iteration`` of the training, or in rows from before
-            the run's first iteration, ``-1 - iteration`` of the last one known
-``runs``    one row per run of the trainer, numbered from 0: ``offset``, the iterations of the training before the
-            trainer's own; ``after``, the iteration of the training after which it replaces earlier runs, -1 for all,
-            2**62 for none. Rows and reports may have the number of a run that has not begun
-``reports`` one JSON line per report of a monitor: ``[run, iteration, monitor, kind, severity, text, names]``
-=========== ==================================================================================================
+========== ===================================================================================================
+``rows``   one row per write: ``step``; ``iteration`` of the training, or in rows from before the run's first
+           iteration, ``-1 - iteration`` of the last one known; ``time`` in milliseconds since 1970; number of
+           the ``run``; ``end``, the number of values up to the end of the row
+``values`` pairs of the number of a ``name``, and a ``value`` in float64
+``lines``  JSON lines: ``["name", number, name, kind, root]``, ``["run", number, offset, after]`` and
+           ``["report", run, iteration, monitor, kind, severity, text, names]``; the last of a number is valid
+========== ===================================================================================================
+
+``kind`` of a name is the schema kind of the monitor that publishes it, ``"user"`` for any other name; the monitor's key
+is what follows ``root/`` in it. A run of the trainer is recorded when it begins: ``offset`` is the number of iterations
+of the training before the trainer's own, and ``after`` the iteration after which the run replaces earlier ones, -1 for
+all, 2**62 for none. Rows and reports may have the number of a run that has not begun.
 
 All datasets are chunked, compressed with deflate and checksummed. Nothing that is written is ever changed: rows and
 reports that a later run replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.reader`).
@@ -35,23 +35,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 6
+VERSION = 7
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
-LARGEST = 2**62  # number of a run or iteration
+BLOCK = 2**17  # values
+ENDLESS = 2**62  # iterations
 SEVERITIES = ("problem", "warning", "note")
 SETTINGS = "run_settings"
 """Kind of the reports that hold the settings of a run: versions, seed, arguments of monitors."""
 
-ROW = np.dtype([(field, "<i8") for field in ("step", "iteration", "time", "run", "first_id", "count")])
-RUN = np.dtype([(field, "<i8") for field in ("offset", "after")])
+ROW = np.dtype([(field, "<i8") for field in ("step", "iteration", "time", "run", "end")])
+VALUE = np.dtype([("name", "<i4"), ("value", "<f8")])
 
-COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
-    "names": (np.dtype("u1"), 4096),
-    "ids": (np.dtype("<i4"), 4096),
-    "values": (np.dtype("<f8"), 8192),
+DATASETS: dict[str, tuple[np.dtype[Any], int]] = {
+    "lines": (np.dtype("u1"), 4096),
     "rows": (ROW, 512),
-    "runs": (RUN, 64),
-    "reports": (np.dtype("u1"), 4096),
+    "values": (VALUE, 8192),
 }
 """One-dimensional datasets: the type of their elements, and the number of elements per chunk."""
 
@@ -62,6 +60,13 @@ class Name(NamedTuple):
     name: str
     kind: str = "user"
     root: str = ""
+
+
+class Run(NamedTuple):
+    """A run of the trainer, as recorded when it begins."""
+
+    offset: int
+    after: int
 
 
 class Position(NamedTuple):
@@ -108,11 +113,6 @@ def import_h5py() -> ModuleType:
     return h5py  # type: ignore[no-any-return, unused-ignore]
 
 
-def path_of_rank(path: Path, rank: int) -> Path:
-    """Return the file of a rank, from that of rank 0: ``run.rank1.h5`` beside ``run.h5``."""
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
-
-
 def create(path: Path) -> None:
     """Write a file without rows, replacing an existing one."""
     # Without a persistent list of free space, a chunk that grows leaves its old place empty for good: files of small
@@ -120,17 +120,10 @@ def create(path: Path) -> None:
     options = {"libver": ("v110", "v110"), "fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
     with import_h5py().File(path, "w", locking=False, **options) as file:
         file.attrs["version"] = VERSION
-        for name, (dtype, chunk) in COLUMNS.items():
+        for name, (dtype, chunk) in DATASETS.items():
             file.create_dataset(
                 name, (0,), dtype, maxshape=(None,), chunks=(chunk,), shuffle=True, compression=1, fletcher32=True
             )
-
-
-def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the numbers of several ranges, one after another."""
-    ends = np.cumsum(lengths)
-    numbers: NDArray[np.int64] = np.repeat(starts - ends + lengths, lengths)
-    return numbers + np.arange(len(numbers))
 
 
 def printable(name: str) -> str:
@@ -143,19 +136,46 @@ def one_line(error: BaseException) -> str:
     return printable(" ".join(str(error).split())) or type(error).__name__
 
 
-class Contents(NamedTuple):
-    """Checked contents of a file; ``values`` is the dataset. All texts but names are safe to print.
+class Contents:
+    """Checked contents of a file, all but the values. All texts but names are safe to print.
 
-    If rows or reports wait for a run, ``runs`` ends with one that replaces nothing, which is not in the file.
+    Attributes:
+        sizes: numbers of elements of the datasets.
+        names: all names.
+        reports: all reports, in order.
+        begun: the number of runs that have begun.
+        runs: these, and if rows or reports wait for one more, one that replaces nothing.
+        rows: the rows, those that were written before their run began with the iteration at which it starts.
     """
 
-    sizes: dict[str, int]  # of the datasets
-    names: list[Name]
-    ids: NDArray[np.int32]
-    rows: NDArray[Any]
-    runs: NDArray[Any]
-    reports: list[RecordedReport]
-    values: Any
+    def __init__(self, h5py: Any, file: Any) -> None:
+        self.sizes = {name: _check_dataset(h5py, file, name) for name in DATASETS}
+        names, runs, self.reports = _parsed(file["lines"][()])
+        self.names, self.begun = list(names.values()), len(runs)
+        _check([*names] == [*range(len(names))] and [*runs] == [*range(len(runs))], "names or runs are missing")
+        _check(len({name.name for name in self.names}) == len(names), "a name is there twice")
+
+        self.rows, self._values = file["rows"][()], file["values"]
+        numbers, ends = self.rows["run"], np.append(0, self.rows["end"])
+        is_whole = bool((ends[1:] > ends[:-1]).all()) and ends[-1] == self.sizes["values"]
+        _check(is_whole and _are_within(numbers, len(runs) + 1), "rows and values do not agree")
+        reported = [report.run for report in self.reports]
+        _check(_are_within(np.array(reported, np.int64), len(runs) + 1), "a report has a run that does not exist")
+
+        self.runs = list(runs.values())
+        if len(runs) in numbers or len(runs) in reported:
+            self.runs.append(Run(self.runs[-1].offset if runs else 0, ENDLESS))
+        early = np.flatnonzero(self.rows["iteration"] < 0)
+        after = np.array([run.after for run in self.runs], np.int64)[numbers[early]]
+        last = ~self.rows["iteration"][early]
+        self.rows["iteration"][early] = np.where(after < ENDLESS, np.maximum(after, 0), last)
+
+    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Read the values in blocks, to hold one of them in memory: the first one's number, and the values."""
+        for begin in range(0, self.sizes["values"], BLOCK):
+            values = self._values[begin : begin + BLOCK]
+            _check(_are_within(values["name"], len(self.names)), "values have names that do not exist")
+            yield begin, values
 
 
 @contextmanager
@@ -171,18 +191,10 @@ def opened(path: Path) -> Iterator[Contents]:
     path.open("rb").close()  # the system's errors are clearer than h5py's
     try:
         with h5py.File(path, "r", locking="best-effort") as file:
-            _check_version(file)
-            file_size = file.id.get_filesize()
-            sizes = {name: _check_dataset(h5py, file, name, file_size) for name in COLUMNS}
-            rows, runs, ids, lines = (file[name][()] for name in ("rows", "runs", "ids", "names"))
-            names = [Name(*map(_text, entry)) for entry in _json_lines(lines)]
-            _check(len({name.name for name in names}) == len(names), "names has a name twice")
-            _check_rows(rows, ids, sizes | {"name": len(names)})
-            reports = [_report(entry, len(runs)) for entry in _json_lines(file["reports"][()])]
-            if len(runs) in rows["run"] or any(report.run == len(runs) for report in reports):
-                runs = np.append(runs, np.array([(runs["offset"][-1] if len(runs) else 0, LARGEST)], RUN))
-            _place_early_rows(rows, runs)
-            yield Contents(sizes, names, ids, rows, runs, reports, file["values"])
+            # A text would be in a heap without a checksum, in which HDF5 can loop for ever if it is damaged.
+            is_number = file.attrs.get_id("version").dtype.kind in "iu"
+            _check(is_number and file.attrs["version"] == VERSION, f"only files of version {VERSION} can be read")
+            yield Contents(h5py, file)
     except BlockingIOError:
         raise
     except MemoryError:
@@ -203,18 +215,12 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_version(file: Any) -> None:
-    # A text would be in a heap without a checksum, in which HDF5 can loop for ever if it is damaged: it is not read.
-    is_number = file.attrs.get_id("version").dtype.kind in "iu"
-    _check(is_number and file.attrs["version"] == VERSION, f"only files of version {VERSION} can be read")
-
-
-def _check_dataset(h5py: Any, file: Any, name: str, file_size: int) -> int:
+def _check_dataset(h5py: Any, file: Any, name: str) -> int:
     """Number of elements of a dataset, all of which are stored in the file itself."""
-    dtype, chunk = COLUMNS[name]
+    dtype, chunk = DATASETS[name]
     is_dataset = isinstance(file.get(name, getlink=True), h5py.HardLink) and isinstance(file[name], h5py.Dataset)
     _check(is_dataset, f"{name} is no dataset")
-    dataset = file[name]
+    dataset, file_size = file[name], file.id.get_filesize()
     properties, h5z = dataset.id.get_create_plist(), h5py.h5z
     filters = {properties.get_filter(number)[0] for number in range(properties.get_nfilters())}
     _check(
@@ -232,33 +238,27 @@ def _check_dataset(h5py: Any, file: Any, name: str, file_size: int) -> int:
     return size
 
 
-def _check_rows(rows: NDArray[Any], ids: NDArray[np.int32], sizes: dict[str, int]) -> None:
-    """Check that the values, names and runs of all rows exist."""
-    starts, counts = rows["first_id"], rows["count"]
-    _check(
-        _are_within(ids, 0, sizes["name"])
-        and _are_within(rows["run"], 0, sizes["runs"] + 1)
-        and _are_within(counts, 1, sizes["values"] + 1)
-        and counts.sum() == sizes["values"]
-        and _are_within(starts, 0, sizes["ids"] + 1)
-        and _are_within(starts + counts, 0, sizes["ids"] + 1),
-        "rows, values and names do not agree",
-    )
+def _are_within(numbers: NDArray[Any], end: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < end)).all())
 
 
-def _place_early_rows(rows: NDArray[Any], runs: NDArray[Any]) -> None:
-    """Give the rows that were written before their run began the iteration at which it starts."""
-    early = np.flatnonzero(rows["iteration"] < 0)
-    after, last = runs["after"][rows["run"][early]], ~rows["iteration"][early]
-    rows["iteration"][early] = np.where(after < LARGEST, np.maximum(after, 0), last)
-
-
-def _are_within(numbers: NDArray[Any], begin: int, end: int) -> bool:
-    return bool(((numbers >= begin) & (numbers < end)).all())
-
-
-def _json_lines(lines: NDArray[np.uint8]) -> list[Any]:
-    return [json.loads(line) for line in lines.tobytes().splitlines()]
+def _parsed(lines: NDArray[np.uint8]) -> tuple[dict[int, Name], dict[int, Run], list[RecordedReport]]:
+    names: dict[int, Name] = {}
+    runs: dict[int, Run] = {}
+    reports = []
+    for line in lines.tobytes().splitlines():
+        what, number, *fields = json.loads(line)
+        if what == "name":
+            names[number] = Name(*map(_text, fields))
+        elif what == "run":
+            runs[number] = Run(*(_count(field, -1) for field in fields))
+        else:
+            iteration, *texts, things = fields
+            monitor, kind, severity, text = (printable(_text(it)) for it in texts)
+            shown = tuple(printable(_text(name)) for name in things)
+            _check(what == "report" and severity in SEVERITIES, "lines hold something else")
+            reports.append(RecordedReport(_count(iteration), monitor, kind, severity, text, shown, _count(number)))
+    return names, runs, reports
 
 
 def _text(value: Any) -> str:
@@ -266,10 +266,6 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _report(entry: Any, runs: int) -> RecordedReport:
-    run, iteration, *texts, names = entry
-    monitor, kind, severity, text = (printable(_text(it)) for it in texts)
-    is_valid = 0 <= run <= runs and 0 <= iteration <= LARGEST and severity in SEVERITIES
-    _check(is_valid, "reports should hold existing runs and severities")
-    shown = tuple(printable(_text(name)) for name in names)
-    return RecordedReport(int(iteration), monitor, kind, severity, text, shown, int(run))
+def _count(value: Any, least: int = 0) -> int:
+    _check(type(value) is int and least <= value <= ENDLESS, "runs and reports should hold possible numbers")
+    return int(value)

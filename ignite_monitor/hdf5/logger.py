@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, 
 
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.hdf5.layout import Name, Position, check_regular, import_h5py, one_line, path_of_rank, printable
+from ignite_monitor.hdf5.layout import Name, Position, check_regular, import_h5py, one_line, printable
 from ignite_monitor.hdf5.reports import ReportSources
 from ignite_monitor.hdf5.runs import RunTracker
 from ignite_monitor.hdf5.values import flatten
@@ -48,8 +47,8 @@ class HDF5Logger(BaseLogger):
             Values of other engines, as of an evaluator, are placed at its iteration. Without a trainer, values are
             placed at the iteration of their own engine, and a resumed run replaces none.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
-        ranks: ``"first"``: rank 0 writes. ``"all"``: rank 1 writes ``run.rank1.h5`` beside ``run.h5``, and so on;
-            whoever reads ``run.h5`` reads them together.
+        ranks: ``"first"``: rank 0 writes. ``"all"``: each rank writes a file of its own, rank 1 ``run.rank1.h5`` beside
+            ``run.h5``, and so on.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -89,14 +88,14 @@ class HDF5Logger(BaseLogger):
         check_count("flush_every", flush_every, least=1)
         if trainer is not None:
             check_type("trainer", trainer, Engine, "ignite.engine.Engine")
-        self._rank = idist.get_rank()
-        self.path = path_of_rank(Path(os.path.realpath(os.fspath(path))), self._rank if ranks == "all" else 0)
+        self.path, self._rank = Path(os.path.realpath(os.fspath(path))), idist.get_rank()
+        if self._rank and ranks == "all":
+            self.path = self.path.with_stem(f"{self.path.stem}.rank{self._rank}")
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._is_named = trainer is not None
         self._trainer: weakref.ref[Engine] | None = None
-        self._engines: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # numbers
-        self._numbers = itertools.count()
-        self._warned: set[str] = set()
+        self._engines: weakref.WeakKeyDictionary[Engine, list[RemovableEventHandle]] = weakref.WeakKeyDictionary()
+        self._logged: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
@@ -106,15 +105,14 @@ class HDF5Logger(BaseLogger):
             self._reports = ReportSources(self._writer, self._runs)
             # Also where a program or a child process ends without closing: atexit does not run in the child.
             self._finalizer = Finalize(self, _finish, (self._writer, self._reports), exitpriority=10)
-
         if trainer is not None:
             self._set_trainer(trainer)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
+        self._is_writing()
         self._add_handlers(engine)
-        self._warn_if_closed()
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def keep_reports(self, reports: list[Report], engine: Engine) -> None:
@@ -139,13 +137,6 @@ class HDF5Logger(BaseLogger):
             if self._writer is not None:
                 self._reports.add(reports, is_trainers=self._is_trainer(engine))
 
-    def _set_trainer(self, trainer: Engine) -> None:
-        self._trainer = weakref.ref(trainer)
-        self._add_handlers(trainer)
-
-    def _is_trainer(self, engine: Engine) -> bool:
-        return self._trainer is not None and self._trainer() is engine
-
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
         if self._writer is None or not self._writer.is_own:  # a forked process may hold a lock of another thread
@@ -164,12 +155,34 @@ class HDF5Logger(BaseLogger):
             writer, self._writer = self._writer, None
             if writer is not None:
                 self._finalizer.cancel()
-                for engine in self._engines:
-                    for event, handler in self._handlers().items():
-                        if engine.has_event_handler(handler, event):
-                            engine.remove_event_handler(handler, event)
+                for handle in chain.from_iterable(self._engines.values()):
+                    handle.remove()
                 self._engines.clear()
                 _finish(writer, self._reports)
+
+    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
+        return OutputHandler(*args, **kwargs)
+
+    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
+        return OptimizerParamsHandler(*args, **kwargs)
+
+    def _set_trainer(self, trainer: Engine) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._add_handlers(trainer)
+
+    def _is_trainer(self, engine: Engine) -> bool:
+        return self._trainer is not None and self._trainer() is engine
+
+    def _is_writing(self) -> bool:
+        """Return False on ranks that do not write, in forked processes and, with a warning, after a close."""
+        if self._is_closed:
+            self._log_once("the logger is closed; nothing is written. Close it after the last run.")
+        return self._writer is not None and self._writer.is_own
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            self.logger.warning("HDF5Logger (%s): %s", printable(str(self.path)), text)
 
     def _write(
         self,
@@ -183,20 +196,23 @@ class HDF5Logger(BaseLogger):
         if not isinstance(step, int) or not -(2**63) <= step < 2**63:
             raise TypeError(f"global_step must be int, got {step!r}. Please check the output of global_step_transform.")
         try:
-            names, numbers = flatten(values, self._skip)
+            numbers = flatten(values, self._skip)
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on
-            self._warn_once("write", f"HDF5Logger can not log what was given at step {step}: {one_line(error)}")
+            self._log_once(f"can't write what was given in this form: {one_line(error)}.")
             return
         with self._one_thread:
-            if names and self._writer is not None:
+            if numbers and self._writer is not None:
                 self._add_handlers(engine)
                 if self._trainer is None and self._writer.is_continued:
                     text = "a run that resumes replaces no values, since no trainer is known: "
                     self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
-                number, position = self._engines[engine], self._position(engine)
-                self._writer.add(number, step, tag, names, numbers, position, make_origin)
+                self._writer.add(engine, step, tag, numbers, self._position(engine), make_origin)
                 if self._writer.is_time():
                     self.flush()
+
+    def _skip(self, name: str, value: Any) -> None:
+        kind = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"of type {type(value).__name__}"
+        self._log_once(f"can't write {printable(name)}, a value {kind}.")
 
     def _position(self, engine: Engine) -> Position:
         if self._trainer is None:
@@ -204,43 +220,23 @@ class HDF5Logger(BaseLogger):
         trainer = self._trainer()
         return self._runs.position(0 if trainer is None else trainer.state.iteration)
 
-    def _warn_once(self, about: str, message: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            warnings.warn(message, stacklevel=2)
-
-    def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
-        return OutputHandler(*args, **kwargs)
-
-    def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
-        return OptimizerParamsHandler(*args, **kwargs)
-
-    def _warn_if_closed(self) -> None:
-        if self._is_closed:
-            self._log_once("the logger is closed; nothing is written. Close it after the last run.")
-
-    def _log_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            self.logger.warning("HDF5Logger (%s): %s", printable(str(self.path)), text)
-
     def _add_handlers(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
-            self._engines[engine] = next(self._numbers)
-            for event, handler in self._handlers().items():
-                engine.add_event_handler(event, handler)
+            handles = self._engines[engine] = []
+            for event, handler in (
+                (Events.STARTED, self._start),
+                (Events.ITERATION_STARTED, self._start_iteration),
+                (Events.COMPLETED, self.flush),
+            ):
+                handles.append(engine.add_event_handler(event, handler))
                 if event != Events.COMPLETED:
                     put_first(engine, event)  # or values of these events would belong to the run before
-
-    def _handlers(self) -> dict[Events, Callable[..., None]]:
-        started, completed = Events.ITERATION_STARTED, Events.COMPLETED
-        return {Events.STARTED: self._start, started: self._start_iteration, completed: self.flush}
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None and self._is_trainer(engine):
-                self._reports.start_run()
-                self._runs.start_run()
+                self._reports.end_run()
+                self._runs.awaits_run = True
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
@@ -251,10 +247,6 @@ class HDF5Logger(BaseLogger):
                 self._reports.describe(engine, is_trainers=is_trainer)
                 if self._reports.take() or self._writer.is_time():
                     self.flush()
-
-    def _skip(self, name: str, value: Any) -> None:
-        described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"value type {type(value)}"
-        self._warn_once(f"value {name}", f"HDF5Logger can not log metrics {described}: {name}")
 
 
 def _finish(writer: Writer, reports: ReportSources) -> None:
@@ -282,14 +274,14 @@ class OutputHandler(BaseOutputHandler):
         super().__init__(tag or "", *args, **kwargs)
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
-        if not _writes(self, logger):
+        if not logger._is_writing():
             return
         metrics: dict[Any, Any] = engine.state.metrics
         values = {name: getattr(engine.state, name, None) for name in self.state_attributes or ()}
         names = metrics if self.metric_names == "all" else self.metric_names or ()
         for name in names:
             if name not in metrics:
-                logger._warn_once(f"metric {name}", f"Metric {name} is not in engine.state.metrics: {list(metrics)}")
+                logger._log_once(f"metric {printable(str(name))} is not in engine.state.metrics: {list(metrics)}.")
         published = {name: metrics[name] for name in names if name in metrics}
         if self.output_transform is not None:
             output = self.output_transform(engine.state.output)
@@ -318,14 +310,6 @@ class OptimizerParamsHandler(BaseOptimizerParamsHandler):
     """Write a parameter of an optimizer's groups, as ``{tag}/{param_name}/group_{i}``."""
 
     def __call__(self, engine: Engine, logger: HDF5Logger, event_name: Any) -> None:
-        if _writes(self, logger):
+        if logger._is_writing():
             groups = {f"group_{i}": group.get(self.param_name) for i, group in enumerate(self.optimizer.param_groups)}
             logger._write(engine, engine.state.get_event_attrib_value(event_name), {self.param_name: groups}, self.tag)
-
-
-def _writes(handler: object, logger: HDF5Logger) -> bool:
-    """False on ranks that do not write, in forked processes and after a close."""
-    if not isinstance(logger, HDF5Logger):
-        raise RuntimeError(f"Handler {type(handler).__name__} works only with HDF5Logger")
-    logger._warn_if_closed()
-    return logger._writer is not None and logger._writer.is_own and idist.get_rank() == logger._rank

@@ -21,7 +21,7 @@ PACKAGES = ("ignite-monitor", "torch", "pytorch-ignite", "numpy")
 
 @dataclass
 class _Source:
-    """A list to which a monitor appends reports."""
+    """A list to which a monitor, or the description of an engine, appends reports."""
 
     reports: list[Report]
     is_trainers: bool
@@ -34,7 +34,7 @@ class ReportSources:
     def __init__(self, writer: Writer, runs: RunTracker) -> None:
         self._writer, self._runs = writer, runs
         self._sources: dict[int, _Source] = {}  # by the list's id
-        self._settings: list[tuple[Report, bool]] = []  # True for the trainer's
+        self._settings: list[_Source] = []
         self._described: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose settings this run has
 
     def add(self, reports: list[Report], *, is_trainers: bool) -> None:
@@ -45,10 +45,10 @@ class ReportSources:
         """Take the settings of an engine, unless this run has them."""
         if engine not in self._described:
             self._described.add(engine)
-            self._settings += [(report, is_trainers) for report in _settings_of(engine)]
+            self._settings.append(_Source(_settings_of(engine), is_trainers))
 
-    def start_run(self) -> None:
-        """Give what the last run has left to the writer."""
+    def end_run(self) -> None:
+        """Give what the last run has left to the writer; the next one is described anew."""
         if not self._runs.awaits_run:
             self.take()
             self._described.clear()
@@ -57,19 +57,15 @@ class ReportSources:
         """Give new reports to the writer, once their run has begun; return True if one is a problem."""
         is_urgent = False
         if at_end or not self._runs.awaits_run:
-            while self._settings:
-                self._write(*self._settings.pop(0))
-            for source in self._sources.values():
+            for source in [*self._settings, *self._sources.values()]:
                 while source.count < len(source.reports):
                     report = source.reports[source.count]
                     source.count += 1
-                    self._write(report, source.is_trainers)
+                    position = self._runs.position_of_report(report.iteration if source.is_trainers else None)
+                    self._writer.add_report(position, *report[1:])
                     is_urgent |= report.severity == "problem"
+            self._settings.clear()
         return is_urgent
-
-    def _write(self, report: Report, is_trainers: bool) -> None:
-        position = self._runs.position_of_report(report.iteration if is_trainers else None)
-        self._writer.add_report(position, *report[1:])
 
 
 def _settings_of(engine: Engine) -> list[Report]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ignite_monitor.hdf5.layout import LARGEST, Position
+from ignite_monitor.hdf5.layout import ENDLESS, Position, Run
 from ignite_monitor.hdf5.writer import Writer
 
 
@@ -17,11 +17,7 @@ class RunTracker:
         self._writer = writer
         self._offset, self._last = writer.offset, writer.last  # iterations before its own; its last one, with these
         self._has_begun = False  # a run in this session
-        self.awaits_run = True
-
-    def start_run(self) -> None:
-        """Wait for the first iteration: until then, handlers may load a checkpoint."""
-        self.awaits_run = True
+        self.awaits_run = True  # until its first iteration: handlers may load a checkpoint before
 
     def start_iteration(self, iteration: int) -> None:
         """Count an iteration of the trainer; the first one of a run, or one that was counted before, begins a run."""
@@ -54,8 +50,8 @@ class RunTracker:
         if start == 0 and not self._has_begun:
             self._offset, after = 0, -1
         elif start == 0 and self.awaits_run:
-            self._offset, after = self._last, LARGEST
+            self._offset, after = self._last, ENDLESS
         else:
             after = start + self._offset
-        self._writer.begin_run(self._offset, after)
+        self._writer.begin_run(Run(self._offset, after))
         self.awaits_run, self._has_begun = False, True

@@ -224,7 +224,7 @@ def test_one_failure_loses_nothing(path, monkeypatch, caplog, name, call):
 def test_a_long_failure(path, monkeypatch, caplog, kept, end, lost):
     """Rows of ever new names, which need memory too, until iteration ``end``; the run has 300."""
     failing = Failing(os.posix_fallocate)
-    monkeypatch.setattr(writer, "KEPT_BYTES", kept * (writer.ROW_BYTES + 3 * 8 + 3 * writer.NAME_BYTES))
+    monkeypatch.setattr(writer, "KEPT", kept * 2 * 3)  # values, and lines of their names
     monkeypatch.setattr(double_buffer.os, "posix_fallocate", failing)
     train_with(path, failing.toggle, [31, end], output=lambda i: {f"{i}/{j}": i for j in "abc"})
     first, last = caplog.messages
@@ -245,7 +245,7 @@ def test_a_long_failure(path, monkeypatch, caplog, kept, end, lost):
 
 
 WHERE = [
-    "double_buffer.DoubleBuffer._is_free",
+    "double_buffer._lock",
     "double_buffer.DoubleBuffer._apply",
     "double_buffer.DoubleBuffer.write",
     "double_buffer._identity",
@@ -255,8 +255,9 @@ WHERE = [
     "double_buffer.import_h5py",
     "double_buffer.os.posix_fallocate",
     "writer.Writer._patch",
-    "writer.islice",
-    "writer.Writer._index_of",
+    "writer.chain.from_iterable",
+    "writer.Writer._number_of",
+    "writer.Writer._add_line",
 ]
 
 

@@ -109,15 +109,22 @@ def element(name, index, value, field=None):
     return change
 
 
-def lines(text, name="names"):
+def lines(text, keep=True):
+    """Add lines, or write them instead of those of the file."""
+
     def change(file, folder):
-        file[name].resize((len(text),))
-        file[name][...] = np.frombuffer(text, np.uint8)
+        content = (file["lines"][()].tobytes() if keep else b"") + text
+        file["lines"].resize((len(content),))
+        file["lines"][...] = np.frombuffer(content, np.uint8)
 
     return change
 
 
-REPORT = [1, 5, "GradMonitor (grad)", "kind", "problem", "text", ["a"]]
+def line(*entry):
+    return lines(json.dumps(entry).encode() + b"\n")
+
+
+REPORT = ["report", 1, 5, "GradMonitor (grad)", "kind", "problem", "text", ["a"]]
 CHUNKS = {"maxshape": (None,), "chunks": (64,)}
 REFUSED = {
     "external storage": external,
@@ -125,39 +132,44 @@ REFUSED = {
     "soft link": moved,
     "link to a file": linked("values", h5py.ExternalLink("whole.h5", "values")),
     "committed type": linked("values", np.dtype("<i8")),
-    "dataset missing": lambda file, folder: file.__delitem__("ids"),
-    "group": lambda file, folder: (file.__delitem__("ids"), file.create_group("ids")),
+    "dataset missing": lambda file, folder: file.__delitem__("rows"),
+    "group": lambda file, folder: (file.__delitem__("rows"), file.create_group("rows")),
     "unknown version": attribute("version", 9),
-    "version of an older release": attribute("version", 5),
+    "version of an older release": attribute("version", 6),
     "no version": attribute("version"),
     "version as text": attribute("version", "2"),
     "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
-    "1e8 elements, compressed": replaced("names", (10**8,), compression=1, **CHUNKS),
+    "1e8 elements, compressed": replaced("lines", (10**8,), compression=1, **CHUNKS),
     "1e12 rows": replaced("rows", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
     "another type": replaced("values", dtype="<f4", maxshape=(None,), chunks=(8192,)),
     "other fields": replaced("rows", (8,), dtype=[("step", "<i8")]),
     "another filter": replaced("values", compression="lzf", **CHUNKS),
     "fewer values": lambda file, folder: file["values"].resize((len(file["values"]) - 3,)),
     "more values": lambda file, folder: file["values"].resize((len(file["values"]) + 3,)),
-    "index below zero": element("ids", 0, -1),
-    "index beyond the names": element("ids", -1, 99),
+    "name below zero": element("values", 0, -1, "name"),
+    "name beyond the names": element("values", -1, 99, "name"),
     **{
         f"{field} {value} in row {row}": element("rows", row, value, field)
         for row, field, value in [
-            *((0, "count", -1), (30, "count", 0), (-1, "count", 2**63 - 1), (0, "first_id", -(2**63))),
-            *((-1, "first_id", 2**63 - 1), (0, "run", -1), (9, "run", 3)),
+            *((0, "end", -1), (0, "end", 0), (30, "end", 1), (-1, "end", 2**63 - 1), (0, "end", -(2**63))),
+            *((0, "run", -1), (9, "run", 3)),
         ]
     },
     **{
-        f"report {number}": lines(
-            json.dumps([*REPORT[:place], value, *REPORT[place + 1 :]]).encode() + b"\n", "reports"
+        f"report {number}": line(*REPORT[:place], value, *REPORT[place + 1 :])
+        for number, (place, value) in enumerate(
+            [(1, -1), (1, 3), (1, "a"), (1, True), (2, 0.5), (3, 3), (5, "fatal"), (6, None), (7, [1])]
         )
-        for number, (place, value) in enumerate([(0, -1), (0, 3), (1, "a"), (2, 3), (4, "fatal"), (5, None), (6, [1])])
     },
-    "report without names": lines(json.dumps(REPORT[:6]).encode() + b"\n", "reports"),
-    "a name twice": lines(b'["a", "user", ""]\n' * 4),
-    "names of deep nesting": lines(b"[" * 100_000 + b"\n"),
-    "names without an end": lines(b'["a", "user", ""]'),
+    "report without names": line(*REPORT[:7]),
+    "a name twice": line("name", 3, "train/a", "user", ""),
+    "a name with a number too high": line("name", 9, "train/x", "user", ""),
+    "a run with a number too high": line("run", 3, 0, 4),
+    "a run that replaces a fraction": line("run", 2, 0, 0.5),
+    "a line of another kind": line("nothing", 0),
+    "lines of deep nesting": lines(b"[" * 100_000 + b"\n"),
+    "no lines": lines(b"", keep=False),
+    "a line without an end": lines(b'["name", 4, "train/x", "user", '),
     "contiguous": replaced("values"),
     "other chunks": replaced("rows", compression=9, **CHUNKS),
 }
@@ -174,18 +186,20 @@ def test_a_file_with_another_layout(path, what):
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("rows", "step"), ("rows", "iteration"), ("rows", "time"), ("runs", "offset"), ("runs", "after")],
+    [("rows", "step"), ("rows", "iteration"), ("rows", "time"), ("run", "offset"), ("run", "after")],
 )
 def test_extreme_but_possible_rows_and_runs_are_read(path, name, field):
     for extreme in (0, 10**12, 2**62):
+        change = element(name, -1, extreme, field) if name == "rows" else None
         with h5py.File(path, "r+") as file:
-            element(name, -1, extreme, field)(file, path.parent)
+            run = {"offset": 0, "after": 50, field: extreme}
+            (change or line("run", 1, run["offset"], run["after"]))(file, path.parent)
         assert set(as_lists(path)) >= {"train/a"}
 
 
 def test_a_report_is_read(path):
     with h5py.File(path, "r+") as file:
-        lines(json.dumps(REPORT).encode() + b"\n", "reports")(file, path.parent)
+        line(*REPORT)(file, path.parent)
     assert read_hdf5(path).reports == [(5, "GradMonitor (grad)", "kind", "problem", "text", ("a",), 1)]
 
 
