@@ -17,7 +17,6 @@ import contextlib
 import math
 import os
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,8 @@ class DoubleBuffer:
         if not (_lock(self._lock) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(self._lock.fileno()))):
             self._lock.close()
             raise BlockingIOError("it is open in another program, or in another logger of this one")
-        _HELD.add(self)
+        if hasattr(os, "register_at_fork"):  # a forked process would hold it after its parent has been killed
+            os.register_at_fork(after_in_child=self._lock.close)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._discard()
@@ -153,14 +153,3 @@ def _lock(file: Any) -> bool:
     except OSError:  # a file system without locks
         pass
     return True
-
-
-def _close_in_child() -> None:
-    """Close the lock in a forked process, which would otherwise hold it after its parent has been killed."""
-    for buffer in _HELD:
-        buffer._lock.close()
-
-
-_HELD: weakref.WeakSet[DoubleBuffer] = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 VERSION = 7
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
-BLOCK = 2**17  # values
+BLOCK = 2**16  # values
 ENDLESS = 2**62  # iterations
 SEVERITIES = ("problem", "warning", "note")
 SETTINGS = "run_settings"
@@ -54,6 +54,10 @@ DATASETS: dict[str, tuple[np.dtype[Any], int]] = {
 """One-dimensional datasets: the type of their elements, and the number of elements per chunk."""
 
 
+Position = tuple[int, int]
+"""Place of a value or report: the number of the run, and the iteration of the training."""
+
+
 class Name(NamedTuple):
     """A name, the schema kind of the monitor that publishes it, and what precedes the monitor's key in it."""
 
@@ -67,13 +71,6 @@ class Run(NamedTuple):
 
     offset: int
     after: int
-
-
-class Position(NamedTuple):
-    """Place of a value or report: the number of the run, and the iteration of the training."""
-
-    run: int
-    iteration: int
 
 
 class RecordedReport(NamedTuple):

@@ -21,8 +21,7 @@ from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, 
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5.layout import Name, Position, check_regular, import_h5py, one_line, printable
-from ignite_monitor.hdf5.reports import ReportSources
-from ignite_monitor.hdf5.runs import RunTracker
+from ignite_monitor.hdf5.training import Training
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
@@ -101,19 +100,11 @@ class HDF5Logger(BaseLogger):
         self._writer: Writer | None = None
         if self._rank == 0 or ranks == "all":
             self._writer = _open(self.path, mode, flush_every, self.logger)
-            self._runs = RunTracker(self._writer)
-            self._reports = ReportSources(self._writer, self._runs)
+            self._training = Training(self._writer)
             # Also where a program or a child process ends without closing: atexit does not run in the child.
-            self._finalizer = Finalize(self, _finish, (self._writer, self._reports), exitpriority=10)
+            self._finalizer = Finalize(self, _finish, (self._writer, self._training), exitpriority=10)
         if trainer is not None:
             self._set_trainer(trainer)
-
-    def attach(
-        self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
-    ) -> RemovableEventHandle:
-        self._is_writing()
-        self._add_handlers(engine)
-        return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def keep_reports(self, reports: list[Report], engine: Engine) -> None:
         """Write what a monitor reports, from before and after this call, each once; ``log_to`` calls it.
@@ -135,7 +126,8 @@ class HDF5Logger(BaseLogger):
                     "training, name the one that trains: HDF5Logger(path, trainer=trainer)"
                 )
             if self._writer is not None:
-                self._reports.add(reports, is_trainers=self._is_trainer(engine))
+                self._add_handlers(engine)
+                self._training.add_source(reports, is_trainers=self._is_trainer(engine))
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
@@ -143,7 +135,7 @@ class HDF5Logger(BaseLogger):
             return
         with self._one_thread:
             if self._writer is not None:
-                self._reports.take()
+                self._training.take_reports()
                 self._writer.flush()
 
     def close(self) -> None:
@@ -158,7 +150,7 @@ class HDF5Logger(BaseLogger):
                 for handle in chain.from_iterable(self._engines.values()):
                     handle.remove()
                 self._engines.clear()
-                _finish(writer, self._reports)
+                _finish(writer, self._training)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)
@@ -203,7 +195,7 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if numbers and self._writer is not None:
                 self._add_handlers(engine)
-                if self._trainer is None and self._writer.is_continued:
+                if self._trainer is None and self._writer.last:
                     text = "a run that resumes replaces no values, since no trainer is known: "
                     self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
                 self._writer.add(engine, step, tag, numbers, self._position(engine), make_origin)
@@ -216,9 +208,9 @@ class HDF5Logger(BaseLogger):
 
     def _position(self, engine: Engine) -> Position:
         if self._trainer is None:
-            return Position(self._runs.number, max(0, engine.state.iteration))
+            return self._training.run, max(0, engine.state.iteration)
         trainer = self._trainer()
-        return self._runs.position(0 if trainer is None else trainer.state.iteration)
+        return self._training.position(0 if trainer is None else trainer.state.iteration)
 
     def _add_handlers(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
@@ -235,23 +227,20 @@ class HDF5Logger(BaseLogger):
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None and self._is_trainer(engine):
-                self._reports.end_run()
-                self._runs.awaits_run = True
+                self._training.start_run()
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None:
-                self._writer.count_iteration()
-                if is_trainer := self._is_trainer(engine):
-                    self._runs.start_iteration(engine.state.iteration)
-                self._reports.describe(engine, is_trainers=is_trainer)
-                if self._reports.take() or self._writer.is_time():
+                self._writer.iterations += 1
+                self._training.start_iteration(engine, is_trainer=self._is_trainer(engine))
+                if self._training.take_reports() or self._writer.is_time():
                     self.flush()
 
 
-def _finish(writer: Writer, reports: ReportSources) -> None:
+def _finish(writer: Writer, training: Training) -> None:
     if writer.is_own:
-        reports.take(at_end=True)
+        training.take_reports(at_end=True)
     writer.close()
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.monitor.transfer import transfer
+from ignite_monitor.model.devices import wide_dtype
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -25,20 +25,26 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
         named: name -> number, 0-dim or 1-dim tensor, or a mapping, list or tuple of such.
         skip: called with the name and value of each leaf that is no number.
     """
-    leaves = dict(_leaves("", named))
-    tensors = {name: leaf.detach() for name, leaf in leaves.items() if _is_local_tensor(leaf)}
-    [numbers] = transfer([list(tensors.values())])
-    values: dict[str, float | None] = {
-        name: None if name in tensors else _number(leaf) for name, leaf in leaves.items()
-    }
-    values.update((name, value) for name, [value] in zip(tensors, numbers, strict=True))
-    for name, value in values.items():
-        if value is None:
-            skip(name, leaves[name])
-    return {name: value for name, value in values.items() if value is not None}
+    leaves: dict[str, Any] = {}
+    _add_leaves(leaves, "", named)
+    numbers: dict[str, float] = {}
+    tensors: dict[torch.device, list[str]] = {}
+    for name, leaf in leaves.items():
+        if _is_local_tensor(leaf):
+            tensors.setdefault(leaf.device, []).append(name)
+            numbers[name] = math.nan
+        elif (number := _number(leaf)) is not None:
+            numbers[name] = number
+        else:
+            skip(name, leaf)
+    for device, names in tensors.items():
+        wide = wide_dtype(device)
+        joined = torch.stack([leaves[name].detach().to(wide) for name in names])
+        numbers.update(zip(names, joined.tolist(), strict=True))
+    return numbers
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         items: Any = value.items()
     elif _is_local_tensor(value, dimensions=1):
@@ -48,10 +54,10 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     ):
         items = enumerate(value)
     else:
-        yield name, value
+        leaves[name] = value
         return
     for key, item in items:
-        yield from _leaves(f"{name}/{key}" if name else str(key), item)
+        _add_leaves(leaves, f"{name}/{key}" if name else str(key), item)
 
 
 def _is_local_tensor(value: Any, dimensions: int = 0) -> bool:

@@ -55,14 +55,13 @@ class Writer:
             self.begin_run(run)
         self.offset = contents.runs[-1].offset if contents.runs else 0  # of the last run in the file
         self.last = int(contents.rows["iteration"][-1]) if len(contents.rows) else 0  # iteration in the file
-        self.is_continued = len(contents.rows) > 0
         self._known: dict[tuple[weakref.ref[Any], str | None, str], int] = {}  # engine, tag, name -> number
         self._owners: dict[str, weakref.ref[Any]] = {}  # name -> the engine that writes it in this session
         self._is_shared = False  # whether several engines write under the same names
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
         self._flush_every = flush_every
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
-        self._iterations, self._written = 0, time.monotonic()
+        self.iterations, self._written = 0, time.monotonic()  # since the last write, of all engines
 
     @property
     def is_own(self) -> bool:
@@ -74,13 +73,9 @@ class Writer:
         self._add_line("run", self.runs, *run)
         self.runs += 1
 
-    def count_iteration(self) -> None:
-        """Count an iteration of an engine."""
-        self._iterations += 1
-
     def is_time(self) -> bool:
         """Return True if rows should be written: after enough iterations or seconds."""
-        return self._iterations >= self._distance or time.monotonic() - self._written > SECONDS
+        return self.iterations >= self._distance or time.monotonic() - self._written > SECONDS
 
     def add(
         self,
@@ -93,12 +88,12 @@ class Writer:
     ) -> None:
         """Take a row, unless writing has failed for so long that memory is used up; make origins of new names."""
         if self._has_room(len(numbers)):
-            owner, known, names = weakref.ref(engine), self._known, list[int]()
+            (run, iteration), owner, known, names = position, weakref.ref(engine), self._known, list[int]()
             for name in numbers:
                 if (number := known.get((owner, tag, name))) is None:
                     number = known[owner, tag, name] = self._number_of(owner, tag, name, make_origin)
                 names.append(number)
-            row = step, position.iteration, int(1000 * time.time()), position.run, 0
+            row = step, iteration, int(1000 * time.time()), run, 0
             self._pending.rows.append((row, names, list(numbers.values())))
             self._pending.count += len(names)
 
@@ -110,7 +105,7 @@ class Writer:
     def flush(self) -> None:
         """Write what is pending."""
         self._distance = min(max(1, 10 * self._distance), self._flush_every)
-        self._iterations, self._written = 0, time.monotonic()
+        self.iterations, self._written = 0, time.monotonic()
         if self._file is None or not self.is_own or not (self._pending.rows or self._pending.lines):
             return
         try:

@@ -255,7 +255,7 @@ WHERE = [
     "double_buffer.import_h5py",
     "double_buffer.os.posix_fallocate",
     "writer.Writer._patch",
-    "writer.chain.from_iterable",
+    "writer.np.cumsum",
     "writer.Writer._number_of",
     "writer.Writer._add_line",
 ]

@@ -315,7 +315,7 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
         logger.attach_opt_params_handler(trainer, Events.EPOCH_STARTED, optimizer=optimizer)
         for _ in range(2):
             trainer.run([(torch.ones(3, 2), torch.ones(3, 1))] * 2)
-        assert len(logger._reports._sources) == 1  # not one more per run
+        assert len(logger._training._sources) == 1  # not one more per run
     recording = read_hdf5(tmp_path / "run.h5")
     assert recording.reports == []
     assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [

@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import pytest
 import torch
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 
 from ignite_monitor import HDF5Logger, read_hdf5
 from ignite_monitor.hdf5.layout import DATASETS

@@ -141,7 +141,7 @@ REFUSED = {
     "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
     "1e8 elements, compressed": replaced("lines", (10**8,), compression=1, **CHUNKS),
     "1e12 rows": replaced("rows", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
-    "another type": replaced("values", dtype="<f4", maxshape=(None,), chunks=(8192,)),
+    "another type": replaced("values", (8,), dtype="<f8", maxshape=(None,), chunks=(8192,)),
     "other fields": replaced("rows", (8,), dtype=[("step", "<i8")]),
     "another filter": replaced("values", compression="lzf", **CHUNKS),
     "fewer values": lambda file, folder: file["values"].resize((len(file["values"]) - 3,)),
