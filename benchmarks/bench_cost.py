@@ -51,13 +51,10 @@ class Cost(NamedTuple):
     def text(self, unit: float, digits: int = 2) -> str:
         return f"{self.seconds / unit:.{digits}f} ± {self.error / unit:.{digits}f}"
 
-    def over(self, other: Cost, form: str = ".2f", unit: str = " x") -> str:
+    def over(self, other: Cost, form: str = "{:.2f} x") -> str:
         """The ratio, if its relative error is at most a quarter."""
         errors = [cost.error / cost.seconds if cost.seconds > 0 else math.inf for cost in (self, other)]
-        return "noise" if math.hypot(*errors) > 0.25 else f"{self.seconds / other.seconds:{form}}{unit}"
-
-    def share(self, step: Cost, digits: int = 1) -> str:
-        return self.over(step, f".{digits}%", "")
+        return "noise" if math.hypot(*errors) > 0.25 else form.format(self.seconds / other.seconds)
 
 
 class Setting(NamedTuple):
@@ -234,7 +231,7 @@ def main() -> None:
         rounds, args.only = 1, ["StepStats", "Healthy"]
     monitors = [name for name in MONITORS if name.startswith(tuple(args.only))]
     compared = [CLIP, CLOSURES, PASSES, CLONE]
-    print(f"{provenance()}, on {machine(device)}")
+    print(f"{provenance(0)}, on {machine(device)}")
     for label, setting in settings.items():
         step, added = measure(setting, device, [*compared, *monitors], rounds)
         size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
@@ -242,12 +239,12 @@ def main() -> None:
               f"{setting.sequences * setting.length} tokens, {step.text(1e-3)} ms per step\n")  # fmt: skip
         print_head("", "ms", "of a step", "one in 100", "not monitored", "compared")
         for name in compared:
-            print_row(name, added[name].text(1e-3), added[name].share(step), "", "", "")
+            print_row(name, added[name].text(1e-3), added[name].over(step, "{:.1%}"), "", "", "")
         for name in monitors:
             idle = unmonitored(setting, device, name, rounds)
             cost, comparison = added[name], MONITORS[name][1]
             rare = Cost(*((one + 99 * other) / 100 for one, other in zip(cost, idle, strict=True)))
-            shares = cost.share(step), rare.share(step, 2)
+            shares = cost.over(step, "{:.1%}"), rare.over(step, "{:.2%}")
             ratio = f"{cost.over(added[comparison])} {comparison}"
             print_row(f"`{name}`", cost.text(1e-3), *shares, f"{idle.text(1e-6, 0)} us", ratio)
 

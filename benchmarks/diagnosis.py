@@ -299,8 +299,8 @@ def main() -> None:
     logging.getLogger("ignite_monitor").setLevel(logging.CRITICAL)
     directory = chosen.keep or Path(tempfile.mkdtemp())
     directory.mkdir(parents=True, exist_ok=True)
-    print(f"{provenance()}\n")
     tables, seed = [], chosen.seed
+    print(f"{provenance(seed)}\n")
     for title, faults in (("Faults", FAULTS), ("Healthy runs", HEALTHY), ("Ten more faults", NEW)):
         runs = [(fault, kind) for fault in faults for kind in fault.trainings.split()]
         runs = [(fault, kind) for fault, kind in runs if re.search(chosen.select, f"{fault.name}, {kind}")]

@@ -167,7 +167,8 @@ def main() -> None:
         plan, widths, seeds, steps = [("ViT", "mup")], (64, 128), 1, 2
     narrow, *wide = widths
     moved, losses = [f"moved at {width}" for width in wide], [f"loss at {width}" for width in widths]
-    print_header("model", "", f"best rate at {narrow}", *moved, *losses, f"at {wide[-1]} with the rate of {narrow}")
+    last = f"at {wide[-1]} with the rate of {narrow}"
+    print_header(range(seeds), "model", "", f"best rate at {narrow}", *moved, *losses, last)
     results = {}
     for task, preset in plan:
         runs = {width: [search(task, preset, width, seed, steps) for seed in range(seeds)] for width in widths}

@@ -198,7 +198,7 @@ def with_handlers(kinds: Sequence[str]) -> dict[str, Outcome]:
 def print_constants(names: Sequence[str], kinds: Sequence[str]) -> None:
     """Print lost steps and rise of the loss with half and twice the value of each constant, where lost steps differ."""
     usual = with_handlers(kinds)
-    print_header("constant", "value", "half", "twice")
+    print_header([7], "constant", "value", "half", "twice")
     print_row("", "", *2 * ["; ".join(f"{kind} {it.lost:.0f}" for kind, it in usual.items())])
     for name in names:
         value, cells = getattr(limits, name), []
@@ -224,16 +224,17 @@ def main() -> None:
         print_constants(["FAR_PATIENCE"] if args.quick else names, SENSITIVE[:1] if args.quick else SENSITIVE)
         return
     if args.regimes:
-        print_header("regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
+        print_header([7], "regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
         length = CHANGE + 40 if args.quick else REGIME
         for name in ["targets shifted"] if args.quick else REGIMES:
             made = {mode: follow(make_regime(name, 7), mode, length, decays=True) for mode in MODES}
             ratio = made["handlers"].loss / made["nothing"].loss
             print_row(name, *(f"{m.loss:.4f}" for m in made.values()), f"{ratio:.3f}", *counts([made["handlers"]]))
         return
-    print_header("fault", "model", *MODES.values(), "steps lost", "rollbacks")
+    models = {"mlp": (7,)} if args.quick else SEEDS
+    print_header(sorted({*sum(models.values(), ())}), "fault", "model", *MODES.values(), "steps lost", "rollbacks")
     rows = []
-    for name, seeds in [("mlp", (7,))] if args.quick else SEEDS.items():
+    for name, seeds in models.items():
         clean = [train(name, seed, "", "nothing").loss for seed in seeds]
         for fault in FAULTS[:1] if args.quick else FAULTS + LASTING:
             results = {mode: [train(name, seed, fault, mode) for seed in seeds] for mode in MODES}

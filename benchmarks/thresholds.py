@@ -147,7 +147,8 @@ def main() -> None:
     args = parser.parse_args()
     seeds = args.seeds[:1] if args.quick else args.seeds
     recordings = [recording for seed in seeds for recording in record_all(seed, args.quick)]
-    print_header("rule", "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30")
+    measures = "false alarms per 1,000", "worst", "recall", "damage-weighted recall", "one tensor x 10 or 30"
+    print_header(seeds, "rule", *measures)
     flags_of = functools.cache(lambda rule: [rule(recording) for recording in recordings])
     for name, rules in RULES.items():
         by_recording = zip(*map(flags_of, rules), strict=True)

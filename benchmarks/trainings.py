@@ -45,17 +45,18 @@ def commit() -> str:
     return os.environ.get(COMMIT) or made or "unknown"
 
 
-def provenance() -> str:
-    """Versions, number of threads, commit and command of a measurement."""
+def provenance(*seeds: int) -> str:
+    """Versions, number of threads, commit, command and seeds of a measurement."""
     python = ".".join(map(str, sys.version_info[:2]))
     torch_version, ignite_version = torch.__version__.partition("+")[0], version("pytorch-ignite")
     versions = f"Python {python}, torch {torch_version}, Ignite {ignite_version}, {torch.get_num_threads()} threads"
-    return f"Measured with {versions}, commit {commit()}: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+    command, numbers = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), " ".join(map(str, seeds))
+    return f"Measured with {versions}, commit {commit()}: {command}, seed{'s' * (len(seeds) > 1)} {numbers}"
 
 
-def print_header(*columns: str) -> None:
+def print_header(seeds: Sequence[int], *columns: str) -> None:
     """Print where a table comes from, and its head."""
-    print(f"{provenance()}\n")
+    print(f"{provenance(*seeds)}\n")
     print_head(*columns)
 
 

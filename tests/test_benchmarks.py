@@ -55,6 +55,7 @@ def test_script_prints_a_table_and_its_provenance(run, command, count, number, m
     monkeypatch.chdir(tmp_path)
     output = run(*command.split())
     assert MEASURED.findall(output) == [command]
+    assert re.search(rf"{command}, seeds? \d+( \d+)*(, on .*)?$", output, re.MULTILINE)
     table = rows(output)
     assert len(table) == count
     for line in table:
@@ -68,8 +69,8 @@ def test_costs_within_their_noise_are_no_ratios(monkeypatch):
     cost = runpy.run_path(str(BENCHMARKS / "bench_cost.py"))["Cost"]
     quiet, noisy = cost.of([0.99, 1.0, 1.01]), cost.of([0.5, 1.0, 1.5])
     assert (quiet.text(1.0), noisy.text(1.0)) == ("1.00 ± 0.01", "1.00 ± 0.54")
-    assert (quiet.over(quiet), quiet.share(cost(4.0, 0.1))) == ("1.00 x", "25.0%")
-    assert (noisy.over(quiet), quiet.over(noisy), noisy.share(quiet), quiet.share(noisy)) == ("noise",) * 4
+    assert (quiet.over(quiet), quiet.over(cost(4.0, 0.1), "{:.1%}")) == ("1.00 x", "25.0%")
+    assert (noisy.over(quiet), quiet.over(noisy)) == ("noise", "noise")
     assert cost(1.0, 0.2).over(cost(1.0, 0.1)) == "1.00 x"
     assert cost(1.0, 0.2).over(cost(1.0, 0.2)) == "noise"  # an error of 0.28
     assert cost(-1.0, 0.1).over(quiet) == "noise"
@@ -78,6 +79,7 @@ def test_costs_within_their_noise_are_no_ratios(monkeypatch):
 def test_diagnosis_plants_faults_and_counts_the_causes_that_are_found(run):
     output = run("diagnosis.py", "--quick")
     assert MEASURED.findall(output) == ["diagnosis.py --quick"]
+    assert "diagnosis.py --quick, seed 10\n" in output
     assert len(re.findall(r"^- .*, seed [0-9]+: 1 of 1 right\.$", output, re.MULTILINE)) == 3
     assert "| a layer in no optimizer | mlp | problem `not_in_optimizer`: SetupCheck" in output
 
