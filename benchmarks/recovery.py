@@ -45,7 +45,7 @@ SENSITIVE = (  # faults and regime changes whose lost steps depend on constants
     *("forty bad batches", "weight = 1000", "labels shuffled for 100", "rate grows by 6 % for 100 steps"),
     *("alternating data", "labels shifted", "batches of 8", "mixup"),
 )
-SCALED: dict[str, tuple[Any, Any]] = {"DECAY": (0.9, 0.975), "TESTS": ((0, 1), (0, 0, 0, 0, 1, 1, 2, 2))}
+SCALED: dict[str, tuple[Any, Any]] = {"TESTS": ((0, 1), (0, 0, 0, 0, 1, 1, 2, 2))}
 MODES = {"nothing": "without", "clipping": "clipping + isfinite", "handlers": "with handlers"}
 
 

@@ -51,8 +51,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         keep: number of older snapshots; the three newest ones are kept as well.
         patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
             row if losses or gradients are not finite.
-        max_rollbacks: number of rollbacks within 1,000 iterations; after it iterations are discarded, until 100 in a
-            row are healthy.
+        max_rollbacks: number of rollbacks within 1,000 iterations; then iterations are discarded, with a problem reported,
+            and non-finite state ends the run.
         where: ``"device"``, or ``"host"`` for pinned host memory.
         loss: function of the engine that returns the loss, or None; by default ``engine.state.output``, or its item
             ``"loss"``, if that is one floating-point number.
@@ -117,12 +117,9 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         self._request = str(reason) or "requested"
 
     def accept(self) -> None:
-        """Announce a regime change: reset all thresholds, those of the snapshots included."""
-        self._policy.reset()
-        self._snapshots.resumable = None
+        """Announce a regime change: reset all thresholds, and drop the snapshots from before."""
+        self.forget()
         self._reset_thresholds()
-        for snapshot in self._snapshots.all:
-            snapshot["thresholds"] = self._thresholds()
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
@@ -175,7 +172,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def _snapshot(self, iteration: int) -> Snapshot:
         state = clone(self._training.state(), self._on_host)
-        return {"iteration": iteration, "state": state, "thresholds": self._thresholds()}
+        thresholds = {name: owner.state_dict() for name, owner in self._thresholds().items()}
+        return {"iteration": iteration, "state": state, "thresholds": thresholds}
 
     def run_totals(self) -> dict[str, float | Tensor]:
         return {"rolled back": self._count, "discarded": self._discarded_count}
@@ -200,7 +198,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
         signals = triggers.collect(loss, self._monitors(), self.ranks, self._device, iteration, self._request)
         self._request = ""
-        if not triggers.unhealthy and iteration >= limits.WARMUP:
+        if not triggers.unhealthy and iteration >= limits.MEMORY:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
         if signals.is_nonfinite:
@@ -230,7 +228,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         """Return the reason if tensors of any rank's state are not finite that were finite in a snapshot."""
         earlier, now = map(finite, (self._snapshots.before(iteration)["state"], self._training.state()))
         ruined = [path for path, is_finite in now.items() if not is_finite and earlier.get(path)]
-        on_any = self.ranks.max(torch.tensor([float(bool(ruined))], device=self._device))
+        on_any = self.ranks.any(torch.tensor(bool(ruined), device=self._device))
         return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""
 
     def _choose(self, action: Action, iteration: int, signals: Signals, starts: bool) -> Snapshot:
@@ -297,18 +295,17 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         attached = self._source.monitors if self._source is not None else []
         return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
 
-    def _reset_thresholds(self) -> None:
-        self._loss_threshold.reset()
-        for monitor in self._monitors():
-            monitor.reset_threshold()
+    def _thresholds(self) -> dict[str, CountingMonitor | LossThreshold]:
+        """What has a threshold: the loss, and monitors by their prefix."""
+        return {self.prefix: self._loss_threshold} | {monitor.prefix: monitor for monitor in self._monitors()}
 
-    def _thresholds(self) -> dict[str, Any]:
-        return {"monitors": {m.prefix: m.state_dict() for m in self._monitors()}, "loss": self._loss_threshold.state}
+    def _reset_thresholds(self) -> None:
+        for owner in self._thresholds().values():
+            owner.reset_threshold()
 
     def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
         """Restore thresholds from before the instability, but not the monitors' counts."""
-        self._loss_threshold.load_state_dict(thresholds["loss"])
-        for monitor in self._monitors():
-            if monitor.prefix in thresholds["monitors"]:
-                counts = {k: v for k, v in monitor.state_dict().items() if k == "counts" or k.endswith("_count")}
-                monitor.load_state_dict(OrderedDict(clone(thresholds["monitors"][monitor.prefix]), **counts))
+        for name, owner in self._thresholds().items():
+            if name in thresholds:
+                counts = {k: v for k, v in owner.state_dict().items() if k == "counts" or k.endswith("_count")}
+                owner.load_state_dict(OrderedDict(clone(thresholds[name]), **counts))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 # Triggers
-WARMUP, DECAY = 20, 0.95  # of the statistics of the loss; a restored snapshot is confirmed after the same time
+MEMORY = 20  # losses that the statistics of the loss remember; a restored snapshot is confirmed after as many
 NOISE = 0.1  # relative difference of two means of few losses that is no difference
 JUMP = 0.5  # relative rise of the loss that is a sign of instability
-FIRST = 5  # losses whose mean is the loss at the start
 FAR = 10.0  # times the threshold
-FAR_PATIENCE, FAR_WINDOW = 3, 10  # iterations far above the threshold, of the last ones, that trigger a rollback
+FAR_PATIENCE = 3  # iterations far above the threshold, of the last PROBATION ones, that trigger a rollback
 MARGIN = 2  # times the delay of a slow detection: iterations before its first sign that are not trusted
 
 # Snapshots
@@ -18,9 +17,7 @@ SPACING = 5  # distance of older ones, in units of ``every``
 # Policy
 TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the data are held to have changed
 NOISY = 5  # failed tests, and at least one in as many, that show noisier data
-RETRIES = 3  # trainings from a snapshot that fail before an older one is restored
-PROBATION = 8  # consecutive healthy iterations that end a recovery; shortest distance of probes
-LONG_PROBATION = 100  # the same after ``max_rollbacks`` rollbacks
+PROBATION = 8  # consecutive healthy iterations after which an instability is over; shortest distance of probes
 WINDOW = 1000  # iterations within which rollbacks are counted, and an accepted loss is remembered
 TRIAL = 10  # iterations of training on changed data
 LEARNT = 50  # iterations since the first sign after which changed data are final if the loss on them is usual

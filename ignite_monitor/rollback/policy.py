@@ -50,24 +50,21 @@ class RecoveryPolicy:
         self.nonfinite = 0  # consecutive non-finite iterations
         self.recent: list[float] = []  # levels before the rollback, later those on changed data
         self.phase = WATCHING
-        self._start_recovery(limits.PROBATION)
+        self._start_recovery()
 
-    def _start_recovery(self, probation: int) -> None:
-        self.probation = probation
+    def _start_recovery(self) -> None:
         self.is_test = True  # True in the first iteration after a restore
         self.failed: list[float] = []  # levels of the failed tests in a row
-        self.tests = self.all_failed = self.retries = self.trials = self.passed_probes = self.usual = 0
-        self.since = self.probe_at = 0  # iterations in which training on changed data began, and of the next probe
+        self.tests = self.all_failed = self.retries = self.trials = self.usual = 0
+        self.since = 0  # iteration in which training on changed data began
+        self.probe_at = 0.0  # iteration of the next probe
         self.may_continue = False  # True if the state before the rollback may be better than the snapshot
 
     @property
     def candidate(self) -> int:
         """Number of the snapshot to restore: 0 for the newest healthy one, 1 for the one before, 2 for the oldest."""
-        if self.trials:
-            return 0
-        if self.failed:
-            return limits.TESTS[min(len(self.failed), len(limits.TESTS) - 1)]
-        return self.retries // limits.RETRIES if self.retries < 3 * limits.RETRIES else 0
+        count = len(limits.TESTS)
+        return 0 if self.trials else limits.TESTS[(len(self.failed) or self.retries // count) % count]
 
     @property
     def keeps_current(self) -> bool:
@@ -76,11 +73,11 @@ class RecoveryPolicy:
 
     def next(self, signals: Signals, iteration: int) -> Action:
         """Choose the action for an iteration."""
-        streak, self.healthy = self.healthy, self.healthy + 1 if signals.is_healthy else 0
+        self.healthy = self.healthy + 1 if signals.is_healthy else 0
         self.nonfinite = self.nonfinite + 1 if signals.is_nonfinite else 0
         self.rollbacks = [at for at in self.rollbacks if 0 <= iteration - at < limits.WINDOW]
         if self.phase == RECOVERING:
-            return self._recover(signals, iteration, streak)
+            return self._recover(signals, iteration)
         if self.phase == PROBING:
             return self._probe(signals, iteration)
         is_ruined = bool(signals.ruin) or self.nonfinite >= self._patience
@@ -97,37 +94,33 @@ class RecoveryPolicy:
         if is_exhausted and (self.nonfinite or not signals.reasons):
             return Action.END if is_ruined else Action.NONE
         self.phase = RECOVERING
-        self._start_recovery(limits.LONG_PROBATION if is_exhausted else limits.PROBATION)
+        self._start_recovery()
         if is_exhausted:
             return Action.DISCARD
         self.may_continue = not (self.nonfinite or signals.is_requested)
         self.rollbacks.append(iteration)
         return Action.ROLL_BACK
 
-    def _recover(self, signals: Signals, iteration: int, streak: int) -> Action:
+    def _recover(self, signals: Signals, iteration: int) -> Action:
         was_test, self.is_test = self.is_test, not signals.is_healthy
+        if self.nonfinite:
+            is_final = self.nonfinite >= self._patience and iteration - self.first_sign >= limits.LASTING
+            return Action.END if is_final else Action.DISCARD
         self.tests += was_test
         if signals.is_healthy:
             self.failed = [] if was_test else self.failed
-            if self.healthy >= self.probation:
+            if self.healthy >= limits.PROBATION:
                 self.phase, self.recent = WATCHING, []
             return Action.NONE
-        if self.nonfinite >= self._patience and iteration - self.first_sign >= limits.LASTING:
-            return Action.END
-        if streak >= limits.PROBATION and not (self.nonfinite or signals.reasons):
-            self.is_test = False  # in a long probation one such iteration is no sign
-            return Action.NONE
-        if self.nonfinite:
-            return Action.DISCARD
         if not was_test:
             self.retries += 1
             return Action.DISCARD
         self.all_failed += 1
         self.failed.append(signals.level)
         is_noise = self.all_failed >= limits.NOISY and limits.NOISY * self.all_failed >= self.tests
-        if len(self.failed) < (limits.LASTING if self.trials else len(limits.TESTS)) and not is_noise:
+        if len(self.failed) < len(limits.TESTS) and not is_noise:
             return Action.DISCARD
-        self.phase, self.trials, self.since, self.probe_at = ADAPTING, self.trials + 1, iteration, iteration
+        self.phase, self.trials, self.since = ADAPTING, self.trials + 1, iteration
         return Action.ADAPT
 
     def _adapt(self, signals: Signals, iteration: int, is_unstable: bool, is_ruined: bool) -> Action:
@@ -146,7 +139,7 @@ class RecoveryPolicy:
         if lasts >= limits.LASTING or (lasts >= limits.LEARNT and self.usual >= limits.PROBATION):
             self.phase, self.recent = WATCHING, []
         elif iteration >= self.probe_at and not self.usual:
-            self.phase, self.passed_probes = PROBING, 0
+            self.phase, self.healthy = PROBING, 0
             return Action.PROBE
         return Action.NONE
 
@@ -154,9 +147,9 @@ class RecoveryPolicy:
         if not signals.is_healthy:
             self.phase, self.probe_at = ADAPTING, iteration + max(limits.PROBATION, (iteration - self.since) // 3)
             return Action.RESUME
-        self.passed_probes += 1
-        if self.passed_probes > 1:
+        if self.healthy > 1:
             self.phase, self.is_test, self.failed, self.healthy = RECOVERING, True, [], 0
+            self.probe_at = math.inf  # of noisy data two tests in a row may be passed by chance
         return Action.DISCARD
 
 

@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Snapshots:
         unconfirmed. All get the thresholds of the newest one from before the first sign: older ones may have none yet.
         """
         newest, delay = self.before(first_sign), iteration - first_sign
-        is_confirmed = first_sign - self.restored_at >= max(limits.WARMUP, 10 * delay)
+        is_confirmed = first_sign - self.restored_at >= max(limits.MEMORY, 10 * delay)
         self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
         self.drop_newer(self.before(first_sign - margin)["iteration"])
         for snapshot in self.all:
@@ -87,7 +87,7 @@ class TrainingState:
                 raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
         self.objects = {name: _unwrapped(obj) for name, obj in kept.items()}
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
-        inner = [obj.optimizer if isinstance(obj, Sharded) else obj for obj in self.objects.values()]
+        inner = map(_own_part, self.objects.values())
         self.optimizers = [obj for obj in inner if hasattr(obj, "register_step_post_hook")]
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
@@ -127,21 +127,30 @@ def public(obj: object) -> dict[str, Any]:
     return {name: value for name, value in vars(obj).items() if not name.startswith("_")}
 
 
-def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
-    """Copy containers with their tensors, to host memory if asked; the tensors of ``into`` that fit are used."""
-    kind = type(value)
+def clone(value: Any, on_host: bool = False, into: Any = None, copies: dict[int, Tensor] | None = None) -> Any:
+    """Copy containers with their tensors, to host memory if asked; the tensors of ``into`` that fit are used.
+
+    Every tensor is copied once; ``copies`` has the copies by the tensors' ids.
+    """
+    kind, copies = type(value), {} if copies is None else copies
     if kind in (dict, OrderedDict):
         known = into if isinstance(into, dict) else {}
-        return kind([(key, clone(item, on_host, known.get(key))) for key, item in value.items()])
+        return kind([(key, clone(item, on_host, known.get(key), copies)) for key, item in value.items()])
     if kind in (list, tuple):
         others = into[: len(value)] if isinstance(into, (list, tuple)) else ()
-        return kind([clone(item, on_host, other) for item, other in zip_longest(value, others)])
+        return kind([clone(item, on_host, other, copies) for item, other in zip_longest(value, others)])
     if not isinstance(value, Tensor):
         return value if kind in _IMMUTABLE else copy.deepcopy(value)
+    if id(value) not in copies:
+        copies[id(value)] = _cloned(value, on_host, into)
+    return copies[id(value)]
+
+
+def _cloned(value: Tensor, on_host: bool, into: Any) -> Tensor:
     fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
     if fits and into.layout == value.layout == torch.strided and 0 not in into.stride():  # 0: expanded
         local(into).detach().copy_(local(value))
-        return into
+        return cast(Tensor, into)
     if not on_host or value.is_cpu:
         return (value.detach() if value.requires_grad else value).clone()
     pinned = value.is_cuda and type(value) in (Tensor, nn.Parameter)
@@ -159,29 +168,28 @@ def finite(state: Any) -> dict[str, bool]:
 
 
 def _state_of(obj: Any) -> Any:
-    """The state itself, nothing copied; of modules each tensor once, and the name of its entry for every name."""
-    if not isinstance(obj, nn.Module):
+    """The state itself, nothing copied; of modules every tensor under all its names, buffers of no state_dict too."""
+    if isinstance(obj, nn.Module):
+        tensors, extra = dict[str, Tensor](), dict[str, Any]()
+        for path, module in obj.named_modules():
+            own = chain(parameters_in(module).items(), buffers_in(module).items())
+            tensors |= {f"{path}.{name}".strip("."): tensor for name, tensor in own if tensor is not None}
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                extra[path] = module.get_extra_state()
+        return {"tensors": tensors, "extra": extra}
+    own = _own_part(obj)
+    if own is obj:
         return obj.state_dict()
-    tensors, names, extra = dict[str, Tensor](), dict[str, str](), dict[str, Any]()
-    first_names = dict[int, str]()
-    for path, module in obj.named_modules():
-        for name, tensor in chain(parameters_in(module).items(), buffers_in(module).items()):
-            if tensor is not None:
-                full = f"{path}.{name}" if path else name
-                names[full] = first_names.setdefault(id(tensor), full)
-                tensors[names[full]] = tensor
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            extra[path] = module.get_extra_state()
-    return {"tensors": tensors, "names": names, "extra": extra}
+    # Its state_dict() needs a collective. Every step copies the options of its groups into those of this rank's part.
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
+    return {"state": own.state_dict()["state"], "param_groups": groups}
 
 
 def _restore(obj: Any, state: Any) -> None:
+    current = _state_of(obj)
     if isinstance(obj, nn.Module):
-        now = _state_of(obj)
-        current = {name: now["tensors"][first] for name, first in now["names"].items()}
-        restored = clone(state["tensors"], into=current)
-        for name, first in state["names"].items():
-            known, tensor = current.get(name), restored[first]
+        for name, tensor in clone(state["tensors"], into=current["tensors"]).items():
+            known = current["tensors"].get(name)
             if isinstance(known, nn.Parameter) and tensor is not known:  # of another shape or dtype
                 known.data = tensor
             elif tensor is not known:
@@ -189,43 +197,25 @@ def _restore(obj: Any, state: Any) -> None:
                 setattr(obj.get_submodule(path), leaf, tensor)
         for name, extra in clone(state["extra"]).items():
             obj.get_submodule(name).set_extra_state(extra)
-        return
-    current, in_place = obj.state_dict(), isinstance(obj, Optimizer)
-    if in_place and type(obj).state_dict is Optimizer.state_dict and current["state"].keys() >= state["state"].keys():
+    elif isinstance(obj, Optimizer) and type(own := _own_part(obj)).state_dict is Optimizer.state_dict:
         # In place, since load_state_dict() may change dtypes.
-        parameters = dict(enumerate(p for group in obj.param_groups for p in group["params"]))
+        parameters = dict(enumerate(p for group in own.param_groups for p in group["params"]))
         restored = clone(state, into=current)
-        obj.state.clear()
-        obj.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
+        own.state.clear()
+        own.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
         for group, saved in zip(obj.param_groups, restored["param_groups"], strict=False):
             group.update({key: value for key, value in saved.items() if key != "params"})
     elif state:  # a disabled GradScaler has nothing to load
         obj.load_state_dict(clone(state))
 
 
-class Sharded:
-    """A ZeroRedundancyOptimizer, whose ``state_dict`` needs a collective: this rank's part, and the groups' options."""
-
-    def __init__(self, sharded: Any) -> None:
-        self.optimizer: Optimizer = sharded.optim
-        self._groups = sharded.param_groups  # which every step copies into those of this rank's part
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state itself, nothing copied."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        return {"optimizer": self.optimizer.state_dict(), "groups": groups}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state in place."""
-        _restore(self.optimizer, state["optimizer"])
-        for group, saved in zip(self._groups, state["groups"], strict=True):
-            group.update(saved)
+def _own_part(obj: Any) -> Any:
+    """Return the optimizer of this rank's part inside of a ZeroRedundancyOptimizer; other objects as they are."""
+    return obj.optim if hasattr(obj, "consolidate_state_dict") else obj
 
 
 def _unwrapped(obj: Any) -> Any:
     """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
-    if isinstance(obj, Optimizer) and hasattr(obj, "consolidate_state_dict"):
-        return Sharded(obj)
     inner = getattr(obj, "optimizer", None)
     is_wrapper = isinstance(obj, Optimizer) and isinstance(inner, Optimizer)
     return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(obj) else obj

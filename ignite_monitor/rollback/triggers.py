@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ class LossThreshold(ThresholdRule):
     """
 
     def __init__(self) -> None:
-        super().__init__(warmup=limits.WARMUP, decay=limits.DECAY)
+        super().__init__(warmup=limits.MEMORY, decay=1.0 - 1.0 / limits.MEMORY)
+
+    reset_threshold = ThresholdRule.reset
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> float:
         *_, mu, _, first, lowest, smallest = self._rows.tolist()
@@ -90,7 +91,6 @@ class Triggers:
     def start_run(self) -> None:
         """Forget everything but the monitors' counts."""
         self.reset()
-        self.first: list[float] = []  # first losses of the run
         self.signs = [False, False]  # whether losses have been negative, positive
         self.measures_progress = False  # whether the loss has fallen since the start
 
@@ -182,10 +182,8 @@ class Triggers:
             self._rule.observe(entry)
         if not is_unhealthy:
             self.signs = [self.signs[0] or loss < 0.0, self.signs[1] or loss > 0.0]
-        self.first = [*self.first, loss][: limits.FIRST]
-        first, state = fmean(self.first), self._rule.state
-        has_fallen = state["lowest"].item() < first - limits.NOISE * abs(first)
-        self.measures_progress |= state["count"].item() >= limits.WARMUP and has_fallen
+        first, lowest = (self._rule.state[name].item() for name in ("first", "lowest"))
+        self.measures_progress |= lowest < first - limits.NOISE * abs(first)
         if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
             text = f"the loss exceeded its threshold in {self._patience} iterations"
             signals.add(text, age, limits.MARGIN * (age - 1))
@@ -197,12 +195,12 @@ class Triggers:
         self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
         far = self.far[name] = self.far.get(name, 0) | is_far
         signals.is_above |= is_unhealthy and is_confirmed
-        if is_far and is_confirmed and _lasts(far, limits.FAR_PATIENCE, limits.FAR_WINDOW):
+        if is_far and is_confirmed and _lasts(far, limits.FAR_PATIENCE, limits.PROBATION):
             text = f"{name} exceeded {limits.FAR:g} times its threshold in {limits.FAR_PATIENCE} iterations"
             signals.add(text, far.bit_length(), max(map(len, f"{far:b}".split("1"))))  # longest gap between signs
 
 
-def _lasts(bits: int, patience: int, window: int) -> int:
-    """Iterations since the first sign if the newest and ``patience`` of the last ``window`` are set, else 0."""
+def _lasts(bits: int, count: int, window: int) -> int:
+    """Iterations since the first sign if the newest and ``count`` of the last ``window`` are set, else 0."""
     recent = bits % 2**window
-    return recent.bit_length() if bits & 1 and recent.bit_count() >= patience else 0
+    return recent.bit_length() if bits & 1 and recent.bit_count() >= count else 0
