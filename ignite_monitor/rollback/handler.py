@@ -51,8 +51,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         keep: number of older snapshots; the three newest ones are kept as well.
         patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
             row if losses or gradients are not finite.
-        max_rollbacks: number of rollbacks within 1,000 iterations; then iterations are discarded, with a problem reported,
-            and non-finite state ends the run.
+        max_rollbacks: number of rollbacks within 1,000 iterations; after it a problem is reported, iterations are still
+            discarded, and non-finite state ends the run.
         where: ``"device"``, or ``"host"`` for pinned host memory.
         loss: function of the engine that returns the loss, or None; by default ``engine.state.output``, or its item
             ``"loss"``, if that is one floating-point number.

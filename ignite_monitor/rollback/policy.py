@@ -55,16 +55,15 @@ class RecoveryPolicy:
     def _start_recovery(self) -> None:
         self.is_test = True  # True in the first iteration after a restore
         self.failed: list[float] = []  # levels of the failed tests in a row
-        self.tests = self.all_failed = self.retries = self.trials = self.usual = 0
-        self.since = 0  # iteration in which training on changed data began
-        self.probe_at = 0.0  # iteration of the next probe
+        self.tests = self.all_failed = self.retries = self.usual = 0
+        self.since = self.probe_at = 0  # iterations in which training on changed data began, and of the next probe
         self.may_continue = False  # True if the state before the rollback may be better than the snapshot
 
     @property
     def candidate(self) -> int:
         """Number of the snapshot to restore: 0 for the newest healthy one, 1 for the one before, 2 for the oldest."""
         count = len(limits.TESTS)
-        return 0 if self.trials else limits.TESTS[(len(self.failed) or self.retries // count) % count]
+        return 0 if self.since else limits.TESTS[(len(self.failed) or self.retries // count) % count]
 
     @property
     def keeps_current(self) -> bool:
@@ -82,10 +81,8 @@ class RecoveryPolicy:
             return self._probe(signals, iteration)
         is_ruined = bool(signals.ruin) or self.nonfinite >= self._patience
         is_unstable = is_ruined or bool(signals.reasons) or 2 * self.nonfinite >= self._patience
-        watch_or_adapt = self._watch if self.phase == WATCHING else self._adapt
-        return watch_or_adapt(signals, iteration, is_unstable, is_ruined)
-
-    def _watch(self, signals: Signals, iteration: int, is_unstable: bool, is_ruined: bool) -> Action:
+        if self.phase == ADAPTING:
+            return self._adapt(signals, iteration, is_unstable)
         self.recent = [*self.recent[1 - len(limits.TESTS) :], signals.level]
         if not is_unstable:
             return Action.NONE
@@ -120,20 +117,17 @@ class RecoveryPolicy:
         is_noise = self.all_failed >= limits.NOISY and limits.NOISY * self.all_failed >= self.tests
         if len(self.failed) < len(limits.TESTS) and not is_noise:
             return Action.DISCARD
-        self.phase, self.trials, self.since = ADAPTING, self.trials + 1, iteration
+        self.phase, self.since = ADAPTING, iteration
         return Action.ADAPT
 
-    def _adapt(self, signals: Signals, iteration: int, is_unstable: bool, is_ruined: bool) -> Action:
+    def _adapt(self, signals: Signals, iteration: int, is_unstable: bool) -> Action:
         age, lasts = iteration - self.since, iteration - self.first_sign
         if math.isfinite(signals.level):
             self.recent = [*self.recent[1 - limits.PROBATION :], signals.level]
         self.usual = self.usual + 1 if signals.is_usual else 0  # in a row
-        is_worse = age == limits.TRIAL and _exceeds(self.recent, self.failed, limits.JUMP)
-        if self.trials == 1 and (is_unstable or is_worse):
+        if is_unstable:
             self.phase, self.is_test, self.failed = RECOVERING, True, []
             return Action.DISCARD
-        if is_ruined:
-            return Action.END
         if age <= limits.TRIAL:
             return Action.ACCEPT if age == limits.TRIAL else Action.NONE
         if lasts >= limits.LASTING or (lasts >= limits.LEARNT and self.usual >= limits.PROBATION):
@@ -147,9 +141,8 @@ class RecoveryPolicy:
         if not signals.is_healthy:
             self.phase, self.probe_at = ADAPTING, iteration + max(limits.PROBATION, (iteration - self.since) // 3)
             return Action.RESUME
-        if self.healthy > 1:
+        if self.healthy >= len(limits.TESTS):
             self.phase, self.is_test, self.failed, self.healthy = RECOVERING, True, [], 0
-            self.probe_at = math.inf  # of noisy data two tests in a row may be passed by chance
         return Action.DISCARD
 
 
