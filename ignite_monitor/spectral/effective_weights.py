@@ -1,8 +1,4 @@
-"""The effective weights of a model: as matrices, stacks of matrices or embeddings.
-
-Embeddings are the parameters of ``nn.Embedding`` and ``nn.EmbeddingBag``, and parameters of shape (1, L, d). Other
-parameters of three and more dimensions that belong to no convolution hold one matrix after the other (experts).
-"""
+"""The effective weights of a model, and their layouts: how their values become matrices of shape (out, in)."""
 
 from __future__ import annotations
 
@@ -26,9 +22,27 @@ from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_modules
 from ignite_monitor.model.sampling import is_measurable
 
-MATRIX, STACK, EMBEDDING = "matrix", "stack", "embedding"
-
 _COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)
+
+
+def _matrix(value: Tensor) -> Tensor:
+    """A weight of shape (out, in, k…)."""
+    return value.flatten(1)[None]
+
+
+def embedding(value: Tensor) -> Tensor:
+    """Parameters of ``nn.Embedding`` and ``nn.EmbeddingBag``, and those of shape (1, L, d)."""
+    return value.reshape(1, -1, value.shape[-1])
+
+
+def _stack(value: Tensor) -> Tensor:
+    """One matrix after the other (experts), of shape (n…, out, in) or (n…, in, out)."""
+    return value.flatten(0, -3)
+
+
+def _transposed(value: Tensor, groups: int) -> Tensor:
+    """A weight of shape (in, out / groups, k…)."""
+    return _matrix(value.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1))
 
 
 class EffectiveWeight(NamedTuple):
@@ -38,9 +52,7 @@ class EffectiveWeight(NamedTuple):
     parameters: tuple[Tensor, ...]
     shape: torch.Size
     value: Callable[[], Tensor]  # to be called under no_grad
-    kind: str = MATRIX  # or STACK along all dimensions but the last two, or EMBEDDING
-    by_input: bool = False  # True if matrices are of shape (in, out)
-    groups: int = 0  # their number if the shape is (in, out / groups, k…)
+    layout: Callable[[Tensor], Tensor] = _matrix
 
 
 class Weight(NamedTuple):
@@ -63,49 +75,37 @@ def effective_weights(model: nn.Module) -> Iterator[EffectiveWeight]:
                 known.add(id(parameter))
                 weights.append(EffectiveWeight(name, (parameter,), parameter.shape, parameter.detach))
         for weight in weights:
-            yield from _described(path, module, weight)
+            layout = _layout(module, weight)
+            is_real = all(is_measurable(part) and not part.is_complex() for part in weight.parameters)
+            if is_real and layout is not None:
+                yield weight._replace(name=f"{path}.{weight.name}".lstrip("."), layout=layout)
 
 
 def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
     """Matrices of the value of a weight, or of its change: one, or a stack, called ``{name}/{i}``; DTensors whole."""
-    value = whole_tensor(value)
-    if weight.groups:
-        value = value.unflatten(0, (weight.groups, -1)).transpose(1, 2).flatten(0, 1)
-    if weight.kind == STACK:
-        stack = value.flatten(0, -3)
-        names = [f"{weight.name}/{i}" for i in range(len(stack))]
-    else:
-        stack = (value.reshape(-1, value.shape[-1]) if weight.kind == EMBEDDING else value.flatten(1))[None]
-        names = [weight.name]
-    rows, columns = stack.shape[1:]
-    ratio = columns / rows if weight.by_input else rows / columns
-    ratio = ratio if weight.kind == MATRIX else math.nan  # stacks are of shape (n, out, in) or (n, in, out)
-    return [Weight(name, matrix, math.sqrt(ratio)) for name, matrix in zip(names, stack, strict=True)]
+    matrices = weight.layout(whole_tensor(value))
+    rows, columns = matrices.shape[1:]
+    scale = math.nan if weight.layout in (embedding, _stack) else math.sqrt(rows / columns)
+    names = [f"{weight.name}/{i}" for i in range(len(matrices))] if weight.layout is _stack else [weight.name]
+    return [Weight(name, item, scale) for name, item in zip(names, matrices, strict=True)]
 
 
-def _described(path: str, module: nn.Module, weight: EffectiveWeight) -> Iterator[EffectiveWeight]:
-    if not all(is_measurable(parameter) and not parameter.is_complex() for parameter in weight.parameters):
-        return
-    if weight.name.endswith("bias"):  # stacked experts have a vector each
-        return
+def _layout(module: nn.Module, weight: EffectiveWeight) -> Callable[[Tensor], Tensor] | None:
+    """The layout of a weight; None if it holds no matrix."""
     shape, is_own = weight.shape, weight.name == "weight"
-    kind, by_input, groups = MATRIX, False, 0
+    if len(shape) < 2 or weight.name.endswith("bias"):  # stacked experts have a vector each
+        return None
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        kind = EMBEDDING
-    elif isinstance(module, TRANSPOSED) and is_own:
-        groups = module.groups
-    elif is_conv1d(module) and is_own:
-        by_input = True
-    elif not (isinstance(module, CONVOLUTIONS) and is_own):
-        leading = next((i for i, size in enumerate(shape) if size != 1), len(shape)) if len(shape) > 2 else 0
-        shape = shape[leading:]
-        if leading:
-            kind = EMBEDDING
-        elif len(shape) > 2:
-            kind = STACK
-    if len(shape) >= 2 and shape.numel():
-        name = f"{path}.{weight.name}".lstrip(".")
-        yield weight._replace(name=name, kind=kind, by_input=by_input, groups=groups)
+        return embedding
+    if isinstance(module, TRANSPOSED) and is_own:
+        return partial(_transposed, groups=module.groups)
+    if is_conv1d(module) and is_own:
+        return lambda value: value.mT[None]
+    if len(shape) == 2 or (isinstance(module, CONVOLUTIONS) and is_own):
+        return _matrix
+    if shape[0] > 1:
+        return _stack
+    return embedding if any(size > 1 for size in shape[:-1]) else None
 
 
 def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:

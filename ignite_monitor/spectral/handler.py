@@ -20,9 +20,9 @@ from ignite_monitor.model.sampled_step import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.spectral.effective_weights import EMBEDDING, EffectiveWeight, Weight, as_weights, effective_weights
-from ignite_monitor.spectral.norm import METHODS
-from ignite_monitor.spectral.spectra import Spectra, measure_all
+from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights, embedding
+from ignite_monitor.spectral.norm import METHODS, SpectralNorms
+from ignite_monitor.spectral.spectra import measure_all
 
 _NOT_COMPUTED = "nothing is reported, since a weight can't be computed"
 
@@ -98,7 +98,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             )
         if skipped:
             self.report("complex_weights", f"complex weights are not reported: {listed(skipped, 5)}", names=skipped)
-        self._before: dict[str, tuple[int, Tensor]] = {}  # by name, index of an effective weight and a copy
+        self._before: dict[str, tuple[int, Tensor]] = {}  # by name, index in ``_stepped`` and a copy
         self._stepped = UpdatedParameters({})
         self._names: list[str] = []
         self._norms: Tensor | None = None
@@ -109,22 +109,24 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     @torch.no_grad()
     def start_iteration(self, engine: Engine) -> None:
-        self._norms = None
+        self._norms, self._before = None, {}
         self._report_nonfinite()
-        self._before = {}
         if self.updates:
             with self._training_continues("not_measured", _NOT_COMPUTED):
                 self._keep_weights()
 
     def _keep_weights(self) -> None:
-        weights = list(enumerate(self._effective()))
-        self._stepped = UpdatedParameters({id(part): i for i, weight in weights for part in weight.parameters})
-        self._before = {weight.name: (i, weight.value().detach().clone()) for i, weight in weights}
+        indices: dict[int, int] = {}  # by id of a parameter; one for weights that share parameters
+        for weight in self._effective():
+            ids = [id(part) for part in weight.parameters]
+            index = next((indices[key] for key in ids if key in indices), len(self._before))
+            indices.update(dict.fromkeys(ids, index))
+            self._before[weight.name] = index, weight.value().detach().clone()
+        self._stepped = UpdatedParameters(indices)
 
     def reset_run_state(self) -> None:
         self._report_nonfinite(wait=True)
-        self._before = {}
-        self._stepped = UpdatedParameters({})
+        self._before, self._stepped = {}, UpdatedParameters({})
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         self._stepped.started(step.optimizer)
@@ -142,9 +144,9 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
         parts = (part for weight in weights for part in as_weights(weight, weight.value()))
-        measured = measure_all(parts, self.method)
-        self._nonfinite.set(measured.norms.isnan().any())
-        norm, error, scale, rank = _order_statistics(measured, measured.norms)
+        self._names, scales, measured = measure_all(parts, self.method)
+        self._norms = measured.norms
+        norm, error, scale, rank = self._order_statistics(measured, scales)
         unit = norm[3].clamp(min=torch.finfo(norm.dtype).tiny)  # squares of float64 may leave its range
         relative = measured.norms / unit
         mean = relative.nanmean()
@@ -159,11 +161,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             "weight_spectral_scale_max": scale[3],
             "weight_spectral_scale_median": scale[0],
         }
-        self._names, self._norms = measured.names, measured.norms
         if self.per_parameter:
-            embeddings = {weight.name for weight in weights if weight.kind == EMBEDDING}
-            kinds = ["embedding" if name in embeddings else "norm" for name in measured.names]
-            keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(measured.names), strict=True)]
+            embeddings = {weight.name for weight in weights if weight.layout is embedding}
+            kinds = ["embedding" if name in embeddings else "norm" for name in self._names]
+            keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(self._names), strict=True)]
             self.publish_table(keys, measured.norms)
         if self.updates:
             values |= self._update_values(weights)
@@ -177,30 +178,39 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         is_dtensor = any_dtensor(part for weight in weights for part in weight.parameters)
         if not weights or not (self._stepped or is_dtensor):
             return {}
-        origins: list[int] = []
+        indices: list[int] = []
 
         def changes() -> Iterator[Weight]:
             for weight in weights:
-                origin, before = self._before[weight.name]
+                index, before = self._before[weight.name]
                 wide = torch.promote_types(before.dtype, torch.float32)
                 parts = as_weights(weight, weight.value().to(wide) - before.to(wide))
-                origins.extend([origin] * len(parts))
+                indices.extend([index] * len(parts))
                 yield from parts
 
-        measured = measure_all(changes(), self.method)
-        self._nonfinite.set(measured.norms.isnan().any())
+        _, scales, measured = measure_all(changes(), self.method)
+        device = measured.norms.device
+        moved = self._stepped.mask(len(self._before), device)[move(torch.tensor(indices, device="cpu"), device)]
+        norm, error, scale, _ = self._order_statistics(measured, scales, moved)
         if not self._stepped:
             return {}
-        device = measured.norms.device
-        at = move(torch.tensor(origins, device="cpu"), device)
-        moved = self._stepped.mask(len(self._before), device)[at]
-        norm, error, scale, _ = _order_statistics(measured, torch.where(moved, measured.norms, torch.nan))
         return {
             "update_norm_max": norm[3],
             "update_error_max": error[3],
             "update_spectral_scale_max": scale[3],
             "update_spectral_scale_median": scale[0],
         }
+
+    def _order_statistics(
+        self, measured: SpectralNorms, scales: list[float], counted: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """Statistics of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
+        norms = measured.norms
+        self._nonfinite.set(norms.isnan().any())
+        norms = norms if counted is None else torch.where(counted, norms, torch.nan)
+        divisors = move(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
+        ranks = (measured.frobenius / norms).square()
+        return order_statistics(torch.stack([norms, measured.errors + 0 * norms, norms / divisors, ranks])).unbind()
 
     def _report_nonfinite(self, wait: bool = False) -> None:
         if self._nonfinite.take(wait):
@@ -215,10 +225,3 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         return top("topk", tags(self._names), extra[0], self.top_k) if extra else {}
-
-
-def _order_statistics(measured: Spectra, norms: Tensor) -> Sequence[Tensor]:
-    """Statistics of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
-    divisors = move(torch.tensor(measured.scales, dtype=norms.dtype, device="cpu"), norms.device)
-    ranks = (measured.frobenius / norms).square()
-    return order_statistics(torch.stack([norms, measured.errors + 0 * norms, norms / divisors, ranks])).unbind()

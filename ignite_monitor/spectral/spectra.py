@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,38 +16,27 @@ from ignite_monitor.spectral.norm import SpectralNorms, measure
 _SMALL, _LARGEST_STACK = 1 << 16, 1 << 24
 
 
-class Spectra(NamedTuple):
-    """Norms of some weights, in their order; ``norms`` to ``steps`` as in :class:`SpectralNorms`."""
-
-    names: list[str]
-    scales: list[float]
-    norms: Tensor
-    errors: Tensor
-    frobenius: Tensor
-    steps: int  # for the weight that needed most
-
-
-def measure_all(weights: Iterable[Weight], method: str) -> Spectra:
-    """The norms of all weights, at least one; a large weight is not kept longer than needed."""
+def measure_all(weights: Iterable[Weight], method: str) -> tuple[list[str], list[float], SpectralNorms]:
+    """Names and scales of all weights, at least one, and their norms; large weights are released one by one."""
     names: list[str] = []
     scales: list[float] = []
-    batches: dict[object, list[tuple[int, Weight]]] = {}
+    batches: dict[object, list[tuple[int, Tensor]]] = {}
     order: list[int] = []
     results: list[SpectralNorms] = []
 
-    def finish(batch: list[tuple[int, Weight]]) -> None:
-        order.extend(place for place, _ in batch)
-        seed = fnv1a_64("\n".join(weight.name for _, weight in batch))
-        results.append(measure(torch.stack([weight.matrix for _, weight in batch]), method, seed))
+    def finish(batch: list[tuple[int, Tensor]]) -> None:
+        places, matrices = zip(*batch, strict=True)
+        order.extend(places)
+        seed = fnv1a_64("\n".join(names[place] for place in places))
+        results.append(measure(torch.stack(matrices), method, seed))
 
-    for place, weight in enumerate(weights):
-        names.append(weight.name)
-        scales.append(weight.scale)
-        matrix = weight.matrix
+    for place, (name, matrix, scale) in enumerate(weights):
+        names.append(name)
+        scales.append(scale)
         is_small = matrix.numel() <= _SMALL
         key = (matrix.shape, matrix.dtype, matrix.device) if is_small else place
         batch = batches.setdefault(key, [])
-        batch.append((place, weight))
+        batch.append((place, matrix))
         if not is_small or len(batch) * matrix.numel() >= _LARGEST_STACK:
             finish(batches.pop(key))
     for batch in batches.values():
@@ -59,4 +47,4 @@ def measure_all(weights: Iterable[Weight], method: str) -> Spectra:
         torch.cat([column.to(device, non_blocking=device.type != "cpu") for column in columns])[at]
         for columns in list(zip(*results, strict=True))[:3]
     )
-    return Spectra(names, scales, norms, errors, frobenius, max(result.steps for result in results))
+    return names, scales, SpectralNorms(norms, errors, frobenius, max(result.steps for result in results))

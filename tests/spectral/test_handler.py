@@ -285,6 +285,26 @@ def test_measuring_parametrized_weights_changes_nothing():
     assert got["norm/1.weight"] == pytest.approx(spectral_norm(model.eval()[1].weight), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("normalize", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_updates_of_weights_that_share_a_parameter(normalize):
+    """Two layers of one direction, which alone moves; the first is five times as long."""
+    torch.manual_seed(0)
+    model = nn.Sequential(normalize(nn.Linear(5, 5)), normalize(nn.Linear(5, 5)))
+    parts = [item.parametrizations.weight if hasattr(item, "parametrizations") else item for item in model]
+    length, direction = list(dict(parts[0].named_parameters(recurse=False)))[-2:]
+    setattr(parts[1], direction, getattr(parts[0], direction))
+    getattr(parts[0], length).data.mul_(5)
+    optimizer = torch.optim.SGD([getattr(parts[0], direction)], 0.1)
+    model(torch.ones(1, 5))
+    before = model[0].weight.detach().clone()
+    handler = SpectralNormHandler(model, updates=True)
+    x = torch.randn(7, 5)
+    run_monitored(make_step(model, optimizer, loss_of=lambda model, x: model(x).square().mean()), [x], handler)
+    model(x)
+    assert numbers(handler)["update_norm_max"] == pytest.approx(spectral_norm(model[0].weight - before), rel=1e-4)
+
+
 @pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
 def test_weight_that_is_not_finite_is_skipped_with_one_warning(batches, method, caplog):
     model, *_, handler = make(batches, method=method, per_parameter=True, top_k=1)
