@@ -119,9 +119,10 @@ def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) 
     again.
     """
     rows = contents.rows
-    # One run more, for rows of the runs that are left out.
+    # For each run, and one more for the rows of those that are left out: the iteration after which it replaces earlier
+    # ones, and the last iteration of its own that no later run replaces.
     after = np.array([*(run.after for run in runs), -2], np.int64)
-    limits = np.append(_limits(after[:-1]), -2)
+    limits = np.append(np.minimum.accumulate([ENDLESS, *after[-2::-1]])[-2::-1], -2)
     run, iteration = np.minimum(rows["run"], len(runs)), rows["iteration"]
     is_kept = iteration <= limits[run]
     is_between = is_kept & ((iteration == limits[run]) | (iteration == after[run]))
@@ -132,7 +133,9 @@ def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) 
             which, values = (np.concatenate(part) for part in zip(*some, strict=True))
             newest = _newest(rows, which, is_between[which])
             parts[name] = which[newest], values[newest]
-    return Recording(rows, parts, _current_reports(contents.reports, limits))
+    reports = [it for it in contents.reports if it.iteration <= limits[min(it.run, len(runs))]]
+    last_run = {it[:6]: it.run for it in reports}  # that has made it
+    return Recording(rows, parts, [it for it in reports if last_run[it[:6]] == it.run])
 
 
 def _values(contents: Contents, wanted: NDArray[np.bool_], is_kept: NDArray[np.bool_]) -> list[list[Part]]:
@@ -158,16 +161,3 @@ def _newest(rows: NDArray[np.void], which: NDArray[np.intp], is_between: NDArray
         row = rows[which[index]]
         kept[index] = newest.setdefault((int(row["iteration"]), int(row["step"])), int(row["run"])) == row["run"]
     return kept
-
-
-def _limits(after: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the last iteration of each run that no later run replaces."""
-    limits: NDArray[np.int64] = np.minimum.accumulate(np.append(after, ENDLESS)[::-1])[-2::-1]
-    return limits
-
-
-def _current_reports(reports: list[RecordedReport], limits: NDArray[np.int64]) -> list[RecordedReport]:
-    """The reports that no later run replaces, nor has made again."""
-    kept = [it for it in reports if it.iteration <= limits[min(it.run, len(limits) - 1)]]
-    newest = {it[:6]: it.run for it in kept}
-    return [it for it in kept if newest[it[:6]] == it.run]

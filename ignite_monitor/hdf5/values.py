@@ -61,13 +61,8 @@ def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _is_local_tensor(value: Any, dimensions: int = 0) -> bool:
-    return (
-        type(value) in (Tensor, nn.Parameter)
-        and value.ndim == dimensions
-        and value.layout is torch.strided
-        and value.dtype in _DTYPES
-        and not value.is_meta
-    )
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.ndim == dimensions and value.dtype in _DTYPES
+    return is_plain and value.layout is torch.strided and not value.is_meta
 
 
 def _number(leaf: Any) -> float | None:

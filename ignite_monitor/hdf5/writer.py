@@ -55,7 +55,7 @@ class Writer:
             self.begin_run(run)
         self.offset = contents.runs[-1].offset if contents.runs else 0  # of the last run in the file
         self.last = int(contents.rows["iteration"][-1]) if len(contents.rows) else 0  # iteration in the file
-        self._known: dict[tuple[weakref.ref[Any], str | None, str], int] = {}  # engine, tag, name -> number
+        self._known: weakref.WeakKeyDictionary[Any, dict[tuple[str | None, str], int]] = weakref.WeakKeyDictionary()
         self._owners: dict[str, weakref.ref[Any]] = {}  # name -> the engine that writes it in this session
         self._is_shared = False  # whether several engines write under the same names
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
@@ -88,14 +88,14 @@ class Writer:
     ) -> None:
         """Take a row, unless writing has failed for so long that memory is used up; make origins of new names."""
         if self._has_room(len(numbers)):
-            (run, iteration), owner, known, names = position, weakref.ref(engine), self._known, list[int]()
+            known = self._known.setdefault(engine, {})
             for name in numbers:
-                if (number := known.get((owner, tag, name))) is None:
-                    number = known[owner, tag, name] = self._number_of(owner, tag, name, make_origin)
-                names.append(number)
+                if (tag, name) not in known:
+                    known[tag, name] = self._number_of(engine, tag, name, make_origin)
+            run, iteration = position
             row = step, iteration, int(1000 * time.time()), run, 0
-            self._pending.rows.append((row, names, list(numbers.values())))
-            self._pending.count += len(names)
+            self._pending.rows.append((row, [known[tag, name] for name in numbers], list(numbers.values())))
+            self._pending.count += len(numbers)
 
     def add_report(self, position: Position, *parts: Any) -> None:
         """Take a report: monitor, kind, severity, text, names."""
@@ -164,12 +164,10 @@ class Writer:
         patch = [(name, sizes[name], elements) for name, elements in additions.items() if len(elements)]
         return patch, Pending({name: sizes[name] + len(elements) for name, elements in additions.items()})
 
-    def _number_of(
-        self, owner: weakref.ref[Any], tag: str | None, name: str, make_origin: Callable[[str], Name]
-    ) -> int:
+    def _number_of(self, engine: Any, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
         full = name if tag is None else f"{tag}/{name}" if name else tag
         full = json.loads(json.dumps(full))  # two surrogates may be one character when they are read
-        if self._owners.setdefault(full, owner) is not owner and not self._is_shared:
+        if self._owners.setdefault(full, weakref.ref(engine))() is not engine and not self._is_shared:
             self._is_shared = True
             text = "a second engine writes %s: give each training a file of its own, and each engine names of its own"
             self._log(text, printable(full))

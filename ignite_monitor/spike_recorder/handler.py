@@ -58,13 +58,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     Examples:
         .. code-block:: python
 
-            def train_step(engine, batch):
-                optimizer.zero_grad()
-                losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-                record("losses", losses)
-                losses.mean().backward()
-                optimizer.step()
-
             monitor = GradMonitor(model, optimizer)
             monitor.attach(trainer)
             SpikeRecorder(monitor, "spikes").attach(trainer)

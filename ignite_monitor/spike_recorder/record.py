@@ -7,7 +7,7 @@ import dataclasses
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -94,13 +94,9 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
     Examples:
         .. code-block:: python
 
-            from pathlib import Path
-
-            for path in sorted(Path("spikes").glob("*.spike.pt")):
-                spike = load_spike(path)
-                print(spike.iteration, spike.norm, spike.rows)
-                spike.restore_random_state()  # and with weights from before the step
-                loss = criterion(model(spike.batch[0]), spike.batch[1])
+            spike = load_spike("spikes/grad-00000079-rank0.spike.pt")
+            spike.restore_random_state()  # and with weights from before the step
+            loss = criterion(model(spike.batch[0]), spike.batch[1])
     """
     path = os.fspath(path)
     content = Path(path).read_bytes()
@@ -115,43 +111,36 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
     if values.get("version") != _VERSION:
         raise ValueError(f"{path} has version {values.get('version')!r}, but only {_VERSION} can be read")
     spike = values.get("spike")
-    if not isinstance(spike, Mapping) or spike.keys() != {*_TYPES, "batch"}:
+    if not isinstance(spike, Mapping) or spike.keys() != {*_FIELDS, "batch"}:
         raise ValueError(f"{path} is damaged: its fields are not those of a spike")
-    if wrong := _wrong_types(spike):
+    if wrong := [name for name, is_valid in _FIELDS.items() if not is_valid(spike[name])]:
         raise ValueError(f"{path} is damaged: wrong types of {', '.join(wrong)}")
     return SpikeRecord(**spike, path=path)
-
-
-def _wrong_types(spike: Mapping[str, Any]) -> list[str]:
-    """Names of fields whose types are not those of a :class:`SpikeRecord`."""
-    if wrong := [name for name, kind in _TYPES.items() if not isinstance(spike[name], kind)]:
-        return wrong
-    culprits, source, losses = spike["culprits"], spike["source"], spike["losses"]
-    valid = {
-        "culprits": _are(str, culprits) and _are(float, culprits.values()),
-        "source": source is None or (source.keys() == _SOURCE and _are(str, source.values())),
-        "lr": _are(float, spike["lr"] or ()),
-        "losses": losses is None or (losses.dim() > 0 and not losses.is_complex() and losses.layout == torch.strided),
-        "random_state": spike["random_state"].keys() >= {"torch", "python", "devices"},
-    }
-    return [name for name, is_valid in valid.items() if not is_valid]
 
 
 def _are(kind: Any, values: Iterable[Any]) -> bool:
     return all(isinstance(value, kind) for value in values)
 
 
-_SOURCE = {"name", "kind", "text"}
-_NONE = type(None)
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("iteration", "epoch", "rank"), int),
-    **dict.fromkeys(("norm", "threshold"), float),
-    **dict.fromkeys(("culprits", "random_state"), dict),
-    "name": str,
-    "source": (dict, _NONE),
-    "lr": (list, _NONE),
-    "losses": (Tensor, _NONE),
+def _is_source(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"name", "kind", "text"} and _are(str, value.values())
+
+
+def _is_losses(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and not value.is_complex() and value.layout == torch.strided
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("iteration", "epoch", "rank"), lambda value: isinstance(value, int)),
+    **dict.fromkeys(("norm", "threshold"), lambda value: isinstance(value, float)),
+    "name": lambda value: isinstance(value, str),
+    "culprits": lambda value: isinstance(value, dict) and _are(str, value) and _are(float, value.values()),
+    "source": lambda value: value is None or _is_source(value),
+    "lr": lambda value: value is None or (isinstance(value, list) and _are(float, value)),
+    "losses": lambda value: value is None or _is_losses(value),
+    "random_state": lambda value: isinstance(value, dict) and value.keys() >= {"torch", "python", "devices"},
 }
+"""All fields but the batch, with a check of their values."""
 
 
 def write(directory: Path, name: str, values: Mapping[str, Any]) -> Path:
