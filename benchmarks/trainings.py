@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -47,11 +48,13 @@ def commit() -> str:
 
 def provenance(*seeds: int) -> str:
     """Versions, number of threads, commit, command and seeds of a measurement."""
-    python = ".".join(map(str, sys.version_info[:2]))
-    torch_version, ignite_version = torch.__version__.partition("+")[0], version("pytorch-ignite")
-    versions = f"Python {python}, torch {torch_version}, Ignite {ignite_version}, {torch.get_num_threads()} threads"
-    command, numbers = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), " ".join(map(str, seeds))
-    return f"Measured with {versions}, commit {commit()}: {command}, seed{'s' * (len(seeds) > 1)} {numbers}"
+    packages = {"torch": "torch", "Ignite": "pytorch-ignite", "scikit-learn": "scikit-learn"}
+    packages |= {"transformers": "transformers"} if "transformers" in sys.modules else {}
+    numbers = [f"{name} {version(package).partition('+')[0]}" for name, package in packages.items()]
+    # Texts are files of Python's standard library.
+    versions = ", ".join([f"Python {platform.python_version()}", *numbers, f"{torch.get_num_threads()} threads"])
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return f"Measured with {versions}, commit {commit()}: {command}, seeds {' '.join(map(str, seeds))}"
 
 
 def print_header(seeds: Sequence[int], *columns: str) -> None:

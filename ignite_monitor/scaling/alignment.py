@@ -161,12 +161,11 @@ class AlignmentCalls(Comparison):
         """Return the alignments over all ranks, one row per layer; NaN if undefined or incomplete on any rank."""
         device = device_of(self._reference.module)
         table = torch.zeros(len(self.layers), 2, len(TERMS), dtype=wide_dtype(device), device=device)
-        places = {name: row for row, name in enumerate(self.layers)}
-        if self._sums:
-            rows = move(torch.tensor([places[name] for name, _ in self._sums], device="cpu"), device)
-            table.index_add_(0, rows, torch.stack([move_like(sums, table) for _, sums in self._sums]))
-        unknown = [math.nan if name in incomplete else 0.0 for name in self.layers]
-        table += move(torch.tensor(unknown, dtype=table.dtype, device="cpu"), device)[:, None, None]
+        rows = dict(zip(self.layers, table, strict=True))
+        for name, sums in self._sums:
+            rows[name] += move_like(sums, table)
+        for name in incomplete:
+            rows[name].fill_(math.nan)
         table = ranks.sum(table)
         return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
 

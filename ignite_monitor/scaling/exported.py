@@ -52,7 +52,6 @@ class ExportedModels:
         self._root = unwrapped(models[1])
         self._modules = dict(self._root.named_modules(remove_duplicate=False))
         self._names = {module: name for name, module in named_modules(models[1])}
-        self._junctions: dict[tuple[str, ...], str] = {}
         self._warned = False
         self._infos: dict[Operation, Info] = {}
         self._programs = [program.exported_program(*pair) for pair in zip(models, inputs, strict=True)]
@@ -261,9 +260,7 @@ class ExportedModels:
         sources = tuple(sorted({info.source for info in infos if info.source is not None}))
         if len(sources) < 2:
             return Info(sources[0] if sources else None)
-        if sources not in self._junctions:
-            self._junctions[sources] = self._add(Node(f"{op.large.name}+", sources))
-        return Info(self._junctions[sources])
+        return Info(self._add(Node(f"{op.large.name}+", sources)))
 
     def _add(self, node: Node) -> str:
         """Add a node, and return its name, which is made unique."""

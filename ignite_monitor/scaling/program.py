@@ -142,7 +142,6 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the operation, without namespace and overload."""
         return name_of(self.large)
 
     @property
