@@ -14,29 +14,27 @@ from torch.optim import Optimizer
 from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
-from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, reshard
-from ignite_monitor.model.names import Pattern, Selection, listed, tags
+from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.replicas.hashes import as_numbers, hashes_of
-from ignite_monitor.replicas.items import Items, items_of, replica_groups, rng_items
+from ignite_monitor.replicas.hashes import hashes_of
+from ignite_monitor.replicas.items import items_of, replica_groups, rng_items
 
-_SHOWN = 8  # items, and ranks of each, in a report
+_SHOWN = 8  # ranks, and items of each, in a report
 
-Groups = tuple[Any, ...]  # process groups, of which all ranks hold the same
-Hashes = dict[Groups, tuple[list[str], Tensor]]  # names and hashes of items
+Groups = tuple[Any, ...]  # process groups, whose ranks hold the same
 
 
 class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     r"""Check that all ranks hold the same weights, buffers, optimizer state and iteration.
 
     After the train step every tensor is hashed to 64 bits. One collective compares a hash of all these hashes over the
-    ranks, and one more over the replicas of every dimension of a device mesh. If a check finds a difference, a report
-    names the items and the ranks that differ from the first rank: in the same check on the CPU, in the next one on
-    other devices.
+    ranks, and one more over the replicas of every dimension of a device mesh. If a check finds a difference, the next
+    one reports the items and the ranks that differed from the first rank.
 
     {keys}
 
@@ -75,8 +73,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         prefix: str = "replicas",
     ) -> None:
         super().__init__(model, prefix, group=group)
-        if optimizer is not None:
-            check_optimizer(optimizer, optional=True)
+        check_optimizer(optimizer, optional=True)
         check_type("random_state", random_state, bool, "bool")
         check_type("hashes", hashes, bool, "bool")
         self.optimizer = optimizer
@@ -90,7 +87,7 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     def reset_run_state(self) -> None:
         self._differ = DeferredFlag()  # True if the last check found a difference that is not named yet
         self._has_named = False  # a difference that is still there
-        self._last: Hashes = {}  # of the last check
+        self._last: dict[Groups, tuple[list[str], Tensor]] = {}  # names and hashes of the last check
 
     def on_run_end(self) -> None:
         if self._differ.take(wait=True):  # names need collectives, and the ranks may not end together
@@ -98,59 +95,57 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
-        has_others, device = self.ranks.size > 1, device_of(self.model)
         if not self.ranks.all_present:
             return
-        if not has_others and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self.ranks.size > 1:
+            self._name_differences()
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             text = "nothing is compared: no wrapper of the model names the ranks that hold the same; give group"
             self.report("no_replicas", text)
-        elif not has_others:
+        else:
             self.publish(in_sync=1.0)
-        elif device.type != "cpu":
-            self._name_differences()
-        # Every rank makes the same collectives, of the same size, whatever it holds and whatever fails.
-        hashes: Hashes | None = None
-        try:
-            hashes = self._hashes(engine, device) if has_others or self.hashes else {}
-        except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
-            self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
-        if self.hashes and hashes:
-            names = tags(name for names, _ in hashes.values() for name in names)
-            values = torch.cat([values for _, values in hashes.values()])
-            self.publish_table([f"hash/{name}" for name in names], as_numbers(values))
-        if has_others:
-            self._compare(hashes, device)
-            if device.type == "cpu":
-                self._name_differences()
+        if self.ranks.size > 1 or self.hashes:
+            self._check(engine, device_of(self.model))
 
-    def _hashes(self, engine: Engine, device: torch.device) -> Hashes:
-        """Hash all items by their replica groups; those without replicas only if hashes are published."""
+    def _check(self, engine: Engine, device: torch.device) -> None:
+        """Hash and publish all items; every rank makes the same collectives, whatever it holds and whatever fails."""
         reshard(self.model)
-        items = items_of(self.model, self.optimizer, self.ranks.ignored)
-        items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
-        items |= rng_items(device) if self.random_state else {}
-        members: dict[Groups, Items] = {}
-        for name, item in items.items():
-            if name in self._selection and ((groups := replica_groups(item, self.ranks.groups)) or self.hashes):
-                members.setdefault(groups, {})[name] = item
-        return {groups: (list(group_items), hashes_of(group_items, device)) for groups, group_items in members.items()}
+        # All ranks have the same parameters and buffers; other items have no replica groups but those of these.
+        tensors = (None, *self.model.parameters(), *self.model.buffers())
+        members: dict[Groups, dict[str, Any]] = {replica_groups(item, self.ranks.groups): {} for item in tensors}
+        self._last = {groups: ([], torch.zeros(0, dtype=torch.int64, device=device)) for groups in members}
+        error = ""
+        try:
+            items = items_of(self.model, self.optimizer, self.ranks.ignored)
+            items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
+            items |= rng_items(device) if self.random_state else {}
+            for name, item in items.items():
+                groups = replica_groups(item, self.ranks.groups)
+                if name in self._selection and groups in members and (groups or self.hashes):
+                    members[groups][name] = item
+            self._last = {groups: ([*named], hashes_of(named, device)) for groups, named in members.items()}
+        except Exception as raised:  # noqa: BLE001 - the other ranks are about to wait in a collective
+            error = f"nothing is compared, since the state of this rank can't be read: {raised}"
+            self.report("not_compared", error)
+        if self.hashes and not error:
+            names = tags(name for names, _ in self._last.values() for name in names)
+            hashes = torch.cat([hashes for _, hashes in self._last.values()])
+            # float64 holds 53 bits.
+            self.publish_table([f"hash/{name}" for name in names], (hashes & (2**53 - 1)).to(wide_dtype(device)))
+        if self.ranks.size > 1:
+            self._compare(torch.full((), bool(error), device=device))
 
-    def _compare(self, hashes: Hashes | None, device: torch.device) -> None:
+    def _compare(self, fails: Tensor) -> None:
         """Compare one hash per replica group, the sum of those of its items, by its minimum and maximum over ranks."""
-        nothing = torch.zeros(1, dtype=torch.int64, device=device)
-        # All ranks have the same parameters and buffers, whatever can't be read.
-        items = (None, *self.model.parameters(), *self.model.buffers())
-        kinds = dict.fromkeys(replica_groups(item, self.ranks.groups) for item in items)
-        self._last = {groups: (hashes or {}).get(groups, ([], nothing[:0])) for groups in kinds}
-        flags = torch.cat([nothing, torch.full_like(nothing, hashes is None)])  # a difference, an error
-        for groups, (_, values) in self._last.items():
-            extremes = torch.stack([total := values.sum(), ~total])
+        differs = torch.zeros_like(fails)
+        for groups, (_, hashes) in self._last.items():
+            extremes = torch.stack([total := hashes.sum(), ~total])
             for group in groups:
                 extremes = all_reduce(extremes, largest=True, group=group)
-            flags[0] |= extremes[0] != ~extremes[1]
-        differs, failed = (self.ranks.max(flags) > 0).unbind()
-        self._differ.set(differs & ~failed)
-        self.publish(in_sync=torch.where(failed, math.nan, (~differs).float()))
+            differs |= extremes[0] != ~extremes[1]
+        differs, fails = (self.ranks.max(torch.stack([differs, fails]).int()) > 0).unbind()
+        self._differ.set(differs & ~fails)
+        self.publish(in_sync=torch.where(fails, math.nan, (~differs).float()))
 
     def _name_differences(self) -> None:
         """Report the items and ranks that differed in the last check, unless those of the check before it did.
@@ -162,17 +157,13 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             return
         differing: set[str] = set()
         for groups, (names, hashes) in self._last.items():
-            hashes_by_name = dict(zip(names, hashes.tolist(), strict=True))
+            own = dict(zip(names, hashes.tolist(), strict=True))
             for group in groups:
-                first = [hashes_by_name]
+                first = [own]
                 dist.broadcast_object_list(first, dist.get_global_rank(group, 0), group)
-                differing |= {
-                    name for name in hashes_by_name | first[0] if hashes_by_name.get(name) != first[0].get(name)
-                }
-        ranks: dict[str, list[str]] = {}
-        for rank, names in self.ranks.gather((dist.get_rank(), sorted(differing)[:_SHOWN])):
-            for name in names:
-                ranks.setdefault(name, []).append(str(rank))
-        shown = [f"{name} (rank {listed(odd, _SHOWN)})" for name, odd in sorted(ranks.items())[:_SHOWN]]
-        text = f"{len(ranks)} or more items differ from those of the first rank: {', '.join(shown)}"
-        self.report("ranks_differ", text, severity="problem", names=sorted(ranks)[:_SHOWN], once=False)
+                differing |= {name for name, _ in own.items() ^ first[0].items()}
+        parts = self.ranks.gather((dist.get_rank(), sorted(differing)[:_SHOWN]))
+        ranks = [f"rank {rank} in {', '.join(names)}" for rank, names in parts if names]
+        text = f"in the last check ranks differed from the first one: {'; '.join(ranks[:_SHOWN])}"
+        names = sorted({name for _, names in parts for name in names})[:_SHOWN]
+        self.report("ranks_differ", text, severity="problem", names=names, once=False)

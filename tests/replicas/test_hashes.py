@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from functools import partial
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Engine
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ignite_monitor import HDF5Logger, MonitorEvents, ReplicaCheckHandler
 from ignite_monitor.cli import main
 from ignite_monitor.replicas import handler, hashes
-from ignite_monitor.replicas.hashes import as_numbers, hash_of, hashes_of
+from ignite_monitor.replicas.hashes import hashes_of
 from ignite_monitor.replicas.items import items_of, rng_items
 from tests._helpers import make_batches, make_trainer
 from tests._models import make_model
@@ -47,12 +48,19 @@ def mixed(word):
     return word ^ (word >> 31)
 
 
+def key(*parts):
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def signed(total):
+    return total - 2**64 if total >= 2**63 else total
+
+
 def by_hand(name, tensor):
     raw = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
     words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
     total = sum(mixed((word + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i, word in enumerate(words))
-    total = mixed((total + hash_of((name, str(tensor.dtype), tuple(tensor.shape)))) % 2**64)
-    return total - 2**64 if total >= 2**63 else total
+    return signed(mixed((total + key(name, tensor.dtype, tensor.shape)) % 2**64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,7 +73,8 @@ def test_it_is_the_sum_that_it_says(dtype, limit, monkeypatch):
         zip("abcdefgh", [*states, some(dtype, 9)[3:], some(dtype, 9)[::2], some(dtype, 1).expand(9)], strict=True)
     )
     assert hashes_of(states, CPU).tolist() == [by_hand(name, item) for name, item in states.items()]
-    assert hashes_of({"count": -5}, CPU).tolist() == [by_hand("count", torch.tensor(-5))]
+    assert hashes_of({"count": -5}, CPU).tolist() == [signed(mixed(key("count", -5)))]
+    assert hashes_of({}, CPU).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -117,20 +126,24 @@ def test_random_changes_of_bits_are_seen():
 
 
 @pytest.mark.parametrize("name", ["norm", "group_norm"])
-def test_numbers_of_a_parameter_s_state_are_named_so(name):
-    """Whatever the parameter is called."""
+def test_the_optimizer_s_own_values_are_compared_by_name(name):
+    """Tensors, numbers, strings and sequences of these, whatever the parameter is called."""
     model = nn.Sequential()
     model.add_module(name, nn.GroupNorm(1, 4))
-    optimizer = torch.optim.NAdam(model.parameters())
+    optimizer = torch.optim.NAdam(model.parameters(), betas=(0.8, 0.9))
     for parameter in model.parameters():
-        optimizer.state[parameter]["count"] = 1
-    assert hash_of((1, 0.5, "a")) == hash_of((1, 0.5, "a")) != hash_of((1, 0.25, "a"))
-    names = [item for item in items_of(model, optimizer, set()) if " of " in item]
-    assert names == [
-        "settings of group 0 of the optimizer",
-        f"numbers of {name}.weight in the optimizer",
-        f"numbers of {name}.bias in the optimizer",
-    ]
+        optimizer.state[parameter] |= {"count": 1, "mean": torch.ones(2), "owner": object(), "old": [torch.ones(1)]}
+    optimizer.param_groups[0]["scorer"] = lambda: 1
+    items = items_of(model, optimizer, set())
+    own = {item.partition(" of ")[::2]: value for item, value in items.items() if " of " in item}
+    parameters = [f"{name}.weight in the optimizer", f"{name}.bias in the optimizer"]
+    state = {(key, owner) for key in ("count", "mean") for owner in parameters}
+    assert state == {pair for pair in own if pair[1] in parameters}
+    of_group = {pair[0]: value for pair, value in own.items() if pair[1] == "group 0 of the optimizer"}
+    assert of_group == optimizer.defaults
+    hashes = [int(hashes_of({"betas": value}, CPU)) for value in ((0.8, 0.9), (0.8, 0.9), (0.8, 0.90001), [0.8, 0.9])]
+    assert hashes[0] == hashes[1]
+    assert len({*hashes}) == 3
 
 
 def test_numpy_with_another_bit_generator():
@@ -142,19 +155,27 @@ def test_numpy_with_another_bit_generator():
         changed = [name for name, value in rng_items(CPU).items() if str(value) != str(first[name])]
     finally:
         np.random.set_bit_generator(before)
-    assert changed == ["NumPy's RNG state"]
+    assert changed == ["RNG state of numpy"]
 
 
 def test_a_published_hash_changes_with_every_bit_and_is_exact_in_float64():
-    tensor = torch.randint(-(2**62), 2**62, (50,))
-    numbers = [float(as_numbers(hashes_of({"weight": tensor}, CPU)))]
-    for place in range(50):
-        for bit in range(64):
-            mask = -(2**63) if bit == 63 else 1 << bit
-            tensor[place] ^= mask
-            numbers.append(float(as_numbers(hashes_of({"weight": tensor}, CPU))))
-            tensor[place] ^= mask
-    assert len(set(numbers)) == len(numbers)
+    model = nn.Linear(1, 1, bias=False)
+    model.register_buffer("words", torch.randint(-(2**62), 2**62, (25,)))
+    check = ReplicaCheckHandler(model, hashes=True)
+    numbers = []
+
+    def flip(engine):
+        numbers.append(engine.state.metrics["replicas/hash/words"])
+        place, bit = divmod(engine.state.iteration - 1, 64)
+        if place < 25:
+            model.words.copy_(first)
+            model.words[place] ^= -(2**63) if bit == 63 else 1 << bit
+
+    first, engine = model.words.clone(), Engine(lambda *_: None)
+    check.attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, flip)
+    engine.run(range(25 * 64 + 1))
+    assert len(set(numbers)) == len(numbers) == 25 * 64 + 1
     assert all(0 <= number < 2**53 and number == int(number) for number in numbers)
 
 
