@@ -90,7 +90,9 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         self._last: dict[Groups, tuple[list[str], Tensor]] = {}  # names and hashes of the last check
 
     def on_run_end(self) -> None:
-        if self._differ.take(wait=True):  # names need collectives, and the ranks may not end together
+        if (
+            self._differ.take(wait=True) and not self._has_named
+        ):  # names need collectives: the ranks may not end together
             self.report("ranks_differ", "the ranks differ in the last check", severity="problem", once=False)
 
     @torch.no_grad()

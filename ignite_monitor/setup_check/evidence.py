@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import any_dtensor, local
-from ignite_monitor.model.names import held_by, learning_rates, named_parameters, unwrapped
+from ignite_monitor.model.names import held_by, learning_rates, named_parameters
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.setup_check.batches import is_same, leaves_of
@@ -45,14 +45,15 @@ class Evidence:
 
     model: nn.Module
     optimizer: Optimizer
+    numbers: Numbers = field(init=False)  # when the check ends
+    epoch_length: int | None = None
     iterations: int = 0
     stepped: int = 0  # iterations with a step of the optimizer
-    is_training: bool = False  # True if a module was in training mode at any event
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     steps: list[Step] = field(default_factory=list)
-    is_torch: list[bool] = field(default_factory=list)  # of each step, whether the class that made it is torch's
+    is_torch: bool = True  # whether all steps were made by a class of torch
     calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
-    initial_norms: list[Tensor] = field(default_factory=list)  # of the gradients before each backward pass
+    initial_norms: list[Tensor] = field(default_factory=list)  # as those of a step, before the first one
     first_batch: list[Any] = field(default_factory=list)  # what is compared of it
     same: list[Any] = field(default_factory=list)  # of each batch after the first, whether it is bitwise equal to it
 
@@ -65,7 +66,7 @@ class Evidence:
         self.others = [item for item in rest if local(item).numel()]
         self._norms = total_norm(self.held), total_norm(self.others)
 
-    def start(self, batch: Any, most: int) -> None:
+    def start(self, batch: Any, most: int, epoch_length: int | None) -> None:
         """Note the start of an iteration, and compare batches up to a number of iterations."""
         try:
             if self.iterations >= most:
@@ -77,18 +78,15 @@ class Evidence:
         except Exception:  # noqa: BLE001 - a batch may hold objects of any kind, and training continues
             self.same.append(False)
         self.iterations += 1
-        self.note()
+        self.epoch_length = epoch_length
 
-    def note(self) -> None:
-        """Note the mode, and the parameters that have a gradient."""
-        self.is_training |= in_training_mode(self.model)
+    def note_gradients(self) -> None:
+        """Note the parameters that have a gradient."""
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
-    def note_backward(self, norm: Tensor) -> None:
+    def note_backward(self, initial_norm: Tensor) -> None:
         """Note the norm of the gradients before a backward."""
-        self.initial_norms.append(norm)
-        if self.steps:
-            self.steps[-1].initial_norms.append(norm)
+        (self.steps[-1] if self.steps else self).initial_norms.append(initial_norm)
 
     @torch.no_grad()
     def note_step(self, loss_scale: Tensor | None) -> None:
@@ -114,8 +112,3 @@ class Evidence:
         numbers = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
         numbers += [discarded, *(now != before for now, before in norms)]
         return torch.stack([move(number, device).float() for number in numbers])
-
-
-def in_training_mode(model: nn.Module) -> bool:
-    """True if any module of a model is in training mode."""
-    return any(module.training for module in unwrapped(model).modules())

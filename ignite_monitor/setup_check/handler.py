@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -15,25 +15,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.accumulation import AccumulationProbe
-from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.forward import before_forward
+from ignite_monitor.model.names import unwrapped
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.reports import Report
-from ignite_monitor.setup_check.evidence import Evidence, Numbers, in_training_mode
-from ignite_monitor.setup_check.findings import (
-    MOST,
-    Finding,
-    evaluation_mode,
-    find_all,
-    idle_parameters,
-    unused_parameters,
-)
+from ignite_monitor.setup_check.evidence import Evidence, Numbers
+from ignite_monitor.setup_check.findings import FINDINGS, MOST, evaluation_mode, idle_parameters, unused_parameters
 
 _MODE_EVERY = 50  # iterations, after the check
 
@@ -92,13 +86,14 @@ class SetupCheck(Monitor):
 
     def on_run_end(self) -> None:
         if self.findings is not None and self._evidence is not None:
-            self._finish()
+            self._finish(self._evidence)
 
     def reset_run_state(self) -> None:
         self._evidence: Evidence | None = None
         self._probe: AccumulationProbe | None = None
         self._hooks, self._has_stepped = ExitStack(), False
-        self._has_gradient = self._in_training = False  # in an iteration after the check
+        # In the check, and in each iteration after it: a backward was seen, and a module in training mode at any event.
+        self._has_gradient = self._is_training = False
 
     @property
     def _is_over(self) -> bool:
@@ -107,97 +102,105 @@ class SetupCheck(Monitor):
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
-            self.findings, self.is_finished = None, False
+            self.findings = None
 
     def _on_iteration_started(self, engine: Engine) -> None:
+        self.is_finished = self._is_over and engine.state.iteration % _MODE_EVERY > 0
+
+    def before_train_step(self, engine: Engine) -> None:
         if self._is_over:
-            self.is_finished = engine.state.iteration % _MODE_EVERY > 0
+            self._has_gradient = self._is_training = False
+        else:
+            reshard(self.model)
+            self._evidence = self._evidence or Evidence(self.model, self.optimizer)
+            self._evidence.start(engine.state.batch, self.iterations, engine.state.epoch_length)
+        self._note()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        engine, source = self._attached_to(), self._source
-        if engine is None or source is None:
-            return []
-        if self._is_over:
-            self._has_gradient, self._in_training = False, in_training_mode(self.model)
-            return []
-        reshard(self.model)
-        if self._evidence is None:
-            self._evidence = Evidence(self.model, self.optimizer)
-        self._evidence.start(engine.state.batch, self.iterations)
         self._hooks, self._has_stepped = ExitStack(), False
-        if self.findings is None:  # else it waits for gradients only
+        if self.findings is None and self._evidence is not None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
             hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
             self._hooks.callback(hook.remove)
-            self._hooks.enter_context(self._calls_noted(self._evidence.calls))
-            self._probe = self._hooks.enter_context(AccumulationProbe(source.trackers[id(self.model)], self.optimizer))
+            self._note_calls(self._evidence.calls)
+            self._start_probe(self._source.trackers[id(self.model)])
         return [self._hooks]
 
-    def _calls_noted(self, calls: list[bool]) -> AbstractContextManager[Any]:
+    def _start_probe(self, tracker: GradientTracker) -> None:
+        self._probe = self._hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
+
+    def _note_calls(self, calls: list[bool]) -> None:
         modules = [*self.model.modules()]
-        if any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
-            return nullcontext()
-        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        note = lambda module, *_: calls.extend([module in wrappers] * torch.is_grad_enabled())  # noqa: E731
-        return before_forward([*wrappers, *(wrapper.module for wrapper in wrappers)], note)
+        if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
+            wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+            note = lambda module, *_: calls.extend([module in wrappers] * torch.is_grad_enabled())  # noqa: E731
+            self._hooks.enter_context(before_forward([*wrappers, *(wrapper.module for wrapper in wrappers)], note))
+
+    def _note(self) -> None:
+        self._is_training |= any(module.training for module in unwrapped(self.model).modules())
+        if self._evidence is not None:
+            self._evidence.note_gradients()
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
-        self._has_gradient, self._in_training = True, self._in_training or in_training_mode(self.model)
-        if self._evidence is not None:
-            if self._probe is not None and self._probe.norm is not None:
-                self._evidence.note_backward(self._probe.norm)
-                self._probe = self._hooks.enter_context(AccumulationProbe(backward.tracker, self.optimizer))
-            self._evidence.note()
+        self._has_gradient = True
+        self._note()
+        if self._evidence is not None and self._probe is not None and self._probe.norm is not None:
+            self._evidence.note_backward(self._probe.norm)
+            self._start_probe(backward.tracker)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if self._evidence is not None and step.is_of(self.optimizer):
-            self._evidence.note()
+            self._note()
             if self.findings is None:
                 self._evidence.note_step(step.loss_scale)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and self._is_running and optimizer.param_groups is self.optimizer.param_groups:
             self._has_stepped = True
-            self._evidence.is_torch.append(f"{type(optimizer).__module__}.".startswith("torch.optim."))
+            self._evidence.is_torch &= f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        evidence = self._evidence
-        if self._is_over and self._has_gradient and not (self._in_training or in_training_mode(self.model)):
-            known = {finding.kind for finding in self.findings or ()}
-            self._report(finding for finding in evaluation_mode(self.model) if finding.kind not in known)
-        if evidence is None or not self._is_running:
+        if not self._is_running:
             return
         reshard(self.model)
-        evidence.note()
+        self._note()
+        evidence = self._evidence
+        if evidence is None:
+            self._check_mode()
+            return
         evidence.stepped += self._has_stepped
         is_last = evidence.iterations >= max(MOST, self.iterations)
         if self.findings is None:
             # The numbers are brought to the host at the end of the iteration.
             self._is_resolved = not (is_last or evidence.stepped >= self.iterations)
         elif is_last or not idle_parameters(evidence):
-            self._finish()
+            self._finish(evidence)
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._evidence is None else [self._evidence.end()]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        engine, evidence = self._attached_to(), self._evidence
-        if engine is not None and evidence is not None:
-            self.findings = []
-            self._report(find_all(evidence, Numbers(*extra[0]), engine.state.epoch_length))
+        evidence = self._evidence
+        if evidence is not None:
+            self.findings, evidence.numbers = [], Numbers(*extra[0])
+            for find in FINDINGS:
+                find(evidence, self._report)
+            self._check_mode()
             if not idle_parameters(evidence):
-                self._finish()
+                self._finish(evidence)
         return {}
 
-    def _report(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self.report(finding.kind, finding.text, severity=finding.severity, names=finding.names, once=False)
-            self.findings = [*(self.findings or ()), self.reports[-1]]
+    def _check_mode(self) -> None:
+        is_reported = any(finding.kind == "evaluation_mode" for finding in self.findings or ())
+        if self._has_gradient and not self._is_training and not is_reported:
+            evaluation_mode(self.model, self._report)
 
-    def _finish(self) -> None:
-        if self._evidence is not None:
-            self._report(unused_parameters(self._evidence))
-            if not self.findings:
-                self.logger.info("%s: no problems found in %d iterations", self._title, self._evidence.iterations)
-        self.is_finished = True
+    def _report(self, kind: str, text: str, severity: str = "problem", names: Sequence[str] = ()) -> None:
+        self.report(kind, text, severity=severity, names=names, once=False)
+        self.findings = [*(self.findings or ()), self.reports[-1]]
+
+    def _finish(self, evidence: Evidence) -> None:
+        unused_parameters(evidence, self._report)
+        if not self.findings:
+            self.logger.info("%s: no problems found in %d iterations", self._title, evidence.iterations)
         self.reset_run_state()
