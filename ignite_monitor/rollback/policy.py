@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import Enum
 from statistics import fmean
 
@@ -68,7 +67,8 @@ class RecoveryPolicy:
     @property
     def keeps_current(self) -> bool:
         """True if the state set aside does at least as well on the changed data as the snapshot."""
-        return self.may_continue and not _exceeds(self.recent, self.failed, limits.NOISE)
+        mean = fmean(self.failed)
+        return self.may_continue and fmean(self.recent) <= mean + limits.NOISE * abs(mean)
 
     def next(self, signals: Signals, iteration: int) -> Action:
         """Choose the action for an iteration."""
@@ -127,6 +127,7 @@ class RecoveryPolicy:
         self.usual = self.usual + 1 if signals.is_usual else 0  # in a row
         if is_unstable:
             self.phase, self.is_test, self.failed = RECOVERING, True, []
+            self.may_continue = False  # the last levels are no longer those of the state set aside
             return Action.DISCARD
         if age <= limits.TRIAL:
             return Action.ACCEPT if age == limits.TRIAL else Action.NONE
@@ -144,9 +145,3 @@ class RecoveryPolicy:
         if self.healthy >= len(limits.TESTS):
             self.phase, self.is_test, self.failed, self.healthy = RECOVERING, True, [], 0
         return Action.DISCARD
-
-
-def _exceeds(levels: Sequence[float], others: Sequence[float], share: float) -> bool:
-    """True unless the mean of the levels is at most that of the others, plus a share of its size."""
-    mean = fmean(others)
-    return not (bool(levels) and fmean(levels) <= mean + share * abs(mean))
