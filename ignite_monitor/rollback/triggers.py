@@ -183,7 +183,8 @@ class Triggers:
         if not is_unhealthy:
             self.signs = [self.signs[0] or loss < 0.0, self.signs[1] or loss > 0.0]
         first, lowest = (self._rule.state[name].item() for name in ("first", "lowest"))
-        self.measures_progress |= lowest < first - limits.NOISE * abs(first)
+        has_fallen = lowest < first - limits.NOISE * abs(first)
+        self.measures_progress |= has_fallen and math.isnan(self.former_limit)  # since the start, not on changed data
         if age := _lasts(bits, self._patience, (3 * self._patience + 1) // 2):
             text = f"the loss exceeded its threshold in {self._patience} iterations"
             signals.add(text, age, limits.MARGIN * (age - 1))

@@ -179,6 +179,18 @@ def test_a_loss_triggers_only_if_it_measures_progress(losses, is_measure):
     assert any(watch(1000.0)[1] for _ in range(10)) == is_measure
 
 
+def test_a_loss_that_falls_on_changed_data_alone_measures_no_progress():
+    """A TD error that rises while values are learnt, and falls after a change of data."""
+    watch = Watch(measures_progress=False)
+    for i in range(60):
+        watch(0.1 * i)
+    watch.triggers.former_limit = 6.0
+    watch.loss.reset()
+    for i in range(60):
+        watch(6.0 * 0.97**i)
+    assert not any(watch(1000.0)[1] for _ in range(10))
+
+
 @pytest.mark.parametrize(
     ("loss", "triggers"),
     [(None, True), (2.0, False), (9.0, True)],  # no loss, a healthy one, one above its threshold
