@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number
 from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series
@@ -20,8 +19,8 @@ def reported(run: Run) -> Iterator[Finding]:
         groups.setdefault((report.monitor, report.kind), []).append(report)
     for (monitor, kind), reports in groups.items():
         first, at = reports[0], sorted({it.iteration for it in reports})
-        text = first.text if first.text.endswith((".", "!", "?")) else f"{first.text}."
-        what = f"{printable(monitor)}, iteration {first.iteration}: {printable(text)}"
+        end = "" if first.text.endswith((".", "!", "?")) else "."
+        what = f"{monitor}, iteration {first.iteration}: {first.text}{end}"
         what += f" Reported in {iterations(np.array(at))}." * (len(reports) > 1)
         severity = min((it.severity for it in reports), key=SEVERITIES.index)
         # Biases before a normalization layer have no gradient but rounding errors.
@@ -33,37 +32,30 @@ def reported(run: Run) -> Iterator[Finding]:
 
 def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
-    name, norm = monitor.name("parameter_norm"), monitor.get("parameter_norm").finite
-    optimizer, weights = run.sibling(monitor, "optimizer"), run.sibling(monitor, "weights")
-    moved, growth = optimizer.get("update_norm").finite, _growth(monitor, run)
-    of_step, of_median = (name, optimizer.name("update_norm")), (weights.name("update_ratio_median"),)
+    norm, growth = monitor.get("parameter_norm").finite, _growth(monitor, run)
+    moved = run.sibling(monitor, "optimizer").get("update_norm").finite
+    ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
     for sizes, text, names, limit, count in (
-        (Series(moved.steps, moved.values / norm.at(moved.steps)), measured, of_step, 1, 3),
-        (weights.get("update_ratio_median"), median, of_median, 1, 3),
-        (growth, grown, (name,), 1, 3),
-        (growth, grown, (name,), 3, 1),  # many steps are between two measurements
+        (moved.over(norm), measured, (norm.name, moved.name), 1, 3),
+        (ratios, median, (ratios.name,), 1, 3),
+        (growth, grown, (norm.name,), 1, 3),
+        (growth, grown, (norm.name,), 3, 1),  # many steps are between two measurements
     ):
-        large = sizes.finite.values > limit * limits.LARGE_UPDATE
+        large = sizes.values > limit * limits.LARGE_UPDATE
         begins = [i for i in np.flatnonzero(large).tolist() if large[i : i + count].sum() == count]
         if not begins:
             continue
-        part = sizes.finite.part(slice(begins[0], begins[0] + count))
+        part = sizes.part(slice(begins[0], begins[0] + count))
         what = text.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
         what = f"Steps were too large: {what} ({names[0]}); 1e-3 is usual."
-        rate = _largest_rate(monitor, part.steps)[0]
+        rate = monitor.rates(part.steps)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
         onset, values = 0 if part.steps[0] <= run.first_made else -1, {"size": float(part.values.max())}
         yield Finding("large_updates", "problem", what, names, part.steps, values, onset=onset)
         return
-
-
-def _largest_rate(monitor: MonitorSeries, steps: Array) -> Array:
-    """The largest learning rate of all groups at some steps, NaN where none was measured."""
-    rates = [series.at(steps) for series in monitor.items("lr/{}").values()]
-    return np.max(rates, axis=0) if rates else np.full(len(steps), np.nan)
 
 
 def _growth(monitor: MonitorSeries, run: Run) -> Series:
@@ -98,15 +90,16 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             begin, until = int(rates.steps[low]) + 1, int(rates.steps[end])
             distance = max(limits.RATE_EFFECT, int(np.diff(rates.steps)[0]))
             if any(begin <= onset <= until + distance for onset in damage):
-                name, first, most = monitor.name(f"lr/{group}"), float(rates.values[low]), float(rates.values[end])
+                first, most = float(rates.values[low]), float(rates.values[end])
                 what = f"The learning rate of {_title(group)} rose from {number(first, 3)} to {number(most, 3)} "
-                what += f"({name}) in {iterations(np.arange(begin, until + 1))}, and damage followed."
-                yield Finding("rate_rose", "problem", what, (name,), (begin,), {"before": first, "largest": most})
+                what += f"({rates.name}) in {iterations(np.arange(begin, until + 1))}, and damage followed."
+                values = {"before": first, "largest": most}
+                yield Finding("rate_rose", "problem", what, (rates.name,), (begin,), values)
                 return
 
 
 def _title(group: str) -> str:
-    return f"parameter {printable(group).replace('_', ' ')}"
+    return f"parameter {group.replace('_', ' ')}"
 
 
 def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -116,10 +109,10 @@ def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         low = rates.values < limits.VANISHED_RATE * highest
         since = rates.since(low)
         if low[-1] and low.sum() >= MIN_ONSET and last - since >= limits.VANISHED_SHARE * last:
-            name = monitor.name(f"lr/{group}")
             what = f"The learning rate of {_title(group)} fell from {number(highest, 3)} to less than a thousandth "
-            what += f"({name}) by iteration {since}, and stayed there to the end, iteration {last}."
-            yield Finding("rate_vanished", "warning", what, (name,), (since,), {"highest": highest, "last": rates.last})
+            what += f"({rates.name}) by iteration {since}, and stayed there to the end, iteration {last}."
+            values = {"highest": highest, "last": rates.last}
+            yield Finding("rate_vanished", "warning", what, (rates.name,), (since,), values)
             return
 
 
@@ -132,11 +125,10 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         if not rate >= limits.GROUP_RATE * usual > 0:
             continue
         for item, ratios in weights.items(f"largest_update_ratio/{group}/{{}}").items():
-            factors = Series(ratios.steps, ratios.values / weights.get("update_ratio_median").at(ratios.steps))
-            if len(factors.finite.steps) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
-                name = monitor.name(f"lr/{group}")
+            factors, name = ratios.over(weights.get("update_ratio_median")), groups[group].name
+            if len(factors.steps) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
                 what = f"{_title(group).capitalize()} has a learning rate of {number(rate, 3)} ({name}), "
-                what += f"{number(rate / usual, 2)} times that of the other groups, and moves {printable(item)} "
+                what += f"{number(rate / usual, 2)} times that of the other groups, and moves {item} "
                 what += f"{number(factors.median, 2)} times as far for its size as the median parameter."
                 values = {"rate": rate, "usual": usual, "factor": factors.median}
                 yield Finding("group_rate", "warning", what, (name,), groups[group].steps[:1], values)
@@ -145,15 +137,14 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 
 def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Gradients that the step used at a small fraction of their size."""
-    used, before = monitor.get("gradient_norm").finite, run.sibling(monitor, "grad")
-    norms = Series(used.steps, before.get("norm").finite.at(used.steps))
-    shares = Series(used.steps, used.values / norms.values).finite
+    used, norm = monitor.get("gradient_norm").finite, run.sibling(monitor, "grad").get("norm").finite
+    shares = used.over(norm)
     is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
     if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
-        names = monitor.name("gradient_norm"), before.name("norm")
-        what = f"The step used a gradient with a norm of {number(used.median, 2)} ({names[0]}), of which the backward "
-        what += f"pass had made {number(norms.median, 2)} ({names[1]})."
-        yield Finding("clipped_away", "warning", what, names, shares.steps[:1], {"share": shares.median}, onset=0)
+        what = f"The step used a gradient with a norm of {number(used.median, 2)} ({used.name}), of which the backward "
+        what += f"pass had made {number(Series(values=norm.at(used.steps)).median, 2)} ({norm.name})."
+        names, values = (used.name, norm.name), {"share": shares.median}
+        yield Finding("clipped_away", "warning", what, names, shares.steps[:1], values, onset=0)
 
 
 def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -162,34 +153,34 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
-            name, (onset, since) = monitor.name(f"batch_rms/{place}"), series.onset(far)
+            name, (onset, since) = series.name, series.onset(far)
             scale, median = "large" if series.median > 1 else "0", number(series.median, 3)
-            what = f"batch[{printable(place)}] is {scale} {since}: its root mean square is {median} ({name}); networks "
+            what = f"batch[{place}] is {scale} {since}: its root mean square is {median} ({name}); networks "
             what += "expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
             yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
-    if outputs and run.loss and len(places) <= 1:
-        begin, size = float(run.loss.values[0]), float(outputs.values[0])
+    if outputs and (loss := run.loss) and len(places) <= 1:
+        begin, size = float(loss.values[0]), float(outputs.values[0])
         if begin > limits.LARGE_LOSS * np.square(1 + size):
-            what = f"The loss begins at {number(begin)} ({run.loss_name}), while the model's outputs are at most "
+            what = f"The loss begins at {number(begin)} ({loss.name}), while the model's outputs are at most "
             what += f"{number(size, 2)} at the beginning, as with large targets or rewards, or a loss that is a sum."
-            yield Finding("loss_scale", "warning", what, (run.loss_name,), run.loss.steps[:1], {"loss": begin}, onset=0)
+            yield Finding("loss_scale", "warning", what, (loss.name,), loss.steps[:1], {"loss": begin}, onset=0)
 
 
 def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Parameters whose norm changed between two measurements by more than the steps between them can."""
-    norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
+    norm = monitor.get("parameter_norm").finite
     for place, most in _changes(monitor, run)[:1]:
         at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2].tolist()
         weights = run.sibling(monitor, "weights").items("largest_weight/{}")
         sizes = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
-        largest = f", most of all {printable(max(sizes, key=sizes.__getitem__))}," if sizes else ""
+        largest = f", most of all {max(sizes, key=sizes.__getitem__)}," if sizes else ""
         what = f"The parameters{largest} changed by other means than steps between iterations {at[0]} and {at[1]}: "
-        what += f"their norm from {number(before, 3)} to {number(after, 3)} ({name}), which steps move by about "
+        what += f"their norm from {number(before, 3)} to {number(after, 3)} ({norm.name}), which steps move by about "
         what += f"{number(most, 2)} there."
         values = {"before": before, "after": after, "steps": most}
-        yield Finding("weight_changed", "problem", what, (name,), (int(at[0]) + 1,), values)
+        yield Finding("weight_changed", "problem", what, (norm.name,), (int(at[0]) + 1,), values)
 
 
 def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
@@ -211,7 +202,7 @@ def _reach(monitor: MonitorSeries, run: Run, at: Array, is_scaled: bool) -> floa
     """Distance that steps move parameters between two iterations, judged by the last update norms before them."""
     moved, gradients = run.sibling(monitor, "optimizer").get("update_norm").finite, Series()
     moved = moved.part(moved.steps <= at[0]).part(slice(-MIN_ONSET, None))
-    rates = [np.nan_to_num(_largest_rate(monitor, steps), nan=1.0) for steps in (moved.steps, at)]
+    rates = [np.nan_to_num(monitor.rates(steps), nan=1.0) for steps in (moved.steps, at)]
     sizes, total = moved.values / rates[0] * rates[1].max(), float(at[1] - at[0])
     if not is_scaled and (gradients := run.sibling(monitor, "grad").get("norm").finite):
         ends = np.searchsorted(gradients.steps, [moved.steps - limits.REACH, moved.steps], "right").T.tolist()
@@ -222,7 +213,7 @@ def _reach(monitor: MonitorSeries, run: Run, at: Array, is_scaled: bool) -> floa
 
 def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Parameters whose norm falls fast from the first measurement on, not all at once, and stays low."""
-    norm, name = monitor.get("parameter_norm").finite, monitor.name("parameter_norm")
+    norm = monitor.get("parameter_norm").finite
     early = norm.part(norm.steps <= norm.steps[:1].sum() + limits.SHRINK_ITERATIONS)
     lowest = float(early.values.min(initial=np.inf))
     if norm and limits.SHRINK_FACTOR * max(lowest, norm.tail.median) < norm.values[0]:
@@ -230,6 +221,6 @@ def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         if falls.max(initial=0.0) > limits.SUDDEN * whole:
             return
         what = f"The norm of all parameters fell from {number(norm.values[0], 3)} to {number(lowest, 3)} in iterations "
-        what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({name})."
+        what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({norm.name})."
         values = {"first": float(norm.values[0]), "lowest": lowest}
-        yield Finding("weights_shrank", "warning", what, (name,), norm.steps[:1], values)
+        yield Finding("weights_shrank", "warning", what, (norm.name,), norm.steps[:1], values)

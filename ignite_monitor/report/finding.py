@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ignite_monitor.hdf5.layout import SEVERITIES as SEVERITIES
+from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report.run import Array
 
 
@@ -112,7 +113,7 @@ class Finding:
 
     kind: str  # one of KINDS, or that of a report
     severity: str  # "problem" (the run is damaged), "warning" (it may be) or "note" (good to know)
-    what: str  # what happened, in words
+    what: str  # what happened, in words; control characters are escaped
     metrics: tuple[str, ...] = ()  # names of the metrics that show it
     iterations: Iterable[int] | Array = ()  # where it happened; converted to a tuple
     values: Mapping[str, float] = field(default_factory=dict)  # the numbers in the words
@@ -122,12 +123,12 @@ class Finding:
 
     def __post_init__(self) -> None:
         steps = tuple(np.asarray(self.iterations, int).tolist())
+        object.__setattr__(self, "what", printable(self.what))
         object.__setattr__(self, "iterations", steps)
         object.__setattr__(self, "onset", self.onset if self.onset >= 0 else next(iter(steps), 0))
 
     @property
     def about(self) -> Kind:
-        """Its kind."""
         return KINDS.get(self.kind, _OTHER)
 
     @property
@@ -137,7 +138,6 @@ class Finding:
 
     @property
     def action(self) -> str:
-        """Advice."""
         return self.advice or self.about.advice
 
     @property

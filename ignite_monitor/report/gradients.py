@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, listed, number, plural
 from ignite_monitor.report.losses import loss_outliers
@@ -102,13 +101,13 @@ def not_monitored(run: Run) -> Iterator[Finding]:
 
 def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     """Steps that were never made, or no longer; and norms of which none was compared with a threshold."""
-    stepped, name = monitor.get("stepped"), monitor.name("stepped")
+    stepped = monitor.get("stepped")
     made = stepped.values > 0
     since = stepped.steps[stepped.steps > stepped.steps[made][-1]] if made.any() else stepped.steps
     skipped = norms is not None and np.isin(since, norms.spikes).all()
     if len(since) and not skipped and (len(since) >= limits.STEPLESS or not made.any()):
-        what = f"The optimizer made no step in {plural(len(since), 'monitored iteration')} ({name}), to the end."
-        values = {"count": len(since)}
+        count = plural(len(since), "monitored iteration")
+        what, values = f"The optimizer made no step in {count} ({stepped.name}), to the end.", {"count": len(since)}
         advice = "Call step() of the optimizer that GradMonitor was given."
         kind, severity = "no_step", "warning"
         if len(since) < limits.STEPLESS:  # perhaps all of one accumulation
@@ -116,18 +115,18 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
         elif made.any():
             advice = "If the train step returns at a spike, call optimizer.zero_grad() first: gradients accumulate."
             severity = "problem"
-        yield Finding(kind, severity, what, (name,), since[:1], values, advice)
+        yield Finding(kind, severity, what, (stepped.name,), since[:1], values, advice)
     elif norms is not None and not norms.threshold.finite:
-        name = monitor.name("norm")
-        what = f"None of {plural(len(norms.norm.steps), 'gradient norm')} ({name}) was compared with a threshold: the "
+        norm = norms.norm
+        what = f"None of {plural(len(norm.steps), 'gradient norm')} ({norm.name}) was compared with a threshold: the "
         what += "threshold's warm-up was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
-        yield Finding("not_monitored", "note", what, (name,), advice=advice)
+        yield Finding("not_monitored", "note", what, (norm.name,), advice=advice)
 
 
 def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     """Non-finite gradients, without a GradScaler that handles them and with one."""
-    norm, name = norms.norm, monitor.name("norm")
+    norm, name = norms.norm, norms.norm.name
     bad = norm.steps[~np.isfinite(norm.values)]
     at, overflows = np.intersect1d(bad, norms.spikes), np.setdiff1d(bad, norms.spikes)
     if len(at):
@@ -148,7 +147,7 @@ def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
 
 def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]:
     """Finite norms above their threshold; those where the loss is far above its usual value too are no noise."""
-    norm, name = norms.norm, monitor.name("norm")
+    norm, loss = norms.norm, run.loss
     at = norms.spikes[np.isfinite(norm.at(norms.spikes))]
     total = len(at) + norms.missing
     if not total:
@@ -159,7 +158,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     allowed = limits.SMALL_EXCESS_RATE if factor < limits.SMALL_EXCESS else limits.SPIKE_RATE
     values: dict[str, Any] = {"count": total}
     where = ([norms.described(at)] if len(at) else []) + [f"{norms.missing} not in the file"] * bool(norms.missing)
-    what = f"{plural(total, 'gradient spike')} ({name}): {'; '.join(where)}."
+    what = f"{plural(total, 'gradient spike')} ({norm.name}): {'; '.join(where)}."
     if factor:
         worst = int(factors.argmax())
         size, threshold = float(sizes[worst]), float(thresholds[worst])
@@ -170,11 +169,11 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     outcome, unhandled = norms.outcome(at)
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
-    names: tuple[str, ...] = name, monitor.name("threshold")
+    names: tuple[str, ...] = norm.name, norms.threshold.name
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
-        every = period(run.loss, high).replace("optimizer steps", "iterations")
+        every = period(loss, high).replace("optimizer steps", "iterations")
         what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
-        what, names = f"{what}{every} ({run.loss_name}).", (*names, run.loss_name)
+        what, names = f"{what}{every} ({loss.name}).", (*names, loss.name)
     if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not len(outliers) and not norms.missing:
         what, severity, advice = f"{what} Healthy runs have as many of this size.", "note", "No action needed."
     elif not norms.missing and _passes(norms, at):
@@ -218,15 +217,15 @@ def _excess(monitor: MonitorSeries, step: int) -> str:
     """The parameters with the largest excess over their thresholds at a spike."""
     shares = {item: float(series.at(np.array([step]))[0]) for item, series in monitor.items("culprit/{}").items()}
     known = sorted((item for item in shares if np.isfinite(shares[item])), key=lambda item: -shares[item])
-    named = [f"{printable(item)} {100 * shares[item]:.0f} %" for item in known[:3]]
+    named = [f"{item} {100 * shares[item]:.0f} %" for item in known[:3]]
     return f" (share of the excess: {listed(named)})" if named else ""
 
 
 def value_spikes(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Spikes of a SpikeMonitor's value."""
-    at, _ = _counted(monitor.get("spike"), monitor.get("spike_count").finite)
+    flags, value = monitor.get("spike"), monitor.get("value")
+    at, _ = _counted(flags, monitor.get("spike_count").finite)
     if len(at):
-        value, names = monitor.get("value"), (monitor.name("value"), monitor.name("spike"))
-        what = f"{plural(len(at), 'spike')} ({names[0]}): {iterations(at)}{period(value, at)}."
+        what = f"{plural(len(at), 'spike')} ({value.name}): {iterations(at)}{period(value, at)}."
         severity = "note" if len(at) <= limits.SPIKE_RATE * len(value.steps) else "warning"
-        yield Finding("loss_spikes", severity, what, names, at, {"count": len(at)})
+        yield Finding("loss_spikes", severity, what, (value.name, flags.name), at, {"count": len(at)})

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, Finding, listed, number
 from ignite_monitor.report.run import MIN_ONSET, MonitorSeries, Run, Series
@@ -37,17 +36,15 @@ def _beyond(
     initially = (
         not KINDS[limit.kind].is_cause and any(masks[item].all() for item in far) and 0 < at[0] <= run.first_made
     )
-    names, text = [monitor.name(limit.key.format(item)) for item in far], limit.text.format(worst)
+    names, text = [items[item].name for item in far], limit.text.format(worst)
     if "{}" in limit.key:
-        what = listed(f"{printable(item)} ({number(medians[item], 2)}, {onsets[item][1]})" for item in far)
+        what = listed(f"{item} ({number(medians[item], 2)}, {onsets[item][1]})" for item in far)
         what = f"{text}: {what}."
     else:
         largest = monitor.items(limit.largest) if limit.largest else {}
         named = sorted(largest, key=lambda item: -largest[item].last_quarter.median)[:3]
-        names += [monitor.name(limit.largest.format(item)) for item in named]
-        what = (
-            f"{text} ({names[0]}), {onsets[far[0]][1]}{'; largest in ' * bool(named)}{listed(map(printable, named))}."
-        )
+        names += [largest[item].name for item in named]
+        what = f"{text} ({names[0]}), {onsets[far[0]][1]}{'; largest in ' * bool(named)}{listed(named)}."
     severity = "problem" if worst >= limit.problem else limit.severity
     values, onset = {"count": len(far), "farthest": worst}, 0 if initially else at[0]
     yield Finding(limit.kind, severity, what, tuple(names), at, values, onset=onset, initially=initially)
@@ -57,7 +54,7 @@ def vanishing(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Weights, not biases, whose gradients are far smaller than the largest."""
     largest = monitor.get("grad_max")
     shares = {
-        name: Series(series.steps, series.values / largest.at(series.steps)).finite
+        name: series.over(largest)
         for name, series in monitor.items(limits.VANISHING.key).items()
         if not name.endswith("bias")
     }

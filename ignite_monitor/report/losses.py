@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import Finding, iterations, number, plural
 from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series, is_loss
@@ -23,16 +22,16 @@ def curves(run: Run) -> Iterator[Finding]:
             stays = bool(bad[-1])
             where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.steps[bad])}"
             numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
-            what = f"{printable(name)} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
+            what = f"{name} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
             severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
             yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
-    for name, series in run.losses.items():
+    for series in run.losses:
         begun = series.part(series.steps >= run.first_made)
         if run.judges_loss and len(begun.values) >= limits.LOSS_POINTS and np.isfinite(begun.values[-1]):
-            yield from _course(name, begun.finite, has_to_fall=name not in run.user_series)
+            yield from _course(begun.finite, has_to_fall=series.name not in run.user_series)
 
 
-def _course(name: str, series: Series, has_to_fall: bool) -> Iterator[Finding]:
+def _course(series: Series, has_to_fall: bool) -> Iterator[Finding]:
     """A loss that ended far above its best; unless it has to fall, only one that fell at first is a loss."""
     begin, end, smooth = series.head.median, series.tail.median, _smoothed(series)
     lowest, best = int(smooth.values.argmin()), float(smooth.values.min())
@@ -50,8 +49,8 @@ def _course(name: str, series: Series, has_to_fall: bool) -> Iterator[Finding]:
     else:
         return
     rise = smooth.since(smooth.values > best + lost / 2)  # it stays above the middle between its best and its end
-    what = f"{printable(name)} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
-    yield Finding(kind, severity, what, (name,), (rise,), {"first": begin, "best": best, "end": end})
+    what = f"{series.name} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
+    yield Finding(kind, severity, what, (series.name,), (rise,), {"first": begin, "best": best, "end": end})
 
 
 def _smoothed(series: Series) -> Series:
@@ -64,17 +63,16 @@ def _smoothed(series: Series) -> Series:
 
 def learning(run: Run) -> Iterator[Finding]:
     """A recorded loss that does not fall, or that rises from the beginning; outputs that the loss cannot fit."""
-    loss, name = run.loss.finite, run.loss_name
+    loss = run.loss.finite
     if len(loss.values) < limits.LEARNING_POINTS or not (run.judges_loss and run.of("step")):
         return
-    begin, end = loss.head.median, loss.tail.median
+    begin, end, name = loss.head.median, loss.tail.median, loss.name
     values = {"first": begin, "last": end}
     for monitor in run.of("activation"):
         most, std = (monitor.get(f"activation/_root_/{key}").finite for key in ("max_abs", "std"))
         bounded = most and (most.values <= 1.0).all() and most.last_quarter.median > limits.SATURATED
         if bounded and std.median < limits.BINARY and end > max(1.0, limits.UNFITTED * begin):
-            outputs = monitor.name("activation/_root_/max_abs")
-            what = f"The model's outputs never exceed 1 ({outputs}), as those of softmax or sigmoid, "
+            what = f"The model's outputs never exceed 1 ({most.name}), as those of softmax or sigmoid, "
             what += f"while the loss ended at {number(end)} after {number(begin)}."
             yield Finding("bounded_outputs", "warning", what, (name,), (), values)
             return
@@ -101,11 +99,10 @@ def learning(run: Run) -> Iterator[Finding]:
 
 def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
     """Median of learning rate times gradient norm over parameter norm; 0 if steps do not depend on that product."""
-    used, norm = monitor.get("gradient_norm").finite, monitor.get("parameter_norm").finite
-    rates = [series.at(used.steps) for series in monitor.items("lr/{}").values()]
-    if not rates or run.sibling(monitor, "optimizer").get("rms_median"):
+    if run.sibling(monitor, "optimizer").get("rms_median"):
         return 0.0
-    return Series(used.steps, np.max(rates, axis=0) * used.values / norm.at(used.steps)).median
+    shares = monitor.get("gradient_norm").finite.over(monitor.get("parameter_norm").finite)
+    return Series(values=monitor.rates(shares.steps) * shares.values).median
 
 
 def loss_outliers(run: Run) -> Array:
@@ -131,6 +128,6 @@ def overfitting(run: Run) -> Iterator[Finding]:
         best, end, at = float(held.values[place]), held.tail.median, int(held.steps[place])
         near = train.part(np.abs(train.steps - at) <= max(5, train.steps[-1] // 20)).median
         if end > limits.OVERFIT * best > 0 and len(held.values) - place > MIN_ONSET and train.tail.median < near:
-            what = f"{printable(name)} rose from {number(best)} in iteration {at} to {number(end)}, while the training "
-            what += f"loss ({run.loss_name}) fell from {number(near)} to {number(train.tail.median)}."
-            yield Finding("overfitting", "warning", what, (name, run.loss_name), (at,), {"best": best, "last": end})
+            what = f"{name} rose from {number(best)} in iteration {at} to {number(end)}, while the training "
+            what += f"loss ({train.name}) fell from {number(near)} to {number(train.tail.median)}."
+            yield Finding("overfitting", "warning", what, (name, train.name), (at,), {"best": best, "last": end})

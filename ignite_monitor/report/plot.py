@@ -42,7 +42,6 @@ class Line(NamedTuple):
 
     label: str  # in the legend
     series: Series
-    name: str  # of the metric
     style: str = "solid"  # "dashed" for thresholds, "points" for items that come and go
 
 
@@ -76,7 +75,7 @@ def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = Fa
             events.setdefault(report.kind, []).append(report.iteration)
     panels = [*_user_panels(run), *(panel for monitor in run.monitors for panel in _panels(monitor))]
     if selection is not None:
-        chosen = [(panel, [line for line in panel.lines if selection.search(line.name)]) for panel in panels]
+        chosen = [(panel, [line for line in panel.lines if selection.search(line.series.name)]) for panel in panels]
         return Picture([replace(panel, lines=lines) for panel, lines in chosen if lines], spikes, events)
     summary = summarise("", run)
     shown = panels if every else _most_important(panels, summary.findings)
@@ -90,9 +89,9 @@ def _most_important(panels: list[Panel], findings: list[Finding]) -> list[Panel]
     order = {name: place for place, name in reversed(list(enumerate(alarms)))}
     ranked = []
     for panel in panels:
-        lines = [line for line in panel.lines if line.name in order or line.style == "dashed" or _varies(line.series)]
+        lines = [it for it in panel.lines if it.series.name in order or it.style == "dashed" or _varies(it.series)]
         if any(line.style != "dashed" for line in lines):
-            first = min(order.get(line.name, len(alarms)) for line in lines)
+            first = min(order.get(line.series.name, len(alarms)) for line in lines)
             ranked.append((first, replace(panel, lines=lines)))
     ranked.sort(key=lambda entry: (entry[0], not entry[1].is_chart))
     return [panel for _, panel in ranked[:ONE_SCREEN]] or panels[:ONE_SCREEN]
@@ -108,14 +107,14 @@ def _panels(monitor: MonitorSeries) -> Iterator[Panel]:
     for key in sorted(monitor.series, key=natural):
         chart, label = _chart(monitor.kind, key)
         style = "dashed" if "threshold" in key else "points" if key.startswith(("topk", "largest")) else "solid"
-        charts[chart].append(Line(label, monitor.series[key], monitor.name(key), style))
+        charts[chart].append(Line(label, monitor.series[key], style))
     flags = monitor.get("spike")
     for chart, lines in charts.items():
         value = next((line.series for line in lines if line.label in ("norm", "value")), None)
         spikes = flags.steps[flags.values > 0]
         marked = Series(spikes, value.at(spikes)) if value is not None and flags else None
         is_chart = chart != lines[0].label
-        title = f"{monitor.root or monitor.kind}: {chart}" if is_chart else lines[0].name
+        title = f"{monitor.root or monitor.kind}: {chart}" if is_chart else lines[0].series.name
         yield Panel(title, lines, marked, is_chart)
 
 
@@ -139,7 +138,7 @@ def _user_panels(run: Run) -> Iterator[Panel]:
     for name in run.user_series:
         panels[re.sub(r"/(group_)?\d+$", "", name).rpartition("/")[2]].append(name)
     for word, names in sorted(panels.items(), key=lambda entry: ("loss" not in entry[0].lower(), natural(entry[0]))):
-        lines = [Line(name, run.user_series[name], name) for name in sorted(names, key=natural)]
+        lines = [Line(name, run.user_series[name]) for name in sorted(names, key=natural)]
         yield Panel(names[0] if len(names) == 1 else word, lines)
 
 
@@ -226,7 +225,7 @@ def _scale(axes: Axes, values: Array) -> None:
 
 def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:
     if panel.marked is not None and len(panel.marked.steps):
-        steps, values = panel.marked.finite
+        steps, values, _ = panel.marked.finite
         axes.plot(steps, _drawable(values), "x", color=SPIKE, markersize=6, markeredgewidth=1.6, label="spike")
     low, high = axes.get_xlim()
     for at in picture.spikes if len(picture.spikes) <= MARKED else ():

@@ -30,13 +30,18 @@ class Series(NamedTuple):
 
     steps: Array = np.empty(0, int)  # iterations, ascending
     values: Array = np.empty(0)  # float64, non-finite ones included
+    name: str = ""  # full name of the metric
 
     def __bool__(self) -> bool:
         return bool(len(self.steps))
 
     def part(self, which: Array | slice) -> Series:
         """Select values by a mask, by indices or by a slice."""
-        return Series(self.steps[which], self.values[which])
+        return Series(self.steps[which], self.values[which], self.name)
+
+    def over(self, other: Series) -> Series:
+        """Divide the values by those of another series at the same steps; the finite ratios."""
+        return Series(self.steps, self.values / other.at(self.steps), self.name).finite
 
     @property
     def finite(self) -> Series:
@@ -111,7 +116,7 @@ class MonitorSeries:
 
     def get(self, key: str) -> Series:
         """Return the series of a key, empty if it was not recorded."""
-        return self.series.get(key, Series())
+        return self.series.get(key, Series(name=self.name(key)))
 
     def items(self, pattern: str) -> dict[str, Series]:
         """Return layer or parameter -> its finite series, for a pattern such as ``activation/{}/std``."""
@@ -122,6 +127,11 @@ class MonitorSeries:
             if key.startswith(start) and key.endswith(end) and np.isfinite(series.values).any()
         }
 
+    def rates(self, steps: Array) -> Array:
+        """Return the largest learning rate of all groups at some steps, NaN where none was measured."""
+        rates = [series.at(steps) for series in self.items("lr/{}").values()]
+        return np.max(rates, axis=0) if rates else np.full(len(steps), math.nan)
+
 
 class Run:
     """Metrics of a run over iterations, from what :func:`~ignite_monitor.read_hdf5` returns."""
@@ -131,7 +141,7 @@ class Run:
         self.user_series: dict[str, Series] = {}  # the user's own
         monitors: dict[tuple[str, str], MonitorSeries] = {}
         for name in recording:
-            series = Series(recording.iterations(name), recording[name][1])
+            series = Series(recording.iterations(name), recording[name][1], name)
             if (np.diff(series.steps) < 0).any():
                 series = series.part(np.argsort(series.steps, kind="stable"))
             if not series:
@@ -170,21 +180,16 @@ class Run:
         return min((float(it.steps[it.values.argmax()]) for it in stepped if it.values.any()), default=0.0)
 
     @property
-    def loss_name(self) -> str:
-        """Name of the loss that attach_monitors recorded, or of the first loss of the user's own; else empty."""
-        return next(iter(self.losses), "")
-
-    @property
-    def losses(self) -> dict[str, Series]:
-        """Losses that attach_monitors recorded, and the user's own, by name."""
-        recorded = {monitor.name(key): series for monitor in self.of("loss") for key, series in monitor.series.items()}
-        kept = {name: series for name, series in recorded.items() if name.endswith("/value") or is_loss(name)}
-        return kept | {name: series for name, series in self.user_series.items() if is_loss(name)}
+    def losses(self) -> list[Series]:
+        """Losses that attach_monitors recorded, and the user's own."""
+        recorded = [series for monitor in self.of("loss") for series in monitor.series.values()]
+        kept = [series for series in recorded if series.name.endswith("/value") or is_loss(series.name)]
+        return kept + [series for series in self.user_series.values() if is_loss(series.name)]
 
     @property
     def loss(self) -> Series:
-        """The loss from the first optimizer step on."""
-        loss = self.series.get(self.loss_name, Series())
+        """The first of the losses, from the first optimizer step on."""
+        loss = next(iter(self.losses), Series())
         return loss.part(loss.steps >= self.first_made)
 
     @property

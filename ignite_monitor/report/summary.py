@@ -148,7 +148,7 @@ def summarise(file: str, run: Run) -> Summary:
 
 
 def _statistics(series: Series) -> Statistics:
-    steps, values = series
+    steps, values, _ = series
     finite = series.finite.values
     least, most = (float(finite.min()), float(finite.max())) if len(finite) else (math.nan, math.nan)
     bad = len(values) - len(finite)
