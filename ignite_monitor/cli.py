@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ignite_monitor.checks import check_pattern
 from ignite_monitor.hdf5.layout import printable
 
 if TYPE_CHECKING:
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "ignite-monitor"
 FAILED = 3  # exit code if a rule failed
-
-EXAMPLES = """\
-examples:
-  ignite-monitor demo                               train a small model and record it
-  ignite-monitor summary runs/demo/run.h5           what happened, in words
-  ignite-monitor plot runs/demo/run.h5 -o run.png   and in a picture
-  ignite-monitor report runs/demo/run.h5            both in a page to send
-  ignite-monitor compare first.h5 second.h5         two runs side by side
-  ignite-monitor spike spikes/                      what was in the batch at a spike
-
-A run's file is written by HDF5Logger, a spike's by SpikeRecorder. ignite-monitor COMMAND --help lists its options."""
 
 
 class BadInput(Exception):  # noqa: N818
@@ -76,13 +65,15 @@ def _discard_output() -> None:
 
 def _parser() -> Parser:
     options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser(prog=PROGRAM, description="See what happened in a training run.", epilog=EXAMPLES, **options)
+    parser = Parser(prog=PROGRAM, description="See what happened in a training run.", **options)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_release()}")
     parser.set_defaults(command=lambda chosen: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    parser.epilog = "examples:"
 
     def add(command: Callable[[argparse.Namespace], int | None], does: str, example: str, *runs: str) -> Any:
         texts: Any = {"description": f"{does[0].upper()}{does[1:]}.", "epilog": f"examples:\n  {PROGRAM} {example}"}
+        parser.epilog += f"\n  {PROGRAM} {example}"
         added = commands.add_parser(command.__name__[1:], help=does, **texts, **options)
         added.set_defaults(command=command)
         for run in runs:
@@ -110,6 +101,7 @@ def _parser() -> Parser:
 
     option = add(_spike, "show what SpikeRecorder saved at spikes", "spike spikes/")
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
+    parser.epilog += "\n\nA run's file is written by HDF5Logger, a spike's by SpikeRecorder."
     return parser
 
 
@@ -153,10 +145,8 @@ def _plot(chosen: argparse.Namespace) -> None:
     from ignite_monitor.report.finding import plural
     from ignite_monitor.report.plot import draw, picture
 
-    try:
-        selection = re.compile(chosen.metrics) if chosen.metrics is not None else None
-    except re.error as error:
-        raise BadInput(f"argument --metrics: {chosen.metrics!r} is no regular expression: {error}") from None
+    with _one_line("--metrics"):
+        selection = check_pattern("metrics", chosen.metrics)
     output = _output(chosen, ".png")
     run = _read(chosen.run)
     shown = picture(run, selection, chosen.all)

@@ -142,7 +142,7 @@ def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
     if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
         what = f"The step used a gradient with a norm of {number(used.median, 2)} ({used.name}), of which the backward "
-        what += f"pass had made {number(Series(values=norm.at(used.steps)).median, 2)} ({norm.name})."
+        what += f"pass had made {number(norm.part(np.isin(norm.steps, used.steps)).median, 2)} ({norm.name})."
         names, values = (used.name, norm.name), {"share": shares.median}
         yield Finding("clipped_away", "warning", what, names, shares.steps[:1], values, onset=0)
 

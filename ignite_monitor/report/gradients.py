@@ -118,8 +118,8 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
         yield Finding(kind, severity, what, (stepped.name,), since[:1], values, advice)
     elif norms is not None and not norms.threshold.finite:
         norm = norms.norm
-        what = f"None of {plural(len(norm.steps), 'gradient norm')} ({norm.name}) was compared with a threshold: the "
-        what += "threshold's warm-up was not over."
+        what = f"No gradient norm ({norm.name}) of {plural(len(norm.steps), 'iteration')} was compared with a "
+        what += "threshold: the threshold's warm-up was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
         yield Finding("not_monitored", "note", what, (norm.name,), advice=advice)
 

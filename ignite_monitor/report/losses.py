@@ -102,7 +102,7 @@ def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
     if run.sibling(monitor, "optimizer").get("rms_median"):
         return 0.0
     shares = monitor.get("gradient_norm").finite.over(monitor.get("parameter_norm").finite)
-    return Series(values=monitor.rates(shares.steps) * shares.values).median
+    return Series(shares.steps, monitor.rates(shares.steps) * shares.values).median
 
 
 def loss_outliers(run: Run) -> Array:

@@ -45,7 +45,6 @@ class Series(NamedTuple):
 
     @property
     def finite(self) -> Series:
-        """The finite values."""
         keep = np.isfinite(self.values)
         return self if keep.all() else self.part(keep)
 
@@ -57,8 +56,7 @@ class Series(NamedTuple):
     @property
     def median(self) -> float:
         """Median of the finite values, NaN if there is none."""
-        values = self.finite.values
-        return float(np.median(values)) if len(values) else math.nan
+        return float(np.median(self.finite.values)) if self.finite else math.nan
 
     @property
     def head(self) -> Series:
@@ -77,8 +75,7 @@ class Series(NamedTuple):
     @property
     def last(self) -> float:
         """The last finite value, NaN if there is none."""
-        values = self.finite.values
-        return float(values[-1]) if len(values) else math.nan
+        return float(self.finite.values[-1]) if self.finite else math.nan
 
     def at(self, steps: Array) -> Array:
         """Return the values at some steps, NaN where there is none."""
@@ -111,7 +108,6 @@ class MonitorSeries:
     series: dict[str, Series] = field(default_factory=dict)
 
     def name(self, key: str) -> str:
-        """Return the full name of a key."""
         return f"{self.root}/{key}" if self.root else key
 
     def get(self, key: str) -> Series:
@@ -158,7 +154,6 @@ class Run:
         self.monitors = sorted(monitors.values(), key=lambda monitor: (_ORDER.get(monitor.kind, 99), monitor.root))
 
     def of(self, kind: str) -> list[MonitorSeries]:
-        """Return the monitors of a kind."""
         return [monitor for monitor in self.monitors if monitor.kind == kind]
 
     def sibling(self, monitor: MonitorSeries, kind: str) -> MonitorSeries:

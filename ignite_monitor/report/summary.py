@@ -40,21 +40,17 @@ def diagnose(run: Run) -> tuple[list[Finding], list[str]]:
     """Apply all rules to a run; return the findings, causes first and notes last, and a line for each failed rule."""
     findings: list[Finding] = []
     failed: list[str] = []
-
-    def apply(rule: Callable[..., Iterator[Finding]], *arguments: Any) -> None:
-        try:
-            findings.extend(rule(*arguments))
-        except Exception as error:  # noqa: BLE001 - the other rules still say what they find
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            failed.append(f"rule {rule.__name__} failed: {text}")
-
+    calls: list[tuple[Callable[..., Iterator[Finding]], tuple[Any, ...]]] = [
+        *((rule, (run,)) for rule in RUN_RULES),
+        *((rule, (monitor, run)) for monitor in run.monitors for rule in RULES.get(monitor.kind, ())),
+        (causes.rate_rises, (run, findings)),  # those of the others
+    ]
     with np.errstate(all="ignore"):
-        for rule in RUN_RULES:
-            apply(rule, run)
-        for monitor in run.monitors:
-            for monitor_rule in RULES.get(monitor.kind, ()):
-                apply(monitor_rule, monitor, run)
-        apply(causes.rate_rises, run, [*findings])
+        for rule, arguments in calls:
+            try:
+                findings.extend(rule(*arguments))
+            except Exception as error:  # noqa: BLE001 - the other rules still say what they find
+                failed.append(f"rule {rule.__name__} failed: {type(error).__name__}: {' '.join(str(error).split())}")
     return in_order(findings, run.distance), failed
 
 

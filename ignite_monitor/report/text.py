@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -18,9 +18,6 @@ from rich.text import Text
 from ignite_monitor.hdf5.layout import printable
 from ignite_monitor.report.finding import Finding, listed, number, plural
 from ignite_monitor.report.summary import Comparison, Difference, Statistics, Summary
-
-if TYPE_CHECKING:
-    from ignite_monitor.spike_recorder.record import SpikeRecord
 
 COLUMNS = ("metric", "first", "last", "min", "max", "count")
 ROWS = 30  # of a table, unless all are requested
@@ -134,13 +131,14 @@ def _cell(value: float) -> str:
 
 
 def spikes_text(path: Path) -> list[RenderableType]:
-    """Describe a directory's spike files, the earliest first, or one file; ValueError if one can't be read."""
+    """Describe a directory's spike files, the earliest first, or one file; ValueError if none can be read."""
+    from ignite_monitor.spike_recorder.description import fields, title
     from ignite_monitor.spike_recorder.record import ENDING, load_spike
 
     files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} holds no spike files (*{ENDING})")
-    records: list[tuple[tuple[Any, ...], list[RenderableType]]] = []
+    described: list[tuple[tuple[Any, ...], list[RenderableType]]] = []
     failed: list[str] = []
     for file in files:
         try:
@@ -149,42 +147,11 @@ def spikes_text(path: Path) -> list[RenderableType]:
             failed.append(str(error))
             continue
         table = Table.grid(Column(style="dim", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
-        for name, text in filter(itemgetter(1), _fields(record)):
+        for name, text in filter(itemgetter(1), fields(record)):
             table.add_row(f"  {name}", Text(printable(text)))
         place = (record.iteration, record.name, record.rank, record.path)
-        records.append((place, [Text(_title(record), style="bold"), table, Text()]))
-    if not records:
+        described.append((place, [Text(printable(title(record)), style="bold"), table, Text()]))
+    if not described:
         raise ValueError(failed[0])
-    parts = [part for _, texts in sorted(records, key=lambda it: it[0]) for part in texts]
-    return [*parts, *map(Text, map(printable, failed)), Text(plural(len(records), "record"))]
-
-
-def _title(record: SpikeRecord) -> str:
-    rank = f", rank {record.rank}" if record.rank else ""
-    title = f"iteration {record.iteration}, epoch {record.epoch}{rank}: {printable(record.name)} {record.norm:.4g}"
-    if not math.isfinite(record.threshold):
-        return title
-    factor = record.norm / record.threshold if record.threshold > 0 else math.nan
-    times = f"{factor:.3g} x its " if math.isfinite(factor) else ""
-    return f"{title}, {times}threshold {record.threshold:.4g}"
-
-
-def _fields(record: SpikeRecord) -> Iterator[tuple[str, str]]:
-    losses = record.row_losses
-    yield "culprits", "; ".join(f"{name} {share:.0%}" for name, share in record.culprits.items())
-    yield "source", "" if record.source is None else record.source["text"]
-    yield "lr", ", ".join(f"{rate:.4g}" for rate in record.lr or ())
-    rows = "; ".join(f"row {row} {float(losses[row]):.4g}" for row in record.rows)
-    yield "losses", rows and f"{rows}; median {float(losses.nanmedian()):.4g} of {len(losses)}"
-    yield "batch", _shape(record.batch)
-    yield "file", Path(record.path).name
-
-
-def _shape(value: Any) -> str:
-    if hasattr(value, "dtype"):
-        return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape)) or 'number'}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_shape(item)}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return f"{len(value)} of {_shape(value[0])}" if len(value) > 8 else ", ".join(map(_shape, value))
-    return "" if value is None else type(value).__name__
+    parts = [part for _, texts in sorted(described, key=itemgetter(0)) for part in texts]
+    return [*parts, *map(Text, map(printable, failed)), Text(plural(len(described), "record"))]
