@@ -44,7 +44,8 @@ class HDF5Logger(BaseLogger):
         trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger,
             which is right if no engine of an evaluation has monitors.
             Values of other engines, as of an evaluator, are placed at its iteration. Without a trainer, values are
-            placed at the iteration of their own engine, and a resumed run replaces none.
+            placed at the iteration of the engine within whose run they are written, else of their own engine, and a
+            resumed run replaces none.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
         ranks: ``"first"``: rank 0 writes. ``"all"``: each rank writes a file of its own, rank 1 ``run.rank1.h5`` beside
             ``run.h5``, and so on.
@@ -94,6 +95,8 @@ class HDF5Logger(BaseLogger):
         self._is_named = trainer is not None
         self._trainer: weakref.ref[Engine] | None = None
         self._engines: weakref.WeakKeyDictionary[Engine, list[RemovableEventHandle]] = weakref.WeakKeyDictionary()
+        self._running: list[Engine] = []  # each within the run of the one before
+        self._outermost: weakref.ref[Engine] | None = None  # the last one to run on its own
         self._logged: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
@@ -150,6 +153,7 @@ class HDF5Logger(BaseLogger):
                 for handle in chain.from_iterable(self._engines.values()):
                     handle.remove()
                 self._engines.clear()
+                self._running.clear()
                 _finish(writer, self._training)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
@@ -208,7 +212,8 @@ class HDF5Logger(BaseLogger):
 
     def _position(self, engine: Engine) -> Position:
         if self._trainer is None:
-            return self._training.run, max(0, engine.state.iteration)
+            outermost = self._running[0] if self._running else engine
+            return self._training.run, max(0, outermost.state.iteration)
         trainer = self._trainer()
         return self._training.position(0 if trainer is None else trainer.state.iteration)
 
@@ -218,16 +223,33 @@ class HDF5Logger(BaseLogger):
             for event, handler in (
                 (Events.STARTED, self._start),
                 (Events.ITERATION_STARTED, self._start_iteration),
-                (Events.COMPLETED, self.flush),
+                (Events.COMPLETED, self._complete),
+                (Events.TERMINATE, self._complete),
             ):
                 handles.append(engine.add_event_handler(event, handler))
-                if event != Events.COMPLETED:
+                if event in (Events.STARTED, Events.ITERATION_STARTED):
                     put_first(engine, event)  # or values of these events would belong to the run before
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
+            self._leave(engine)  # a run that ended by an exception
+            if self._trainer is None and not self._running:
+                if self._outermost is not None and self._outermost() not in (None, engine):
+                    text = "engines run in turn, and each counts iterations of its own, since no trainer is known: "
+                    self._log_once(text + "HDF5Logger(path, trainer=trainer).")
+                self._outermost = weakref.ref(engine)
+            self._running.append(engine)
             if self._writer is not None and self._is_trainer(engine):
                 self._training.start_run()
+
+    def _complete(self, engine: Engine) -> None:
+        with self._one_thread:
+            self._leave(engine)
+        self.flush()
+
+    def _leave(self, engine: Engine) -> None:
+        if engine in self._running:
+            del self._running[self._running.index(engine) :]
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:

@@ -92,8 +92,8 @@ PERSISTENT = (
     Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, _MOMENTS),
     # An iteration could be 1.4 times as fast.
     Persistent("data_wait", "step", "data_wait_share", 0.3, _WAITING, severity="note"),
-    # Healthy ReLU layers stay below 0.3.
-    Persistent("dead_units", "activation", "activation/{}/dead_fraction", 0.5, _DEAD, problem=0.9),
+    # Healthy ReLU layers stay below 0.3, those of small Q-networks below 0.55.
+    Persistent("dead_units", "activation", "activation/{}/dead_fraction", 0.6, _DEAD, problem=0.9),
     Persistent(
         "nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0, "Modules that output inf or NaN"
     ),

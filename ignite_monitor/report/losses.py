@@ -120,9 +120,9 @@ def loss_outliers(run: Run) -> Array:
 def overfitting(run: Run) -> Iterator[Finding]:
     """A held-out loss that rose again while the training loss fell."""
     train = run.loss.finite
-    for name, series in run.user_series.items():
-        held = series.finite
-        if not is_loss(name) or not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
+    for series in run.losses:
+        name, held = series.name, series.finite
+        if not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
             continue
         place = int(held.values.argmin())
         best, end, at = float(held.values[place]), held.tail.median, int(held.steps[place])

@@ -30,6 +30,7 @@ _SCHEMAS = {schema.kind: schema for schema in SCHEMAS}
 LINES = ("#2f7fc1", "#e07b00", "#2a9d4a", "#9b6bd0", "#a0704f", "#d060a0")
 SPIKE, EVENT, GRID = "#e5383b", "#808080", "#80808040"
 EVENT_STYLES = ("--", ":", "-.")
+COME_AND_GO = ("topk", "largest", "smallest", "culprit")  # keys of the items that were the extreme ones at a time
 MARKED = 30  # spikes, or events, beyond which marks would hide the lines
 FEW = len(LINES)
 LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
@@ -106,7 +107,7 @@ def _panels(monitor: MonitorSeries) -> Iterator[Panel]:
     charts: dict[str, list[Line]] = defaultdict(list)
     for key in sorted(monitor.series, key=natural):
         chart, label = _chart(monitor.kind, key)
-        style = "dashed" if "threshold" in key else "points" if key.startswith(("topk", "largest")) else "solid"
+        style = "dashed" if "threshold" in key else "points" if key.startswith(COME_AND_GO) else "solid"
         charts[chart].append(Line(label, monitor.series[key], style))
     flags = monitor.get("spike")
     for chart, lines in charts.items():

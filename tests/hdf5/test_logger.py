@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -19,6 +20,7 @@ from ignite.metrics import Average
 
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, SetupCheck, read_hdf5
 from ignite_monitor.hdf5 import layout, writer
+from ignite_monitor.report.run import Run
 from tests._helpers import footprint, make_batches, make_trainer
 from tests.hdf5._runs import as_lists, engine_of, log_output, run
 
@@ -325,3 +327,48 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
     assert f"torch {torch.__version__.partition('+')[0]}" in versions
     assert "seed 17 " in versions
     assert arguments == "model=Linear, optimizer=SGD, on_spike='skip', prefix='g'"
+
+
+@pytest.mark.parametrize("ends", ["", "terminated", "failed"])
+def test_without_a_trainer_an_evaluator_within_a_run_is_placed_there(path, caplog, ends):
+    """However the evaluator's runs end, and although its values were the first that were to be logged."""
+    trainer, evaluator = engine_of(lambda i: {"loss": float(i)}), engine_of(lambda i: {"accuracy": float(i)})
+    with HDF5Logger(path) as logger:
+        log_output(logger, evaluator, Events.ITERATION_COMPLETED, tag="valid")
+        log_output(logger, trainer)
+
+        @trainer.on(Events.EPOCH_COMPLETED)
+        def evaluate():
+            with contextlib.suppress(ZeroDivisionError):
+                evaluator.run(range(3))
+
+        @evaluator.on(Events.ITERATION_COMPLETED(event_filter=lambda _, i: i == 2))
+        def end():
+            if ends == "terminated":
+                evaluator.terminate()
+            if ends == "failed":
+                raise ZeroDivisionError
+
+        trainer.run(range(5), max_epochs=2)
+    recording = read_hdf5(path)
+    (trained,) = [name for name in recording if name.endswith("loss")]
+    assert recording.iterations(trained).tolist() == [*range(1, 11)]
+    expected = {"": [5] * 3 + [10] * 3, "terminated": [5] * 2 + [10] * 2, "failed": [5] * 2}
+    assert recording.iterations("valid/accuracy").tolist() == expected[ends]
+    assert "in turn" not in caplog.text
+
+
+def test_engines_that_run_in_turn_are_told_to_name_the_trainer(path, caplog):
+    trainer, evaluator = engine_of(lambda _: {"loss": 1.0}), engine_of(lambda _: {"loss": 2.0})
+    with HDF5Logger(path) as logger:
+        log_output(logger, trainer, tag="train")
+        log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid")
+        for epoch in range(1, 4):
+            trainer.run(range(5), max_epochs=epoch)
+            evaluator.run(range(3))
+    recording = read_hdf5(path)
+    assert recording.iterations("train/loss").tolist() == [*range(1, 16)]
+    assert recording.iterations("valid/loss").tolist() == [3, 3, 3]
+    assert caplog.text.count("in turn") == 1
+    assert "HDF5Logger(path, trainer=trainer)" in caplog.text
+    assert [it.name for it in Run(recording).losses] == ["train/loss"]

@@ -93,9 +93,9 @@ CASES = {
         {"optimizer/rms_p95": every(6.0), "optimizer/topk_rms/a.w": every(9.0)},
         *("warning", "6 times what|largest in a.w"),
     ),
-    "dead_units: healthy ReLU": ({"activation/a/dead_fraction": every(0.45)}, None, ""),
+    "dead_units: a healthy Q-network": ({"activation/a/dead_fraction": every(0.55)}, None, ""),
     "dead_units: from the start": (
-        {"t/activation/a/dead_fraction": series(np.full(40, 0.55))} | {"grad/stepped": series(np.ones(200))},
+        {"t/activation/a/dead_fraction": series(np.full(40, 0.65))} | {"grad/stepped": series(np.ones(200))},
         *("warning", "a (0.55, from the first measurement on)|re-initialize a layer"),
     ),
     "dead_units: died": (
@@ -163,7 +163,7 @@ def test_limits(case):
 
 PERSISTENT = {
     "no_gradients": 1e-30,
-    "dead_units": 0.5,
+    "dead_units": 0.6,
     "nonfinite_activations": 0,
     "large_logits": 100.0,
     "exploding_gradients": 0,

@@ -175,7 +175,7 @@ def test_without_norms_it_is_known_too():
 def test_a_run_without_a_threshold_is_not_called_healthy():
     warming_up = {name: its for name, its in grad(calm_norms(15)).items() if name != "grad/threshold"}
     for run, words in (
-        (warming_up, "None of 15 gradient norms (grad/norm) was compared with a threshold"),
+        (warming_up, "No gradient norm (grad/norm) of 15 iterations was compared with a threshold"),
         (weights(), "the file has no metrics of a GradMonitor"),
     ):
         ((finding,), _) = diagnose(make_run(run))
