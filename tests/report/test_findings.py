@@ -96,7 +96,7 @@ CASES = {
     "dead_units: a healthy Q-network": ({"activation/a/dead_fraction": every(0.55)}, None, ""),
     "dead_units: from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.65))} | {"grad/stepped": series(np.ones(200))},
-        *("warning", "a (0.55, from the first measurement on)|re-initialize a layer"),
+        *("warning", "a (0.65, from the first measurement on)|re-initialize a layer"),
     ),
     "dead_units: died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},
