@@ -69,11 +69,11 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_release()}")
     parser.set_defaults(command=lambda chosen: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    parser.epilog = "examples:"
+    examples = ["examples:"]
 
     def add(command: Callable[[argparse.Namespace], int | None], does: str, example: str, *runs: str) -> Any:
         texts: Any = {"description": f"{does[0].upper()}{does[1:]}.", "epilog": f"examples:\n  {PROGRAM} {example}"}
-        parser.epilog += f"\n  {PROGRAM} {example}"
+        examples.append(f"  {PROGRAM} {example}")
         added = commands.add_parser(command.__name__[1:], help=does, **texts, **options)
         added.set_defaults(command=command)
         for run in runs:
@@ -101,7 +101,7 @@ def _parser() -> Parser:
 
     option = add(_spike, "show what SpikeRecorder saved at spikes", "spike spikes/")
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
-    parser.epilog += "\n\nA run's file is written by HDF5Logger, a spike's by SpikeRecorder."
+    parser.epilog = "\n".join([*examples, "\nA run's file is written by HDF5Logger, a spike's by SpikeRecorder."])
     return parser
 
 

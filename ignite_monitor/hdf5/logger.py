@@ -109,6 +109,12 @@ class HDF5Logger(BaseLogger):
         if trainer is not None:
             self._set_trainer(trainer)
 
+    def attach(
+        self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
+    ) -> RemovableEventHandle:
+        self._add_handlers(engine)
+        return super().attach(engine, log_handler, event_name, *args, **kwargs)
+
     def keep_reports(self, reports: list[Report], engine: Engine) -> None:
         """Write what a monitor reports, from before and after this call, each once; ``log_to`` calls it.
 

@@ -129,6 +129,7 @@ class Finding:
 
     @property
     def about(self) -> Kind:
+        """Its kind."""
         return KINDS.get(self.kind, _OTHER)
 
     @property
@@ -138,6 +139,7 @@ class Finding:
 
     @property
     def action(self) -> str:
+        """Advice."""
         return self.advice or self.about.advice
 
     @property

@@ -45,6 +45,7 @@ class Series(NamedTuple):
 
     @property
     def finite(self) -> Series:
+        """The finite values."""
         keep = np.isfinite(self.values)
         return self if keep.all() else self.part(keep)
 
@@ -108,6 +109,7 @@ class MonitorSeries:
     series: dict[str, Series] = field(default_factory=dict)
 
     def name(self, key: str) -> str:
+        """Return the full name of a key."""
         return f"{self.root}/{key}" if self.root else key
 
     def get(self, key: str) -> Series:
@@ -154,6 +156,7 @@ class Run:
         self.monitors = sorted(monitors.values(), key=lambda monitor: (_ORDER.get(monitor.kind, 99), monitor.root))
 
     def of(self, kind: str) -> list[MonitorSeries]:
+        """Return the monitors of a kind."""
         return [monitor for monitor in self.monitors if monitor.kind == kind]
 
     def sibling(self, monitor: MonitorSeries, kind: str) -> MonitorSeries:
