@@ -183,18 +183,14 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     def _observe(self, window: list[Increment]) -> None:
         if self.lacks_scaler or not self.ranks.all_present:
             return
-        if self.ranks.exceed_wrappers:
-            self.report("no_value", "no value: no wrapper reduces the gradients over the ranks of the group")
-            return
-        if not self.ranks.reduces(parameters_of(self.optimizer)):
-            self.report("no_value", f"no value: {NOT_REDUCED}")
+        if self.ranks.exceed_wrappers or not self.ranks.reduces(parameters_of(self.optimizer)):
+            unwrapped = "no wrapper reduces the gradients over the ranks of the group"
+            self.report("no_value", f"no value: {unwrapped if self.ranks.exceed_wrappers else NOT_REDUCED}")
             return
         device = device_of(self.model)
-        sums = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
-        if self._is_complete_window(window):
-            sums = sums_of(window)
-        sums = self.ranks.sum(sums)  # NaN of one rank is NaN on all
-        square_sum, weighted_sum, items, count, total = sums.unbind()
+        unknown = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
+        sums = sums_of(window) if self._is_complete_window(window) else unknown
+        square_sum, weighted_sum, items, count, total = self.ranks.sum(sums).unbind()  # NaN of one rank is NaN on all
         total = total * self.ranks.size  # the gradients are the ranks' mean
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
         if window and window[-1].scale is not None:

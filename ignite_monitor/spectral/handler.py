@@ -32,10 +32,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
-    Parameters of two dimensions or more are measured, frozen ones included and shared ones once: convolutions flattened
-    to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``. Embeddings and stacked matrices, of which
-    it is not known which dimension is out, have no spectral scale. Weights that a module computes are measured as
-    computed. Complex ones are not measured.
+    Parameters of two dimensions or more are measured, unless their names end in ``bias``, frozen ones included and
+    shared ones once: convolutions flattened to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``.
+    Embeddings and stacked matrices, of which it is not known which dimension is out, have no spectral scale. Weights
+    that a module computes are measured as computed. Complex ones are not measured.
 
     {keys}
 
@@ -111,17 +111,15 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     def start_iteration(self, engine: Engine) -> None:
         self._norms, self._before = None, {}
         self._report_nonfinite()
-        if self.updates:
-            with self._training_continues("not_measured", _NOT_COMPUTED):
-                self._keep_weights()
-
-    def _keep_weights(self) -> None:
+        if not self.updates:
+            return
         indices: dict[int, int] = {}  # by id of a parameter; one for weights that share parameters
-        for weight in self._effective():
-            ids = [id(part) for part in weight.parameters]
-            index = next((indices[key] for key in ids if key in indices), len(self._before))
-            indices.update(dict.fromkeys(ids, index))
-            self._before[weight.name] = index, weight.value().detach().clone()
+        with self._training_continues("not_measured", _NOT_COMPUTED):
+            for weight in self._effective():
+                ids = [id(part) for part in weight.parameters]
+                index = next((indices[key] for key in ids if key in indices), len(self._before))
+                indices.update(dict.fromkeys(ids, index))
+                self._before[weight.name] = index, weight.value().detach().clone()
         self._stepped = UpdatedParameters(indices)
 
     def reset_run_state(self) -> None:
