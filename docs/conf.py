@@ -1,9 +1,12 @@
 """The site: ``make docs``, or ``python -m sphinx -W -b html docs build/docs``."""
 
+import inspect
 import re
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
+
+from sphinx.util.inspect import stringify_signature
 
 from ignite_monitor import Monitor
 
@@ -61,5 +64,13 @@ def only_for_sphinx(app, docname, source):
     source[0] = re.sub(r"<!-- sphinx\n(.*?)-->", r"\1", source[0], flags=re.DOTALL)
 
 
+def signature_of_class(app, what, name, obj, options, signature, returned):
+    """Show the arguments of a monitor: autodoc shows those of ``Reporter.__new__``."""
+    if what == "class" and signature == "(*args, **kwargs)":
+        return stringify_signature(inspect.signature(obj), show_annotation=False), returned
+    return None
+
+
 def setup(app):
     app.connect("source-read", only_for_sphinx)
+    app.connect("autodoc-process-signature", signature_of_class)

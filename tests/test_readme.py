@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ignite_monitor import cli
 from tests._helpers import LONG, scalars
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -50,6 +51,17 @@ def test_make_leaves_a_linked_environment_alone(tmp_path):
     assert result.returncode != 0
     assert ".venv is a symbolic link" in result.stderr
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
+
+
+def test_the_readme_quotes_what_summary_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    ((source, quoted),) = re.findall(
+        r"```python\n([^`]*run\.h5[^`]*)```\n\n`ignite-monitor summary run\.h5` prints:\n\n((?: {4}.+\n)+)", text
+    )
+    exec(compile(source, "README.md", "exec"), {"__name__": "__main__"})
+    assert cli.main(["summary", "run.h5"]) == 0
+    assert " ".join(quoted.split()) in " ".join(capsys.readouterr().out.split())
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():
