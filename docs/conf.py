@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sphinx.util.inspect import stringify_signature
 
-from ignite_monitor import Monitor
+from ignite_monitor import Monitor, ThresholdRule
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -46,10 +46,10 @@ nb_execution_in_temp = True
 nb_merge_streams = True
 
 autosummary_generate_overwrite = True
-# The pages of monitors show what is called; what is overridden is on the page of Monitor.
+# The pages of monitors show what is called; what is overridden is on the pages of Monitor and ThresholdRule.
 autosummary_context = {
     "for_users": ["attach", "detach", "log_to"],
-    "for_authors": [*dir(Monitor), "run_totals"],
+    "for_authors": [*dir(Monitor), *dir(ThresholdRule), "run_totals"],
 }
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

@@ -166,7 +166,10 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
-    """Sort findings: by iteration, causes first, each before the findings that it explains, notes last."""
+    """Sort findings: by iteration, causes first, each before the findings that it explains, notes last.
+
+    Of several causes the one of the same iteration is named, otherwise the first.
+    """
     ordered = sorted(findings, key=lambda it: it.place)
     notes = [it for it in ordered if it.severity == "note"]
     rest = [it for it in ordered if it.severity != "note"]
@@ -174,7 +177,8 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
     explained = []
     for finding in rest:
         if not any(finding is root for root in roots):
-            cause = next(it for it in [*roots, *rest] if it.explains(finding, slack))
+            causes = [it for it in [*roots, *rest] if it.explains(finding, slack)]
+            cause = next((it for it in causes if it.onset == finding.onset), causes[0])
             relation = "related to" if finding.about.is_cause else "a consequence of"
             explained.append(replace(finding, advice=f"Probably {relation} {cause.kind} above."))
     return [*roots, *sorted(explained, key=lambda it: it.is_symptom), *notes]

@@ -248,6 +248,16 @@ def test_what_a_report_explains_comes_after_it():
     assert summary.findings[1].action == "Probably a consequence of gradients_not_zeroed above."
 
 
+def test_of_two_causes_the_one_of_the_same_iteration_is_named():
+    norms = runs.with_spike([60])
+    norms[79] = np.nan
+    run = runs.grad(norms, [60, 80])
+    summary = reported((80, "GradMonitor (grad)", "nonfinite_input", "warning", "is so", (), 1), run=run)
+    (symptom,) = [finding for finding in summary.findings if finding.kind == "nonfinite_gradients"]
+    assert [finding.kind for finding in summary.findings][:2] == ["bad_batches", "nonfinite_input"]
+    assert symptom.action == "Probably a consequence of nonfinite_input above."
+
+
 def test_a_cause_that_another_explains_comes_before_the_symptoms():
     norms = runs.calm_norms(300)
     norms[200:] = np.nan
