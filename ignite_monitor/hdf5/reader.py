@@ -143,8 +143,10 @@ def _values(contents: Contents, wanted: NDArray[np.bool_], is_kept: NDArray[np.b
     parts: list[list[Part]] = [[] for _ in wanted]
     kind = np.min_scalar_type(len(wanted))  # NumPy sorts small integers in linear time
     for begin, block in contents.blocks():
-        names = block["name"]
-        rows = np.searchsorted(contents.rows["end"], np.arange(begin, begin + len(block)), side="right")
+        names, ends = block["name"], contents.rows["end"]
+        first, last = np.searchsorted(ends, [begin, begin + len(block) - 1], side="right")
+        counts = np.diff(np.minimum(ends[first : last + 1], begin + len(block)), prepend=begin)
+        rows = np.repeat(np.arange(first, last + 1), counts)
         use = np.flatnonzero(wanted[names] & is_kept[rows])
         use = use[np.argsort(names[use].astype(kind), kind="stable")]
         starts = np.flatnonzero(np.diff(names[use], prepend=-1))

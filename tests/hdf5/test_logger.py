@@ -196,6 +196,22 @@ def test_memory_does_not_depend_on_the_number_of_iterations(path):
     assert len(read_hdf5(path)["train/a"].steps) == 1700
 
 
+def test_nothing_is_kept_of_evaluators_that_are_gone(path):
+    trainer = engine_of()
+    with HDF5Logger(path, trainer=trainer) as logger:
+
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def evaluate():
+            evaluator = engine_of()
+            log_output(logger, evaluator, Events.COMPLETED, tag="valid")
+            evaluator.run(range(2))
+
+        trainer.run(range(20))
+        gc.collect()
+        assert len(logger._writer._known) == 0
+    assert read_hdf5(path).iterations("valid/loss").tolist() == list(range(1, 21))
+
+
 def test_closing_leaves_nothing_behind_but_what_was_attached(path, caplog):
     model, optimizer, trainer = make_trainer()
     before = footprint(trainer, model, optimizer)
