@@ -127,7 +127,6 @@ class RecoveryPolicy:
         self.usual = self.usual + 1 if signals.is_usual else 0  # in a row
         if is_unstable:
             self.phase, self.is_test, self.failed = RECOVERING, True, []
-            self.may_continue = False  # the last levels are no longer those of the state set aside
             return Action.DISCARD
         if age <= limits.TRIAL:
             return Action.ACCEPT if age == limits.TRIAL else Action.NONE

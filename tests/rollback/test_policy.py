@@ -92,13 +92,6 @@ def test_the_state_before_the_rollback_is_kept_if_it_does_as_well_on_the_changed
     assert policy.keeps_current == keeps
 
 
-def test_the_state_before_the_rollback_is_not_kept_after_a_trial_that_diverged():
-    policy = make_policy()
-    actions = follow(policy, "uuuut" + "uuuu" + "ut" + "u")
-    assert actions[8:] == [Action.ADAPT, Action.NONE, Action.DISCARD, Action.ADAPT]
-    assert not policy.keeps_current
-
-
 def test_snapshots_are_tested_from_the_newest_to_the_oldest_and_retried():
     policy, tested = make_policy(), []
     for letter in "tuu":
