@@ -10,14 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ignite_monitor.checks import check_pattern
 from ignite_monitor.hdf5.layout import printable
-
-if TYPE_CHECKING:
-    from ignite_monitor.report.run import Run
-    from ignite_monitor.report.summary import Comparison, Summary
+from ignite_monitor.hdf5.reader import read_hdf5
+from ignite_monitor.report.finding import plural
+from ignite_monitor.report.plot import draw, picture
+from ignite_monitor.report.run import Run
+from ignite_monitor.report.summary import Comparison, Summary, compare, summarise
 
 PROGRAM = "ignite-monitor"
 FAILED = 3  # exit code if a rule failed
@@ -93,9 +94,9 @@ def _parser() -> Parser:
     option = add(_report, "write a page: findings, evidence, metrics", "report run.h5 -o run.html", "run")
     option("-o", "--output", metavar="FILE", help="where to write (default: RUN.html next to RUN.h5)")
 
-    summary = add(_summary, "what happened in a run, causes before consequences", "summary run.h5 --json", "run")
-    compare = add(_compare, "two runs side by side, what differs most first", "compare a.h5 b.h5 --json", "a", "b")
-    for option in (summary, compare):
+    of_one = add(_summary, "what happened in a run, causes before consequences", "summary run.h5 --json", "run")
+    of_two = add(_compare, "two runs side by side, what differs most first", "compare a.h5 b.h5 --json", "a", "b")
+    for option in (of_one, of_two):
         option("--all", action="store_true", help="every metric in the table")
         option("--json", action="store_true", help="for machines")
 
@@ -120,14 +121,10 @@ def _demo(chosen: argparse.Namespace) -> None:
 
 
 def _summary(chosen: argparse.Namespace) -> int:
-    from ignite_monitor.report.summary import summarise
-
     return _print(summarise(chosen.run, _read(chosen.run)), chosen)
 
 
 def _compare(chosen: argparse.Namespace) -> int:
-    from ignite_monitor.report.summary import compare
-
     return _print(compare((chosen.a, chosen.b), (_read(chosen.a), _read(chosen.b))), chosen)
 
 
@@ -138,13 +135,11 @@ def _print(described: Summary | Comparison, chosen: argparse.Namespace) -> int:
         from ignite_monitor.report.text import describe, show
 
         show(describe(described, chosen.all))
-    return FAILED if described.failed else 0
+    runs = described.runs if isinstance(described, Comparison) else [described]
+    return FAILED if any(run.failed for run in runs) else 0
 
 
 def _plot(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.report.finding import plural
-    from ignite_monitor.report.plot import draw, picture
-
     with _one_line("--metrics"):
         selection = check_pattern("metrics", chosen.metrics)
     output = _output(chosen, ".png")
@@ -158,8 +153,6 @@ def _plot(chosen: argparse.Namespace) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    from ignite_monitor.report.summary import summarise
-
     output = _output(chosen, ".html")
     run = _read(chosen.run)
     summary = summarise(Path(chosen.run).name, run)
@@ -188,9 +181,6 @@ def _spike(chosen: argparse.Namespace) -> None:
 
 def _read(path: str) -> Run:
     with _one_line(path):
-        from ignite_monitor.hdf5.reader import read_hdf5
-        from ignite_monitor.report.run import Run
-
         run = Run(read_hdf5(path))
         if not run.series and not run.reports:
             raise BadInput(f"{path} holds no metrics: nothing was written to it yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import shlex
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.attaching import attach_monitors
 from ignite_monitor.hdf5.logger import HDF5Logger
+from ignite_monitor.hdf5.reader import read_hdf5
+from ignite_monitor.report.run import Run
+from ignite_monitor.report.summary import summarise
 from ignite_monitor.tensorboard import tensorboard_layout
 
 LEAST = 200  # with fewer iterations the damaged batches would be in the threshold's warm-up
@@ -26,11 +30,9 @@ CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
 MOST_BYTES = 2**20
 CONSECUTIVE = 30  # permuted batches, more than skipping them survives
 
-Batch = tuple[Tensor, Tensor]
-
 
 class Block(nn.Module):
-    """Transformer block: causal attention and an MLP, with residual connections."""
+    """Transformer block of (batch, characters, width): causal attention and an MLP, with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +42,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for an input of (batch, characters, width)."""
         parts = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
@@ -48,7 +49,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Predicts the next character."""
+    """Predicts logits of each next character from numbers of characters, (batch, characters)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,6 @@ class TinyGPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of each next character, given numbers of characters: (batch, characters)."""
         embedded = self.characters(x) + self.places.weight[: x.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(embedded)))
         return logits
@@ -65,9 +65,6 @@ class TinyGPT(nn.Module):
 
 def run_demo(directory: Path, iterations: int) -> None:
     """Train, print what happens, and the commands that show the results; keep existing files in the directory."""
-    from ignite_monitor.hdf5.reader import read_hdf5
-    from ignite_monitor.report.run import Run
-    from ignite_monitor.report.summary import summarise
     from ignite_monitor.report.text import findings_text, show
 
     if iterations < LEAST:
@@ -87,16 +84,14 @@ def run_demo(directory: Path, iterations: int) -> None:
 
         loggers.append(TensorboardLogger(log_dir=str(directory / "tensorboard" / file.stem)))
     package, shown = logging.getLogger("ignite_monitor"), logging.StreamHandler(sys.stdout)
-    level = package.level
-    package.addHandler(shown)
-    package.setLevel(logging.INFO)
-    try:
-        _train(iterations, zeros, permuted, loggers)
-    finally:
-        package.removeHandler(shown)
-        package.setLevel(level)
+    with contextlib.ExitStack() as stack:
         for logger in loggers:
-            logger.close()
+            stack.enter_context(logger)
+        stack.callback(package.setLevel, package.level)
+        stack.callback(package.removeHandler, shown)
+        package.addHandler(shown)
+        package.setLevel(logging.INFO)
+        _train(iterations, zeros, permuted, loggers)
     print("\nSummary of the file:")
     show(findings_text(summarise(str(file), Run(read_hdf5(file)))), width=80)
     run, picture, log = (shlex.quote(str(path)) for path in (file, file.with_suffix(".png"), directory / "tensorboard"))
@@ -110,7 +105,7 @@ def _train(iterations: int, zeros: int, permuted: range, loggers: list[BaseLogge
     model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-    def train_step(engine: Engine, batch: Batch) -> None:
+    def train_step(engine: Engine, batch: tuple[Tensor, Tensor]) -> None:
         optimizer.zero_grad()
         loss = _loss(model, batch)
         loss.backward()
@@ -133,7 +128,7 @@ def _train(iterations: int, zeros: int, permuted: range, loggers: list[BaseLogge
         trainer.run(_batches(_text(), zeros, permuted), max_epochs=1, epoch_length=iterations)
 
 
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
@@ -146,8 +141,9 @@ def _text() -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long().clamp(max=CHARACTERS - 1)
 
 
-def _batches(text: Tensor, zeros: int = -1, permuted: range = range(0), seed: int = 0) -> Iterator[Batch]:
-    """Batches; one is all zeros, and in a range of them the characters are permuted."""
+def _batches(
+    text: Tensor, zeros: int = -1, permuted: range = range(0), seed: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     others = torch.randperm(CHARACTERS, generator=torch.Generator().manual_seed(seed))
     for iteration in count(1):

@@ -91,15 +91,12 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             distance = max(limits.RATE_EFFECT, int(np.diff(rates.steps)[0]))
             if any(begin <= onset <= until + distance for onset in damage):
                 first, most = float(rates.values[low]), float(rates.values[end])
-                what = f"The learning rate of {_title(group)} rose from {number(first, 3)} to {number(most, 3)} "
-                what += f"({rates.name}) in {iterations(np.arange(begin, until + 1))}, and damage followed."
+                what = f"The learning rate of parameter {group.replace('_', ' ')} rose from {number(first, 3)} "
+                what += f"to {number(most, 3)} ({rates.name}) in {iterations(np.arange(begin, until + 1))}, "
+                what += "and damage followed."
                 values = {"before": first, "largest": most}
                 yield Finding("rate_rose", "problem", what, (rates.name,), (begin,), values)
                 return
-
-
-def _title(group: str) -> str:
-    return f"parameter {group.replace('_', ' ')}"
 
 
 def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -109,8 +106,10 @@ def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         low = rates.values < limits.VANISHED_RATE * highest
         since = rates.since(low)
         if low[-1] and low.sum() >= MIN_ONSET and last - since >= limits.VANISHED_SHARE * last:
-            what = f"The learning rate of {_title(group)} fell from {number(highest, 3)} to less than a thousandth "
-            what += f"({rates.name}) by iteration {since}, and stayed there to the end, iteration {last}."
+            what = f"The learning rate of parameter {group.replace('_', ' ')} fell from {number(highest, 3)} to less "
+            what += (
+                f"than a thousandth ({rates.name}) by iteration {since}, and stayed there to the end, iteration {last}."
+            )
             values = {"highest": highest, "last": rates.last}
             yield Finding("rate_vanished", "warning", what, (rates.name,), (since,), values)
             return
@@ -127,7 +126,7 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         for item, ratios in weights.items(f"largest_update_ratio/{group}/{{}}").items():
             factors, name = ratios.over(weights.get("update_ratio_median")), groups[group].name
             if len(factors.steps) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
-                what = f"{_title(group).capitalize()} has a learning rate of {number(rate, 3)} ({name}), "
+                what = f"Parameter {group.replace('_', ' ')} has a learning rate of {number(rate, 3)} ({name}), "
                 what += f"{number(rate / usual, 2)} times that of the other groups, and moves {item} "
                 what += f"{number(factors.median, 2)} times as far for its size as the median parameter."
                 values = {"rate": rate, "usual": usual, "factor": factors.median}

@@ -125,7 +125,6 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
 
 
 def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
-    """Non-finite gradients, without a GradScaler that handles them and with one."""
     norm, name = norms.norm, norms.norm.name
     bad = norm.steps[~np.isfinite(norm.values)]
     at, overflows = np.intersect1d(bad, norms.spikes), np.setdiff1d(bad, norms.spikes)
@@ -214,7 +213,6 @@ def period(series: Series, at: Array) -> str:
 
 
 def _excess(monitor: MonitorSeries, step: int) -> str:
-    """The parameters with the largest excess over their thresholds at a spike."""
     shares = {item: float(series.at(np.array([step]))[0]) for item, series in monitor.items("culprit/{}").items()}
     known = sorted((item for item in shares if np.isfinite(shares[item])), key=lambda item: -shares[item])
     named = [f"{item} {100 * shares[item]:.0f} %" for item in known[:3]]

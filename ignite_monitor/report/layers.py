@@ -33,9 +33,8 @@ def _beyond(
     onsets = {item: items[item].onset(masks[item]) for item in far}
     worst, at = medians[far[0]], sorted({since for since, _ in onsets.values()})
     # A measurement in the first step's iteration comes before that step.
-    initially = (
-        not KINDS[limit.kind].is_cause and any(masks[item].all() for item in far) and 0 < at[0] <= run.first_made
-    )
+    before_steps = 0 < at[0] <= run.first_made and any(masks[item].all() for item in far)
+    initially = before_steps and not KINDS[limit.kind].is_cause
     names, text = [items[item].name for item in far], limit.text.format(worst)
     if "{}" in limit.key:
         what = listed(f"{item} ({number(medians[item], 2)}, {onsets[item][1]})" for item in far)

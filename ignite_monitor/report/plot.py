@@ -204,7 +204,6 @@ def _panel(axes: Axes, panel: Panel, picture: Picture) -> int:
 
 
 def _drawable(values: Array) -> Array:
-    """Values in a range that can be drawn; NaN for non-finite ones."""
     sizes = np.clip(np.abs(values), 1 / LARGEST, LARGEST)
     return np.where(np.isfinite(values), np.sign(values) * sizes, np.nan)
 

@@ -13,17 +13,15 @@ from ignite_monitor.report import causes, gradients, layers, losses
 from ignite_monitor.report.finding import SEVERITIES, Finding, in_order, listed, plural
 from ignite_monitor.report.run import MonitorSeries, Run, Series, natural
 
-VERSION = 5
-"""Version of the JSON; raised when a key changes its meaning or is removed."""
+VERSION = 5  # of the JSON; raised when a key changes its meaning or is removed
 
 MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
 
-RUN_RULES = (
+RUN_RULES = (  # rules for the whole run
     *(causes.reported, losses.curves, losses.learning, losses.overfitting, layers.persistent, gradients.not_monitored),
 )
-"""Rules for the whole run."""
-RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] = {
+RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] = {  # by the kind of monitor
     "grad": (gradients.gradient_findings,),
     "spike": (gradients.value_spikes,),
     "weights": (layers.vanishing,),
@@ -33,7 +31,6 @@ RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] 
         *(causes.input_scale, causes.weight_changed, causes.shrinking),
     ),
 }
-"""Kind of monitor -> the rules for its metrics."""
 
 
 def diagnose(run: Run) -> tuple[list[Finding], list[str]]:
@@ -160,14 +157,6 @@ class Difference(NamedTuple):
     matters: bool  # whether the difference is more than noise
 
 
-class HashComparison(NamedTuple):
-    """Hashes of tensors and other items that both runs have recorded."""
-
-    items: int  # number of items
-    iteration: int | None  # the first iteration in which a hash differs
-    names: list[str]  # items that differ in it
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Two runs side by side."""
@@ -176,12 +165,7 @@ class Comparison:
     until: int  # the last iteration that both have
     differences: dict[str, Difference]  # by metric, the largest first, the user's own before the rest
     only: tuple[list[str], list[str]]  # names of metrics of the first run only, and of the second only
-    hashes: HashComparison | None  # of ReplicaCheckHandler
-
-    @property
-    def failed(self) -> list[str]:
-        """Rules that failed in a run."""
-        return [line for run in self.runs for line in run.failed]
+    hashes: Mapping[str, Any] | None  # ReplicaCheckHandler's items, the first iteration that differs, names in it
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
@@ -211,7 +195,7 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
     return Comparison(summaries, until, ordered, only, _compare_hashes(runs, hashes) if hashes else None)
 
 
-def _compare_hashes(runs: tuple[Run, Run], names: list[str]) -> HashComparison:
+def _compare_hashes(runs: tuple[Run, Run], names: list[str]) -> dict[str, Any]:
     first: dict[int, list[str]] = {}
     for name in names:
         a, b = (run.series[name] for run in runs)
@@ -220,7 +204,7 @@ def _compare_hashes(runs: tuple[Run, Run], names: list[str]) -> HashComparison:
         if len(differing):
             first.setdefault(int(differing[0]), []).append(name.rpartition("hash/")[2])
     iteration = min(first, default=None)
-    return HashComparison(len(names), iteration, first.get(iteration or 0, []))
+    return {"items": len(names), "iteration": iteration, "names": first.get(iteration or 0, [])}
 
 
 def _difference(*runs: Series) -> Difference:
@@ -237,7 +221,6 @@ def _difference(*runs: Series) -> Difference:
 
 
 def _json(value: Any) -> Any:
-    """Convert to JSON's own types; non-finite numbers to None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     value = value._asdict() if hasattr(value, "_asdict") else value
