@@ -28,9 +28,11 @@ class SampledIterations(Serializable):
         self._rates: list[float] = []  # by group, the largest since the last iteration that is measured anyway
 
     def state_dict(self) -> OrderedDict[str, Any]:
+        """Return what a resumed run needs to measure the same iterations."""
         return OrderedDict(start=self._start, rates=list(self._rates))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a saved state; ValueError if a part of it is absent."""
         super().load_state_dict(state_dict)
         self._start, self._rates = int(state_dict["start"]), list(map(float, state_dict["rates"]))
 
