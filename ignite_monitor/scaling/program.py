@@ -142,6 +142,7 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The operation's name, as :func:`name_of`."""
         return name_of(self.large)
 
     @property
