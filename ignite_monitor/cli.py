@@ -8,12 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ignite_monitor.checks import check_pattern
-from ignite_monitor.hdf5.layout import printable
+from ignite_monitor.hdf5.layout import printable, with_version
 from ignite_monitor.hdf5.reader import read_hdf5
 from ignite_monitor.report.finding import plural
 from ignite_monitor.report.plot import draw, picture
@@ -67,7 +66,7 @@ def _discard_output() -> None:
 def _parser() -> Parser:
     options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(prog=PROGRAM, description="See what happened in a training run.", **options)
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_release()}")
+    parser.add_argument("--version", action="version", version=with_version(PROGRAM))
     parser.set_defaults(command=lambda chosen: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     examples = ["examples:"]
@@ -104,13 +103,6 @@ def _parser() -> Parser:
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
     parser.epilog = "\n".join([*examples, "\nA run's file is written by HDF5Logger, a spike's by SpikeRecorder."])
     return parser
-
-
-def _release() -> str:
-    try:
-        return version(PROGRAM)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _demo(chosen: argparse.Namespace) -> None:
@@ -159,7 +151,7 @@ def _report(chosen: argparse.Namespace) -> int:
     with _one_line(str(output)):
         from ignite_monitor.report.page import page
 
-        output.write_text(page(summary, run, f"{PROGRAM} {_release()}"), encoding="utf-8")
+        output.write_text(page(summary, run, with_version(PROGRAM)), encoding="utf-8")
     print(printable(f"{output}: written"))
     return FAILED if summary.failed else 0
 

@@ -28,6 +28,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -126,6 +127,14 @@ def create(path: Path) -> None:
 def printable(name: str) -> str:
     """Escape control characters, so that a name is safe to print to a terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
+
+
+def with_version(package: str) -> str:
+    """Name and version of an installed package."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} (not installed)"
 
 
 def one_line(error: BaseException) -> str:

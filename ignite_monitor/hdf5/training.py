@@ -5,13 +5,12 @@ from __future__ import annotations
 import platform
 import weakref
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from ignite.engine import Engine
 
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Position, Run
+from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Position, Run, with_version
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.monitor.reports import Report
 
@@ -112,14 +111,7 @@ def _settings_of(engine: Engine) -> list[Report]:
     source = EventSource.on(engine)
     if source is None or not source.monitors:
         return []
-    versions = [f"Python {platform.python_version()}", *map(_with_version, PACKAGES)]
+    versions = [f"Python {platform.python_version()}", *map(with_version, PACKAGES)]
     texts = [("run", f"{', '.join(versions)}; seed {torch.initial_seed()} of torch")]
     texts += [(monitor._title, monitor.given_arguments) for monitor in source.monitors]
     return [Report(engine.state.iteration, name, SETTINGS, "note", text) for name, text in texts]
-
-
-def _with_version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"{package} (not installed)"
