@@ -134,8 +134,9 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     for i, tensor in enumerate(tensors):
         if tensor.numel() > _LONGEST_SUM:
             values[i] = _long_norm(tensor.view(-1), norm_type)
-    if not torch.is_nonzero((values == values.clamp(*_SAFE)).all()):
-        unsafe = [i for i, value in enumerate(values.tolist()) if not _SAFE[0] < value < _SAFE[1]]
+    is_safe = values == values.clamp(*_SAFE)
+    if not torch.is_nonzero(is_safe.all()):
+        unsafe = [i for i, flag in enumerate(is_safe) if not torch.is_nonzero(flag)]
         values[unsafe] = wide_norms([tensors[i] for i in unsafe], norm_type)
     return values
 
