@@ -26,7 +26,7 @@ SECONDS = 10.0  # between writes at most
 
 @dataclass
 class Pending:
-    """What is not in the file yet. One object, so that an interrupt leaves the state before or after a write."""
+    """Rows and lines to be written. One object, so that an interrupt leaves the state before or after a write."""
 
     sizes: dict[str, int]  # of the file's datasets
     lines: list[str] = field(default_factory=list)

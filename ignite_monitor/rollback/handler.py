@@ -296,7 +296,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
 
     def _thresholds(self) -> dict[str, CountingMonitor | LossThreshold]:
-        """What has a threshold: the loss, and monitors by their prefix."""
+        """Owners of a threshold, the loss and monitors, by their prefix."""
         return {self.prefix: self._loss_threshold} | {monitor.prefix: monitor for monitor in self._monitors()}
 
     def _reset_thresholds(self) -> None:
