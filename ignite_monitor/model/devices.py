@@ -14,7 +14,7 @@ def device_of(model: nn.Module) -> torch.device:
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from any device to another."""
     if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
