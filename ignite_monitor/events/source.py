@@ -121,25 +121,19 @@ class EventSource:
         engine = self._engine()
         if engine is None:
             return
-        if self._listeners[event._name_]:
-            self._call(event, engine, about)
         # All monitors read before anything is changed: the order of attaching must not matter.
-        for phase in PHASES.get(event._name_, ()):
-            if phase is Phase.STEP_DECIDED:
+        for moment in (event, *PHASES.get(event._name_, ())):
+            if moment is Phase.STEP_DECIDED:
                 self._steps.act()
-            if self._listeners[phase._name_]:
-                self._call(phase, engine, about)
+            for reference, handler in self._listeners[moment._name_]:
+                monitor = reference()
+                if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
+                    handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
             with users_grad_mode():
                 engine.fire_event(event)
-
-    def _call(self, moment: MonitorEvents | Phase, engine: Engine, about: Mapping[int, Any] | None) -> None:
-        for reference, handler in self._listeners[moment._name_]:
-            monitor = reference()
-            if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
 
     def _start_backward(self, model: int, number: int) -> set[int]:
         """Record a backward that reaches a model, by its id; return the set of its reached parameters."""

@@ -53,8 +53,14 @@ class Device:
 @contextlib.contextmanager
 def _debug_mode(mode: str) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
+    _set_debug_mode(mode)
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _set_debug_mode(before)
+
+
+def _set_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)

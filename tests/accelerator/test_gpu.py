@@ -100,6 +100,8 @@ def test_a_graphed_forward(device):
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_fused_optimizers_with_a_scaler(kind, device):
     """The scale reaches the optimizer on the device: a spike and an overflow are skipped there."""
+    if kind is torch.optim.Adagrad and device.name == "cuda":
+        pytest.skip("torch has no fused Adagrad on CUDA")
     training = Training(device, "scaled")
     training.optimizer = kind(training.model.parameters(), lr=0.01, fused=True)
     training.trainer.run(batches(1, device.name))
