@@ -1,11 +1,12 @@
 """Cost of every monitor, compared with a train step and with operations whose cost is known.
 
-Two transformers are trained, one of many small layers and one of few large layers. Every variant has a model and an
-optimizer of its own. All variants take turns; what a variant adds to an iteration is the difference of the fastest
-iterations of a turn with and without it. The table has medians over turns with their standard errors, and ratios only
-where their errors are at most a quarter of them: run it on a quiet machine. Values are copied to the host in every
-monitored iteration, as with a logger. On the CPU, times are those of the thread. The cost of an iteration that is not
-monitored is measured without forward and backward passes.
+Two transformers are trained, one of many small layers and one of few large layers; on a GPU under autocast in
+bfloat16, the second one of the size of GPT-2. Every variant has a model and an optimizer of its own. All variants
+take turns; what a variant adds to an iteration is the difference of the fastest iterations of a turn with and without
+it. The table has medians over turns with their standard errors, and ratios only where their errors are at most a
+quarter of them: run it on a quiet machine. Values are copied to the host in every monitored iteration, as with a
+logger. On the CPU, times are those of the thread. The cost of an iteration that is not monitored is measured without
+forward and backward passes.
 
     PYTHONPATH=. python benchmarks/bench_cost.py [--device cuda] [--rounds 5] [--only GradMonitor ...]
 """
@@ -65,18 +66,24 @@ class Setting(NamedTuple):
     sequences: int
     length: int
 
-    def model(self, device: str) -> nn.Module:
+    def model(self) -> nn.Module:
         block = nn.TransformerEncoderLayer(self.width, 4, 4 * self.width, dropout=0.0, batch_first=True)
         encoder = nn.TransformerEncoder(block, self.blocks, enable_nested_tensor=False)
         layers = nn.Embedding(50, self.width), encoder, nn.LayerNorm(self.width), nn.Linear(self.width, 10, bias=False)
-        return nn.Sequential(*layers).to(device)
+        return nn.Sequential(*layers)
 
 
-SETTINGS = {"small": Setting(24, 32, 4, 8), "wide": Setting(4, 256, 8, 32)}
+SMALL = Setting(24, 32, 4, 8)
+SETTINGS = {
+    "cpu": {"small": SMALL, "wide": Setting(4, 256, 8, 32)},
+    "cuda": {"small": SMALL, "large": Setting(12, 768, 16, 512)},
+}
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 10)
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        outputs = model(tokens)
+    return nn.functional.cross_entropy(outputs.float().flatten(0, 1), tokens.flatten() % 10)
 
 
 COMPARISONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
@@ -148,7 +155,8 @@ class Runner:
 
     def __init__(self, setting: Setting, device: str, variant: str, passes: bool = True) -> None:
         torch.manual_seed(0)
-        model = setting.model(device)
+        with torch.device(device):
+            model = setting.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.every = 1
         self._stamps: list[float] = []
@@ -221,12 +229,12 @@ def machine(device: str) -> str:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=[*SETTINGS], default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[""], help="first letters of the monitors to measure")
     args = parser.parse_args()
     device, rounds = args.device, args.rounds
-    settings = {"quick": Setting(2, 32, 4, 8)} if args.quick else SETTINGS
+    settings = {"quick": Setting(2, 32, 4, 8)} if args.quick else SETTINGS[device]
     if args.quick:
         rounds, args.only = 1, ["StepStats", "Healthy"]
     monitors = [name for name in MONITORS if name.startswith(tuple(args.only))]
@@ -234,7 +242,7 @@ def main() -> None:
     print(f"{provenance(0)}, on {machine(device)}")
     for label, setting in settings.items():
         step, added = measure(setting, device, [*compared, *monitors], rounds)
-        size = sum(parameter.numel() for parameter in setting.model("cpu").parameters()) / 1e6
+        size = sum(parameter.numel() for parameter in setting.model().parameters()) / 1e6
         print(f"\n{label}: {setting.blocks} blocks of width {setting.width}, {size:.1f} million parameters, "
               f"{setting.sequences * setting.length} tokens, {step.text(1e-3)} ms per step\n")  # fmt: skip
         print_head("", "ms", "of a step", "one in 100", "not monitored", "compared")
