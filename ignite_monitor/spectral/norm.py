@@ -14,7 +14,7 @@ METHODS = ("power", "ns5-fast", "ns3-accurate")
 TOLERANCE = 1e-3
 
 _WIDTH = 8  # vectors that are multiplied at once
-_SMALL = 224  # up to this order WᵀW itself is small enough
+_SMALL, _SMALL_ON_DEVICE = 224, 1024  # up to this order powers of WWᵀ itself are faster
 _MOST_STEPS = 64
 _DEVICE_STEPS = 24  # where reading the bound would synchronize
 _SQUARINGS = 15
@@ -62,10 +62,9 @@ def _power(scaled: Tensor, start: Tensor) -> tuple[Tensor, Tensor, int]:
     largest one unless the random start has hardly a part of its eigenvector, so the error is bounded by
     :math:`\sqrt{1 + r / \theta} - 1`.
     """
-    order = scaled.shape[1]
-    if order <= _SMALL:
+    order, on_host = scaled.shape[1], scaled.device.type == "cpu"
+    if order <= (_SMALL if on_host else _SMALL_ON_DEVICE):
         return *_with_bound(scaled, dominant(scaled @ scaled.mT)), 0
-    on_host = scaled.device.type == "cpu"
     most = min(order // _WIDTH - 1, _MOST_STEPS if on_host else _DEVICE_STEPS)
     # Vectors are rows, which the CPU multiplies several times as fast as columns.
     noise = start / order**0.5
@@ -114,7 +113,17 @@ def dominant(matrices: Tensor) -> Tensor:
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    orthonormal: Tensor = torch.linalg.qr(rows.mT)[0].mT.contiguous()
+    """Rows with the span of these that are orthonormal, or nearer to it where these are nearly dependent; 0 stays 0.
+
+    A Cholesky decomposition takes a device a tenth of the time of QR, and is possible since the shift exceeds the
+    rounding of the products.
+    """
+    wide = rows.to(wide_dtype(rows.device))
+    wide = wide / torch.linalg.vector_norm(wide, dim=2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    products = wide @ wide.mT
+    products.diagonal(dim1=1, dim2=2).add_((rows.shape[2] + 100) * torch.finfo(wide.dtype).eps)
+    factor = torch.linalg.cholesky_ex(products)[0]
+    orthonormal: Tensor = torch.linalg.solve_triangular(factor, wide, upper=False).to(rows.dtype)
     return orthonormal
 
 

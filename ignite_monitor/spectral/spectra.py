@@ -12,8 +12,8 @@ from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.spectral.effective_weights import Weight
 from ignite_monitor.spectral.norm import SpectralNorms, measure
 
-# Matrices with at most so many elements are stacked, up to so many in all.
-_SMALL, _LARGEST_STACK = 1 << 16, 1 << 24
+# Matrices with at most so many elements are stacked, up to so many in all. A device takes longest to launch.
+_SMALL, _SMALL_ON_DEVICE, _LARGEST_STACK = 1 << 16, 1 << 20, 1 << 24
 
 
 def measure_all(weights: Iterable[Weight], method: str) -> tuple[list[str], list[float], SpectralNorms]:
@@ -33,7 +33,7 @@ def measure_all(weights: Iterable[Weight], method: str) -> tuple[list[str], list
     for place, (name, matrix, scale) in enumerate(weights):
         names.append(name)
         scales.append(scale)
-        is_small = matrix.numel() <= _SMALL
+        is_small = matrix.numel() <= (_SMALL if matrix.device.type == "cpu" else _SMALL_ON_DEVICE)
         key = (matrix.shape, matrix.dtype, matrix.device) if is_small else place
         batch = batches.setdefault(key, [])
         batch.append((place, matrix))

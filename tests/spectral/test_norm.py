@@ -82,6 +82,16 @@ def test_power_is_right_and_its_bound_holds(kind, shape):
         torch.testing.assert_close(result.frobenius, frobenius, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(300, 280), (600, 700)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_powers_of_larger_matrices_as_on_a_device(kind, shape, monkeypatch):
+    monkeypatch.setattr(norm, "_SMALL", norm._SMALL_ON_DEVICE)
+    matrix = KINDS[kind](shape)[None]
+    result = measure(matrix, "power", 0)
+    assert result.steps == 0
+    check(result, matrix)
+
+
 @pytest.mark.parametrize(("shape", "times"), [((300, 300), 8), ((2000, 256), 2), ((600, 600), 1)])
 def test_one_direction_a_little_above_a_dense_spectrum(shape, times):
     left, values, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
