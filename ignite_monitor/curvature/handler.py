@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.curvature.hessian import Hessian, flat_dtype, lanczos, largest_eigenvalue, length
+from ignite_monitor.curvature.hessian import (
+    Hessian,
+    Product,
+    flat_dtype,
+    lanczos,
+    largest_eigenvalue,
+    length,
+    start_vector,
+)
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, makes_step_of, stability_limit
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
@@ -71,8 +79,6 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             curvature.log_to(tensorboard_logger, trainer)
     """
 
-    _state_dict_all_req_keys = ("measurements",)
-
     def __init__(
         self,
         model: nn.Module,
@@ -91,17 +97,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.loss = loss
         self.lanczos_steps = check_count("lanczos_steps", lanczos_steps, least=1)
         self._generators = check_generators(generators)
-        self._measurements = 0
         self._values: dict[str, Tensor] = {}
-        self._tridiagonals: dict[str, Tensor] = {}
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Number of measurements, which seeds the start vector of each."""
-        return OrderedDict(measurements=self._measurements)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._measurements = check_count("measurements", state_dict["measurements"])
+        self._tridiagonals: dict[str, Tensor] = {}  # by the name of their largest eigenvalue
 
     def attach(self, engine: Engine, event: Any = None) -> MonitorHandle:
         """Attach to an engine, as :meth:`Monitor.attach`.
@@ -117,41 +114,29 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
     def start_iteration(self, engine: Engine) -> None:
         self.reset_run_state()
-        self._measurements += 1
-
-    def before_train_step(self, engine: Engine) -> None:
-        if self.ranks.all_present:
-            self._measure(engine.state.batch)
 
     def reset_run_state(self) -> None:
         self._values, self._tridiagonals = {}, {}
 
-    def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._values:
+    def before_train_step(self, engine: Engine) -> None:
+        parameters = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
+        if not self.ranks.all_present:
             return
-        self.publish(**self._values)
-        if transfer.is_cpu(self._tridiagonals["hessian_max_eigenvalue"]):
-            self.publish(**self.resolve_deferred([tensor.tolist() for tensor in self.deferred_tensors()]))
-
-    def _measure(self, batch: Any) -> None:
-        parameters: list[Tensor] = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
-        is_adam = makes_step_of(self.optimizer, Adam, AdamW)
         if not self.ranks.reduces(parameters):
             self.report("not_measured", f"nothing is reported: {NOT_REDUCED}")
             return
-        mean = RankMean(parameters, self.ranks)
+        is_adam = makes_step_of(self.optimizer, Adam, AdamW)
         try:
-            self._measure_on_copy(batch, parameters, is_adam, mean)
+            with rank_mean(self.ranks, parameters, 1 + (1 + self.lanczos_steps) * (1 + is_adam)) as mean:
+                self._measure(engine, parameters, is_adam, mean)
         except Exception as error:
             if is_from_signal_handler(error):
                 raise
             self.reset_run_state()
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.report("not_measured", f"nothing is reported, since the loss can't be measured: {reason}")
-        finally:
-            mean.complete(1 + (1 + self.lanczos_steps) * (1 + is_adam))
 
-    def _measure_on_copy(self, batch: Any, parameters: list[Tensor], is_adam: bool, mean: RankMean) -> None:
+    def _measure(self, engine: Engine, parameters: list[nn.Parameter], is_adam: bool, mean: Product) -> None:
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
@@ -159,16 +144,14 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         second_derivatives = sdpa_kernel(SDPBackend.MATH)
         with isolated_copy(root, self.loss, self._generators) as model, second_derivatives:
             copies = {id(original): copy for original, copy in zip(originals, model.parameters(), strict=True)}
-            copied = [copies[id(parameter)] for parameter in parameters if id(parameter) in copies]
-            if len(copied) < len(parameters):
+            if not copies.keys() >= set(map(id, parameters)):
                 raise RuntimeError("the optimizer holds parameters of another model")
-            hessian = Hessian(evaluate(self.loss, model, batch), copied)
+            copied = [copies[id(parameter)] for parameter in parameters]
+            hessian = Hessian(evaluate(self.loss, model, engine.state.batch), copied)
             gradient = mean(hessian.gradient())
             scales = {"": torch.ones_like(gradient)}
             if is_adam:
-                preconditioner = adam_preconditioner(self.optimizer, parameters, gradient)
-                unknown = torch.full_like(gradient, math.nan)
-                scales["_preconditioned"] = unknown if preconditioner is None else preconditioner.sqrt()
+                scales["_preconditioned"] = adam_preconditioner(self.optimizer, parameters, gradient).sqrt()
             for kind, scale in scales.items():
 
                 def product(vector: Tensor, scale: Tensor = scale) -> Tensor:
@@ -177,10 +160,16 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
                 direction = gradient / scale
                 unit = direction / length(direction)
                 self._values[f"along_gradient{kind}"] = unit @ product(unit)
-                start = start_vector(direction, self._measurements)
+                start = start_vector(direction, engine.state.iteration)
                 self._tridiagonals[f"hessian_max_eigenvalue{kind}"] = lanczos(product, start, self.lanczos_steps)
         if is_adam or makes_step_of(self.optimizer, SGD):
             self._values["stability_threshold"] = stability_limit(self.optimizer, parameters)
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        self.publish(**self._values)
+        tridiagonals = self.deferred_tensors()
+        if all(map(transfer.is_cpu, tridiagonals)):
+            self.publish(**self.resolve_deferred([tensor.tolist() for tensor in tridiagonals]))
 
     def deferred_tensors(self) -> list[Tensor]:
         return [tridiagonal.flatten() for tridiagonal in self._tridiagonals.values()]
@@ -195,31 +184,24 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         return values
 
 
-class RankMean:
-    """Mean of flat vectors over ranks, with the same number of collectives on every rank."""
+@contextlib.contextmanager
+def rank_mean(ranks: Ranks, parameters: Sequence[Tensor], count: int) -> Iterator[Product]:
+    """Yield a function that returns the mean of flat vectors over ranks, with ``count`` collectives on every rank.
 
-    def __init__(self, parameters: list[Tensor], ranks: Ranks) -> None:
-        self._ranks, self._is_active = ranks, ranks.size > 1
-        self._count = 0
-        size = sum(parameter.numel() for parameter in parameters) if self._is_active else 0
-        device = parameters[0].device if parameters else None
-        # Allocated before memory can run out.
-        self._missing = torch.full((size,), math.nan, dtype=flat_dtype(parameters), device=device)
+    A rank with an error takes part in the rest of them with NaN, so that no rank blocks.
+    """
+    left = count if ranks.size > 1 else 0
+    size = sum(parameter.numel() for parameter in parameters) if left else 0
+    device = parameters[0].device if parameters else None
+    missing = torch.full((size,), math.nan, dtype=flat_dtype(parameters), device=device)  # before memory can run out
 
-    def __call__(self, vector: Tensor) -> Tensor:
-        """Return the mean of a vector; on a rank alone the vector."""
-        self._count += 1
-        return self._ranks.sum(vector) / self._ranks.size if self._is_active else vector
+    def mean(vector: Tensor) -> Tensor:
+        nonlocal left
+        left -= 1
+        return ranks.sum(vector) / ranks.size
 
-    def complete(self, count: int) -> None:
-        """Take part in the rest of ``count`` collectives with NaN, so that no rank blocks after an error."""
-        while self._is_active and self._count < count:
-            self(self._missing)
-
-
-def start_vector(direction: Tensor, seed: int) -> Tensor:
-    """Unit vector along a direction plus a random one, which has a part along every eigenvector."""
-    generator = torch.Generator(direction.device).manual_seed(seed)
-    noise = torch.randn(direction.shape, generator=generator, dtype=direction.dtype, device=direction.device)
-    tiny = torch.finfo(direction.dtype).tiny
-    return torch.add(direction / length(direction).clamp(min=tiny), noise / noise.norm())
+    try:
+        yield mean
+    finally:
+        while left > 0:
+            mean(missing)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ignite_monitor.model.norms import wide_norms
 
+Product = Callable[[Tensor], Tensor]
+
 
 class Hessian:
     """Hessian of a 0-dim loss, multiplied by flat vectors through the graph of the loss; no gradients are accumulated.
@@ -57,7 +59,15 @@ def length(vector: Tensor) -> Tensor:
     return wide_norms([vector])[0].to(vector.dtype)
 
 
-def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
+def start_vector(direction: Tensor, seed: int) -> Tensor:
+    """Unit vector along a direction plus a random one, which has a part along every eigenvector."""
+    generator = torch.Generator(direction.device).manual_seed(seed)
+    noise = torch.randn(direction.shape, generator=generator, dtype=direction.dtype, device=direction.device)
+    tiny = torch.finfo(direction.dtype).tiny
+    return torch.add(direction / length(direction).clamp(min=tiny), noise / noise.norm())
+
+
+def lanczos(product: Product, start: Tensor, steps: int) -> Tensor:
     """Run the Lanczos three-term recurrence (C. Lanczos, 1950) for a symmetric matrix, without synchronization.
 
     Diagonal and off-diagonal of a tridiagonal matrix, of shape (2, steps); the last element is of the next step. Lost

@@ -20,10 +20,10 @@ def makes_step_of(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
     return isinstance(optimizer, kinds) and inspect.unwrap(type(optimizer).step) in steps
 
 
-def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor | None:
+def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], gradient: Tensor) -> Tensor:
     r"""Preconditioner :math:`\sqrt{\hat v} + \epsilon` of the step of Adam or AdamW with a flat gradient.
 
-    None if second moments are not of the parameters' shapes.
+    NaN if second moments are not of the parameters' shapes.
     """
     groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
     parts = []
@@ -32,7 +32,7 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
         state = optimizer.state.get(parameter, {})
         known = state.get("exp_avg_sq", None if state else torch.zeros_like(parameter))
         if not isinstance(known, Tensor) or known.shape != parameter.shape:
-            return None
+            return torch.full_like(gradient, math.nan)
         if group.get("maximize"):
             part = -part
         if not group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)):

@@ -15,8 +15,7 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
 from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
-from ignite_monitor.curvature.handler import start_vector
-from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue
+from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue, start_vector
 from ignite_monitor.curvature.preconditioner import adam_preconditioner, stability_limit
 from tests._helpers import assert_same, make_step, mse_loss, run_monitored, same
 from tests._models import Attention, Checkpointed, Lambda, Net
