@@ -55,11 +55,11 @@ class EffectiveWeight(NamedTuple):
     layout: Callable[[Tensor], Tensor] = _matrix
 
 
-class Weight(NamedTuple):
-    """One weight as a matrix (rows, columns); ``scale`` is sqrt(out / in), NaN if it is not known."""
+class Label(NamedTuple):
+    """Label of a matrix (rows, columns); ``scale`` is sqrt(out / in), NaN if it is not known."""
 
     name: str
-    matrix: Tensor
+    weight: EffectiveWeight
     scale: float
 
 
@@ -81,13 +81,13 @@ def effective_weights(model: nn.Module) -> Iterator[EffectiveWeight]:
                 yield weight._replace(name=f"{path}.{weight.name}".lstrip("."), layout=layout)
 
 
-def as_weights(weight: EffectiveWeight, value: Tensor) -> list[Weight]:
-    """Matrices of the value of a weight, or of its change: one, or a stack, called ``{name}/{i}``; DTensors whole."""
+def labelled_matrices(weight: EffectiveWeight, value: Tensor) -> Iterator[tuple[Label, Tensor]]:
+    """Yield the matrix of the value of a weight, or of its change; of a stack all, called ``{name}/{i}``."""
     matrices = weight.layout(whole_tensor(value))
     rows, columns = matrices.shape[1:]
     scale = math.nan if weight.layout in (embedding, _stack) else math.sqrt(rows / columns)
-    names = [f"{weight.name}/{i}" for i in range(len(matrices))] if weight.layout is _stack else [weight.name]
-    return [Weight(name, item, scale) for name, item in zip(names, matrices, strict=True)]
+    for i, matrix in enumerate(matrices):
+        yield Label(f"{weight.name}/{i}" if weight.layout is _stack else weight.name, weight, scale), matrix
 
 
 def _layout(module: nn.Module, weight: EffectiveWeight) -> Callable[[Tensor], Tensor] | None:

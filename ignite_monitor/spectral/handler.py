@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from ignite.engine import Engine
@@ -20,7 +20,13 @@ from ignite_monitor.model.sampled_step import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.spectral.effective_weights import EffectiveWeight, Weight, as_weights, effective_weights, embedding
+from ignite_monitor.spectral.effective_weights import (
+    EffectiveWeight,
+    Label,
+    effective_weights,
+    embedding,
+    labelled_matrices,
+)
 from ignite_monitor.spectral.norm import METHODS, SpectralNorms
 from ignite_monitor.spectral.spectra import measure_all
 
@@ -141,10 +147,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if not weights:
             self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
-        parts = (part for weight in weights for part in as_weights(weight, weight.value()))
-        self._names, scales, measured = measure_all(parts, self.method)
-        self._norms = measured.norms
-        norm, error, scale, rank = self._order_statistics(measured, scales)
+        matrices = (pair for weight in weights for pair in labelled_matrices(weight, weight.value()))
+        labels, measured = measure_all(matrices, self.method)
+        self._names, self._norms = [label.name for label in labels], measured.norms
+        norm, error, scale, rank = self._order_statistics(labels, measured)
         unit = norm[3].clamp(min=torch.finfo(norm.dtype).tiny)  # squares of float64 may leave its range
         relative = measured.norms / unit
         mean = relative.nanmean()
@@ -160,8 +166,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             "weight_spectral_scale_median": scale[0],
         }
         if self.per_parameter:
-            embeddings = {weight.name for weight in weights if weight.layout is embedding}
-            kinds = ["embedding" if name in embeddings else "norm" for name in self._names]
+            kinds = ["embedding" if label.weight.layout is embedding else "norm" for label in labels]
             keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(self._names), strict=True)]
             self.publish_table(keys, measured.norms)
         if self.updates:
@@ -176,20 +181,11 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         is_dtensor = any_dtensor(part for weight in weights for part in weight.parameters)
         if not weights or not (self._stepped or is_dtensor):
             return {}
-        indices: list[int] = []
-
-        def changes() -> Iterator[Weight]:
-            for weight in weights:
-                index, before = self._before[weight.name]
-                wide = torch.promote_types(before.dtype, torch.float32)
-                parts = as_weights(weight, weight.value().to(wide) - before.to(wide))
-                indices.extend([index] * len(parts))
-                yield from parts
-
-        _, scales, measured = measure_all(changes(), self.method)
-        device = measured.norms.device
+        matrices = (pair for weight in weights for pair in labelled_matrices(weight, self._change(weight)))
+        labels, measured = measure_all(matrices, self.method)
+        device, indices = measured.norms.device, [self._before[label.weight.name][0] for label in labels]
         moved = self._stepped.mask(len(self._before), device)[move(torch.tensor(indices, device="cpu"), device)]
-        norm, error, scale, _ = self._order_statistics(measured, scales, moved)
+        norm, error, scale, _ = self._order_statistics(labels, measured, moved)
         if not self._stepped:
             return {}
         return {
@@ -199,16 +195,23 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             "update_spectral_scale_median": scale[0],
         }
 
+    def _change(self, weight: EffectiveWeight) -> Tensor:
+        _, before = self._before[weight.name]
+        wide = torch.promote_types(before.dtype, torch.float32)
+        return weight.value().to(wide) - before.to(wide)
+
     def _order_statistics(
-        self, measured: SpectralNorms, scales: list[float], counted: Tensor | None = None
+        self, labels: list[Label], measured: SpectralNorms, counted: Tensor | None = None
     ) -> Sequence[Tensor]:
         """Statistics of norms, errors, spectral scales and stable ranks, of the weights whose norms are not NaN."""
         norms = measured.norms
         self._nonfinite.set(norms.isnan().any())
         norms = norms if counted is None else torch.where(counted, norms, torch.nan)
-        divisors = move(torch.tensor(scales, dtype=norms.dtype, device="cpu"), norms.device)
+        scales = torch.tensor([label.scale for label in labels], dtype=norms.dtype, device="cpu")
         ranks = (measured.frobenius / norms).square()
-        return order_statistics(torch.stack([norms, measured.errors + 0 * norms, norms / divisors, ranks])).unbind()
+        return order_statistics(
+            torch.stack([norms, measured.errors + 0 * norms, norms / move(scales, norms.device), ranks])
+        ).unbind()
 
     def _report_nonfinite(self, wait: bool = False) -> None:
         if self._nonfinite.take(wait):
