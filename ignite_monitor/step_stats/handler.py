@@ -90,10 +90,13 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.slowest_rank = slowest_rank
         self.measures_time = True
         self._data = DataClock()
+        self.reset_run_state()
+
+    def reset_run_state(self) -> None:
         self._clock: StepClock | None = None
         self._items: float | Tensor | None = None
-        self._rates: dict[str, float | Tensor] | None = None  # of the first step
-        self._early: dict[str, float | Tensor] = {}  # values that are known before the train step ends
+        self._values: dict[str, float | Tensor] = {}  # values that are known before the train step ends
+        self._has_stepped = False
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         # The engine gets a batch before it starts the iteration.
@@ -114,60 +117,54 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             self._measure_batch(engine.state.batch)  # now, since the train step may change the batch
 
     def _measure_batch(self, batch: Any) -> None:
-        self._items = self._count_items(batch)
+        items = count_items(batch) if self.items is None else self.items(batch)
+        if isinstance(items, Tensor) and has_local_data(items) and not items.is_complex():
+            self._items = items.detach().clone().reshape(())
+        elif items is not None:
+            self._items = float(items)
+        elif self.items is None:
+            text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"
+            self.report("unknown_items", text, severity="note")
         floating = [pair for pair in floating_tensors(batch) if has_local_data(pair[1]) and pair[1].numel()]
         places = tags(place or "0" for place, _ in floating[:_MOST_TENSORS])
         for place, (_, item) in zip(places, floating, strict=False):
             part = item.detach().reshape(-1)[: 2**20]
-            self._early[f"batch_rms/{place}"] = total_norm([part]) / len(part) ** 0.5
+            self._values[f"batch_rms/{place}"] = total_norm([part]) / len(part) ** 0.5
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         device = device_of(self.model)
         self._clock = StepClock(device) if device.type in ("cpu", "cuda") else None
         return [] if self._clock is None else [self._clock]
 
-    def reset_run_state(self) -> None:
-        self._clock = self._items = None
-        self._rates, self._early = None, {}
-
-    def _count_items(self, batch: Any) -> float | Tensor | None:
-        if self.items is not None:
-            items = self.items(batch)
-            if isinstance(items, Tensor) and has_local_data(items) and not items.is_complex():
-                return items.detach().clone().reshape(())
-            return float(items)
-        count = count_items(batch)
-        if count is None:
-            text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"
-            self.report("unknown_items", text, severity="note")
-        return count
-
-    def _is_first_step(self, step: OptimizerStep) -> bool:
-        return self._rates is None and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer))
+    def _is_first(self, step: OptimizerStep) -> bool:
+        return not self._has_stepped and not held_by(step.optimizer).isdisjoint(held_by(self.optimizer))
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         gradients = [item.grad for item in parameters_of(self.optimizer) if item.grad is not None]
         # A skipped step uses no gradient.
-        if self._is_first_step(step) and step.made is not False and gradients and not any_dtensor(gradients):
+        if self._is_first(step) and step.made is not False and gradients and not any_dtensor(gradients):
             norm = total_norm(gradients)
             norm = norm if step.loss_scale is None else norm / move_like(step.loss_scale, norm)
-            made = step.made
-            self._early["gradient_norm"] = torch.where(made, norm, math.nan) if isinstance(made, Tensor) else norm
+            self._values["gradient_norm"] = norm if step.made is True else torch.where(step.made, norm, math.nan)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         # Before the step handlers may still change the rates, and after it schedulers do.
-        if self._is_first_step(step):
-            self._rates = self._current_rates()
+        if self._is_first(step):
+            self._put_rates()
 
-    def _current_rates(self) -> dict[str, float | Tensor]:
-        rates = {f"lr/group_{i}": rate for i, rate in enumerate(learning_rates(self.optimizer)) if rate is not None}
-        return {key: rate.clone() if isinstance(rate, Tensor) else rate for key, rate in rates.items()}
+    def _put_rates(self) -> None:
+        self._has_stepped = True
+        for i, rate in enumerate(learning_rates(self.optimizer)):
+            if rate is not None:
+                self._values[f"lr/group_{i}"] = rate.clone() if isinstance(rate, Tensor) else rate
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         reshard(self.model)
+        if not self._has_stepped:
+            self._put_rates()
         device = device_of(self.model)
-        values = self._early | (self._current_rates() if self._rates is None else self._rates) | self._data_wait(device)
+        values = self._values | self._data_wait(device)
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = whole_norm(parameters)
         if device.type == "cuda":
