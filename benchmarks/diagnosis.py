@@ -259,7 +259,10 @@ NEW = (  # added after the rules: no rule was changed for one of these
     Fault("a running sum of inputs", "lstm", "input_scale", {"batch": lambda i, x, y: (x * i, y)}),
     Fault("generator's rate 0", "gan", "zero_learning_rate", {"rates": (1.0, 0.0)}, "generator"),
     Fault(
-        "all weights drawn anew after 150 steps", "mlp", "weight_changed", {"each": change("", nn.init.normal_, 150)}
+        "all weights re-initialized after 150 steps",
+        "mlp",
+        "weight_changed",
+        {"each": change("", nn.init.normal_, 150)},
     ),
     Fault("a target of infinity", "lstm", "nonfinite_loss", {"batch": lambda i, x, y: (x, y / (i != 200))}),
     Fault(

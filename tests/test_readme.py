@@ -57,7 +57,7 @@ def test_the_readme_quotes_what_summary_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     ((source, quoted),) = re.findall(
-        r"```python\n([^`]*run\.h5[^`]*)```\n\n`ignite-monitor summary run\.h5` prints:\n\n((?: {4}.+\n)+)", text
+        r"```python\n([^`]*run\.h5[^`]*)```\n\n`ignite-monitor summary run\.h5` prints[^\n]*:\n\n((?: {4}.+\n)+)", text
     )
     exec(compile(source, "README.md", "exec"), {"__name__": "__main__"})
     assert cli.main(["summary", "run.h5"]) == 0

@@ -1,7 +1,7 @@
 """Appending to an HDF5 file such that a complete, closed file has its name at every moment.
 
 HDF5 files are not written in one piece, and a process that is killed while writing leaves one that can't be opened. So
-there are two copies, of which one has the name. New data goes to the other one, the standby copy, which is then closed
+there are two copies, and one has the name. New data goes to the other one, the standby copy, which is then closed
 and renamed over the first. The first becomes the standby copy, and gets what it lacks with the next write.
 
 The whole file is copied only where the standby copy can't be used: at the first write, once after a reader has opened

@@ -222,7 +222,7 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _check_dataset(h5py: Any, file: Any, name: str) -> int:
-    """Number of elements of a dataset, all of which are stored in the file itself."""
+    """Number of elements of a dataset whose data the file itself stores."""
     dtype, chunk = DATASETS[name]
     is_dataset = isinstance(file.get(name, getlink=True), h5py.HardLink) and isinstance(file[name], h5py.Dataset)
     _check(is_dataset, f"{name} is no dataset")

@@ -119,7 +119,7 @@ def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) 
     again.
     """
     rows = contents.rows
-    # For each run, and one more for the rows of those that are left out: the iteration after which it replaces earlier
+    # For each run, and one more for the rows of all excluded runs: the iteration after which it replaces earlier
     # ones, and the last iteration of its own that no later run replaces.
     after = np.array([*(run.after for run in runs), -2], np.int64)
     limits = np.append(np.minimum.accumulate([ENDLESS, *after[-2::-1]])[-2::-1], -2)

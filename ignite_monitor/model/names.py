@@ -145,7 +145,7 @@ def shapes(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def first_difference(model: Mapping[str, str], reference: Mapping[str, str]) -> str | None:
-    """The first name of which two of :func:`structure` or :func:`shapes` differ; None if they are the same."""
+    """The first name whose :func:`structure` or :func:`shapes` differ; None if they are the same."""
     for name in (*model, *reference):
         if model.get(name) != reference.get(name):
             return f"{name} is {reference.get(name, 'missing')} in it, not {model.get(name, 'missing')}"

@@ -21,7 +21,7 @@ _ROW = 1024
 _LONGEST_SUM = 16 * _ROW
 # Float32 squares are exact enough where the norm is between these; else they may have under- or overflowed.
 _SAFE = (1e-9, 1e18)
-_FAR, _LEAST = 2.0**600, 2.0**-450  # factor, and the smallest norm of which the square has all digits
+_FAR, _LEAST = 2.0**600, 2.0**-450  # factor, and the smallest norm whose square has all digits
 # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
 _kind = attrgetter("is_cpu", "layout", "dtype")
 _NARROW = frozenset((True, torch.strided, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))

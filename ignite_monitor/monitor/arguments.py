@@ -56,7 +56,7 @@ def check_generators(generators: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:
-    """Refuse what is no function of a model and a batch, and a sharded model, on a copy of which it can't be called."""
+    """Refuse a loss that is no function of a model and a batch, and a sharded model, which can't be copied for it."""
     if any_dtensor(model.parameters()):
         raise ValueError("Argument model should not be sharded: give a model whose ranks hold whole parameters")
     check_function("loss", loss, "the model", "the batch", optional=False)

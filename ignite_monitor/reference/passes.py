@@ -110,7 +110,7 @@ class ReferencePasses:
         pause: passes are ignored while it is true.
 
     Attributes:
-        incomplete: names of modules of which a call could not be compared since :meth:`watched` began.
+        incomplete: names of modules with a call that could not be compared since :meth:`watched` began.
     """
 
     def __init__(

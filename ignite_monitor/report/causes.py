@@ -140,8 +140,10 @@ def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     shares = used.over(norm)
     is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
     if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
-        what = f"The step used a gradient with a norm of {number(used.median, 2)} ({used.name}), of which the backward "
-        what += f"pass had made {number(norm.part(np.isin(norm.steps, used.steps)).median, 2)} ({norm.name})."
+        what = f"The step used a gradient with a norm of {number(used.median, 2)} ({used.name}); the "
+        what += (
+            f"backward pass made one of {number(norm.part(np.isin(norm.steps, used.steps)).median, 2)} ({norm.name})."
+        )
         names, values = (used.name, norm.name), {"share": shares.median}
         yield Finding("clipped_away", "warning", what, names, shares.steps[:1], values, onset=0)
 
@@ -222,4 +224,5 @@ def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         what = f"The norm of all parameters fell from {number(norm.values[0], 3)} to {number(lowest, 3)} in iterations "
         what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({norm.name})."
         values = {"first": float(norm.values[0]), "lowest": lowest}
-        yield Finding("weights_shrank", "warning", what, (norm.name,), norm.steps[:1], values)
+        onset = 0 if norm.steps[0] <= run.first_made else -1
+        yield Finding("weights_shrank", "warning", what, (norm.name,), norm.steps[:1], values, onset=onset)

@@ -59,12 +59,12 @@ KINDS: dict[str, Kind] = {
     "input_scale": Kind("Normalize the inputs.", BOTH, DAMAGE),
     "loss_scale": Kind("Scale the targets (or rewards) to about 1, or average the loss.", DAMAGE, DAMAGE),
     "weight_changed": Kind("Look for code that writes to weights: initialization, loading, clipping.", BOTH, DAMAGE),
-    "clipped_away": Kind("Clip to about the usual norm.", STILL, DAMAGE),
+    "clipped_away": Kind("Clip to about the usual norm, or scale a large loss down.", STILL, DAMAGE),
     "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs.", STILL),
     "group_rate": Kind("Give this group a learning rate nearer to the others', unless it is intended.", DAMAGE),
     "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", BOTH),
-    "large_updates": Kind("Lower the learning rate, or average the loss or gradients over items.", BOTH, DAMAGE),
     "weights_shrank": Kind("Lower the weight decay, or scale large initial weights down.", BOTH, DAMAGE),
+    "large_updates": Kind("Lower the learning rate, or average the loss or gradients over items.", BOTH, DAMAGE),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
     "wrong_sign": Kind("Check the sign of the loss, the optimizer's maximize, and the learning rate.", DAMAGE, DAMAGE),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
@@ -158,7 +158,7 @@ class Finding:
         """Return True if it is a cause of another finding, which may have been measured ``slack`` iterations before."""
         if other.kind == self.kind or self.is_symptom or self.onset > other.onset + slack:
             return False
-        if other.initially and self.kind not in _BEFORE:
+        if other.initially and not (self.initially or self.kind in _BEFORE):
             return False
         mutual = {*other.about.explains} & {*self.about.explained_by}
         known = {*self.about.explains} & {*other.about.explained_by}

@@ -100,7 +100,7 @@ def not_monitored(run: Run) -> Iterator[Finding]:
 
 
 def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
-    """Steps that were never made, or no longer; and norms of which none was compared with a threshold."""
+    """Steps that were never made, or no longer; and norms that were never compared with a threshold."""
     stepped = monitor.get("stepped")
     made = stepped.values > 0
     since = stepped.steps[stepped.steps > stepped.steps[made][-1]] if made.any() else stepped.steps

@@ -144,7 +144,7 @@ class ExportedModels:
             if values is not None:
                 ratio = program.log_ratio(*values)
                 if ratio is None:
-                    raise ExportError(f"{op.place} takes constants of which it is not known how they grow with width")
+                    raise ExportError(f"{op.place} takes constants whose growth with width is not known")
                 log_factor += (-1 if op.name == "div" and index else 1) * ratio
         return log_factor
 

@@ -27,7 +27,7 @@ Report = Callable[..., None]  # as Monitor.report; the severity is "problem" if 
 def idle_parameters(evidence: Evidence) -> list[Any]:
     """Return the optimizer's parameters without a gradient so far, if they are a part that counts.
 
-    Those in a list of which others had a gradient are not: they may be experts.
+    Members of a list in which others had a gradient are not: they may be experts.
     """
     trained = [item for item in evidence.held if item.requires_grad]
     idle = [item for item in trained if id(item) not in evidence.seen]

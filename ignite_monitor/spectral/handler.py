@@ -40,7 +40,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     Parameters of two dimensions or more are measured, unless their names end in ``bias``, frozen ones included and
     shared ones once: convolutions flattened to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``.
-    Embeddings and stacked matrices, of which it is not known which dimension is out, have no spectral scale. Weights
+    Embeddings and stacked matrices, whose output dimension is unknown, have no spectral scale. Weights
     that a module computes are measured as computed. Complex ones are not measured.
 
     {keys}

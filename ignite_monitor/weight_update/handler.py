@@ -138,7 +138,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts, whether few sampled
         # elements have moved, and norms of weights. A list once the host knows it.
         self._table: Tensor | list[list[float]] = _unknown(self._names)
-        self._fully_measured: set[str] = set()  # names of parameters of which all elements are measured
+        self._fully_measured: set[str] = set()  # names of parameters whose elements are all measured
         self._step: UpdateMeasurement | None = None  # while a run lasts
         self._reported: set[str] = set()  # names of parameters that were reported as frozen
 

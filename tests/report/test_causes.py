@@ -269,6 +269,20 @@ def test_a_cause_that_another_explains_comes_before_the_symptoms():
     assert summary.findings[1].action == "Probably related to nonfinite_loss above."
 
 
+def test_units_dead_from_the_beginning_explain_gradients_that_vanish_from_there_on():
+    zero = {"activation/a/dead_fraction": at(1.0), "monitor/grad_max": at(2.0), "monitor/smallest_grad/a": at(0.0)}
+    dead, vanishing = summarise("run.h5", make_run(trained() | zero)).findings
+    assert (dead.kind, vanishing.kind) == ("dead_units", "vanishing_gradients")
+    assert vanishing.action == "Probably a consequence of dead_units above."
+
+
+def test_a_strong_weight_decay_is_named_before_the_large_steps_that_it_makes():
+    decay = trained(step__parameter_norm=at(1 + 9 * 0.88**STEPS), optimizer__update_norm=at(1.3 * 0.88**STEPS))
+    shrank, large = summarise("run.h5", make_run(decay)).findings
+    assert (shrank.kind, large.kind) == ("weights_shrank", "large_updates")
+    assert large.action == "Probably related to weights_shrank above."
+
+
 def test_reports_of_a_kind_are_one_finding():
     again = [(step, "M (m)", "odd", "warning", "is odd.", (), 1) for step in (7, 8, 9)]
     (finding,) = reported(*again).findings

@@ -303,7 +303,7 @@ def test_constants_of_unknown_growth_are_refused(shape):
 
         return model
 
-    with pytest.raises(TracingError, match=r"mul .* constants of which it is not known how they grow"):
+    with pytest.raises(TracingError, match=r"mul .* constants whose growth with width is not known"):
         parametrize(make(-1.0), WIDTHS, sample_input=TOKENS)
     layers = parametrize(make(0.0), WIDTHS, sample_input=TOKENS).layers
     assert {name: (layer.a + layer.b, layer.multiplier) for name, layer in layers.items()} == {
