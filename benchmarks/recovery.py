@@ -45,7 +45,6 @@ SENSITIVE = (  # faults and regime changes whose lost steps depend on constants
     *("forty bad batches", "weight = 1000", "labels shuffled for 100", "rate grows by 6 % for 100 steps"),
     *("alternating data", "labels shifted", "batches of 8", "mixup"),
 )
-SCALED: dict[str, tuple[Any, Any]] = {"TESTS": ((0, 1), (0, 0, 0, 0, 1, 1, 2, 2))}
 MODES = {"nothing": "without", "clipping": "clipping + isfinite", "handlers": "with handlers"}
 
 
@@ -202,8 +201,7 @@ def print_constants(names: Sequence[str], kinds: Sequence[str]) -> None:
     print_row("", "", *2 * ["; ".join(f"{kind} {it.lost:.0f}" for kind, it in usual.items())])
     for name in names:
         value, cells = getattr(limits, name), []
-        half = None if name in SCALED else value / 2 if isinstance(value, float) else max(1, round(value / 2))
-        for other in SCALED.get(name, (half, 2 * value)):
+        for other in (value / 2 if isinstance(value, float) else max(1, round(value / 2)), 2 * value):
             setattr(limits, name, other)
             changed = {kind: it for kind, it in with_handlers(kinds).items() if it.lost != usual[kind].lost}
             texts = (f"{kind} {it.lost:.0f} ({it.loss - usual[kind].loss:+.3f})" for kind, it in changed.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,18 @@ class CountingMonitor(Monitor):
 
     def reset_threshold(self) -> None:
         """Reset the running statistics of the threshold; counts are kept."""
+        raise NotImplementedError
+
+    def threshold_state(self) -> Mapping[str, Any]:
+        """Return the running statistics of the threshold."""
+        raise NotImplementedError
+
+    def restore_threshold(self, state: Mapping[str, Any]) -> None:
+        """Continue from earlier statistics of the threshold; counts are kept.
+
+        Args:
+            state: what :meth:`threshold_state` returned.
+        """
         raise NotImplementedError
 
 

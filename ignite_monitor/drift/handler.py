@@ -83,15 +83,19 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     def reset_threshold(self) -> None:
         self._rows = torch.zeros_like(self._rows)
 
+    def threshold_state(self) -> dict[str, Tensor]:
+        return dict(zip(self._NAMES, self._rows.clone().unbind(), strict=True))
+
+    def restore_threshold(self, state: Mapping[str, Any]) -> None:
+        self._rows = torch.stack([*loaded(self.threshold_state(), state).values()])
+
     def state_dict(self) -> OrderedDict[str, Any]:
-        statistics = {name: row.clone() for name, row in zip(self._NAMES, self._rows.unbind(), strict=True)}
-        return OrderedDict(statistics=statistics, counts=self._counts)
+        return OrderedDict(statistics=self.threshold_state(), counts=self._counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        current = dict(zip(self._NAMES, self._rows.unbind(), strict=True))
         counts = self._saved_counts(state_dict)
-        self._rows = torch.stack([*loaded(current, state_dict["statistics"]).values()])
+        self.restore_threshold(state_dict["statistics"])
         self._counts = counts
 
     def reset_run_state(self) -> None:

@@ -201,20 +201,28 @@ class GradientDetector:
         for detector in self._detectors.values():
             detector.reset_threshold()
 
+    def threshold_state(self) -> dict[str, Any]:
+        """Return statistics, as if the gradient of a postponed spike had been discarded."""
+        return {name: detector.state_dict() for name, detector in self._detectors.items()}
+
+    def restore_threshold(self, state: Mapping[str, Any]) -> None:
+        """Continue from earlier statistics; a ValueError if they are not of this kind, and nothing has changed then."""
+        before = self._saved()
+        try:
+            for name, detector in self._detectors.items():  # that of parameters last: its names have changed then
+                if name in state:
+                    detector.load_state_dict(state[name])
+        except Exception:
+            self._restore(before)
+            raise
+        self.postponed = None
+
     def state_dict(self) -> dict[str, Any]:
-        """Return statistics and counts, as if the gradient of a postponed spike had been discarded."""
-        state = {name: detector.state_dict() for name, detector in self._detectors.items()}
-        return state | {"counts": torch.stack([*self.counts])}
+        """Return statistics and counts."""
+        return self.threshold_state() | {"counts": torch.stack([*self.counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
-        before = self._saved()
-        try:
-            for name, detector in self._detectors.items():  # that of parameters last: its names have changed then
-                if name in state_dict:
-                    detector.load_state_dict(state_dict[name])
-        except Exception:
-            self._restore(before)
-            raise
-        self.counts, self.postponed = counts.clone().unbind(), None
+        self.restore_threshold(state_dict)
+        self.counts = counts.clone().unbind()

@@ -83,6 +83,12 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
     def reset_threshold(self) -> None:
         self._detector.reset_threshold()
 
+    def threshold_state(self) -> Mapping[str, Any]:
+        return self._detector.threshold_state()
+
+    def restore_threshold(self, state: Mapping[str, Any]) -> None:
+        self._detector.restore_threshold(state)
+
     def state_dict(self) -> OrderedDict[str, Any]:
         recurring = self._action.recurring.state_dict()
         return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
@@ -159,7 +165,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
             return {}
         recurring, *counts, (is_spike,), numbers = extra
         spike = detection.to_spike(numbers, self, self._locator.source)
-        if iterations := ", ".join(f"{at:.0f}" for at in sorted(recurring) if at == at):
+        if iterations := ", ".join(f"{at:.0f}" for at in sorted(at for at in recurring if at == at)):
             text = f"isolated spikes of a similar size in iterations {iterations}; from now on such spikes are not "
             self.report("recurring_spikes", text + "skipped, since rare data cause them too")
         action = self._action.message([count for (count,) in counts])

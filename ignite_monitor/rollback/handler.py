@@ -34,10 +34,10 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
     first sign is restored exactly, learning rates included, and the engine continues with its data iterator. The next
     loss tests the restored weights. If it is healthy, training was the fault: iterations that exceed the thresholds of
-    that time are discarded one by one, until eight in a row are healthy, and nothing is accepted. If four tests fail,
-    older snapshots included, the data have changed: training continues with them, and returns to the snapshot if its
-    data return. Non-finite state is never accepted: the run ends. Triggers are thresholds that monitors reset, the
-    loss, non-finite state and :meth:`request`. No rise of a loss that changes sign or has never fallen triggers one.
+    that time are discarded one by one, until eight in a row are healthy. If four tests fail, restored weights do badly
+    on new batches: training continues with these, and returns to the snapshot if the earlier data return. Non-finite
+    state is never accepted: the run ends. Triggers are thresholds that monitors reset, the loss, non-finite state and
+    :meth:`request`. No rise of a loss that changes sign or has never fallen triggers one.
 
     {keys}
 
@@ -69,9 +69,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             RollbackHandler({"model": model, "optimizer": optimizer}).attach(trainer)
     """
 
-    _OBJECTS = ("policy", "snapshots", "triggers")
-    _FIELDS = ("count", "discarded_count")
-    _state_dict_all_req_keys = (*_OBJECTS, *_FIELDS, "loss_threshold")
+    _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "loss", "counts")
 
     def __init__(
         self,
@@ -100,8 +98,14 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
         self.ranks = Ranks(group, *self._training.modules)
-        self._loss_threshold = LossThreshold()
-        self._triggers = Triggers(patience, self._loss_threshold)
+        threshold = LossThreshold()
+        self._triggers = Triggers(patience, threshold)
+        self._parts = {
+            "policy": self._policy,
+            "snapshots": self._snapshots,
+            "triggers": self._triggers,
+            "loss": threshold,
+        }
         self._request = ""
         self._count = self._discarded_count = 0
         self._stepped = True  # whether an optimizer made a step in this iteration
@@ -119,7 +123,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     def accept(self) -> None:
         """Announce a regime change: reset all thresholds, and drop the snapshots from before."""
         self.forget()
-        self._reset_thresholds()
+        self._triggers.reset_thresholds(self._monitors())
 
     def forget(self) -> None:
         """Drop all snapshots; call it after loading other weights. The end of a run does it by itself."""
@@ -137,9 +141,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counts, baselines and snapshots: tensors, numbers, strings, lists and dicts."""
-        saved = {name: public(getattr(self, f"_{name}")) for name in self._OBJECTS}
-        saved["loss_threshold"] = self._loss_threshold.state_dict()
-        return OrderedDict(clone(saved), **{name: getattr(self, f"_{name}") for name in self._FIELDS})
+        saved = {name: clone(public(part)) for name, part in self._parts.items()}
+        return OrderedDict(saved, counts=[self._count, self._discarded_count])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -147,10 +150,9 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         if any(snapshot["state"].keys() != expected for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*expected]}, but it does not")
         before = self.run_totals()
-        self._loss_threshold.load_state_dict(state_dict["loss_threshold"])
-        for name in self._OBJECTS:
-            vars(getattr(self, f"_{name}")).update(clone(dict(state_dict[name])))
-        vars(self).update({f"_{name}": state_dict[name] for name in self._FIELDS})
+        for name, part in self._parts.items():
+            vars(part).update(clone(dict(state_dict[name])))
+        self._count, self._discarded_count = state_dict["counts"]
         self._totals_loaded(before)
         self._layout = self._training.layout()
 
@@ -172,7 +174,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def _snapshot(self, iteration: int) -> Snapshot:
         state = clone(self._training.state(), self._on_host)
-        thresholds = {name: owner.state_dict() for name, owner in self._thresholds().items()}
+        thresholds = self._triggers.thresholds(self._monitors())
         return {"iteration": iteration, "state": state, "thresholds": thresholds}
 
     def run_totals(self) -> dict[str, float | Tensor]:
@@ -205,16 +207,13 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             signals.ruin = self._ruin(iteration)
         was_phase, values = policy.phase, dict[str, float]()
         action = policy.next(signals, iteration)
-        if action == Action.ACCEPT:
-            text = f"restored weights failed {policy.all_failed} tests on new batches: the data have changed"
-            self.report("data_changed", f"{text}; training continues with them", once=False)
-        elif action != Action.NONE:
-            starts = was_phase == WATCHING
+        if action != Action.NONE:
+            is_start = was_phase == WATCHING
             # A probe may continue from this iteration.
-            self._discarded_count += not (starts or action == Action.PROBE)
-            snapshot = self._choose(action, iteration, signals, starts)
+            self._discarded_count += not (is_start or action == Action.PROBE)
+            snapshot = self._choose(action, iteration, is_start)
             values["restored_iteration"] = snapshot["iteration"]
-            self._report(action, iteration, snapshot["iteration"], signals, starts)
+            self._report(action, iteration, snapshot["iteration"], signals, is_start)
             self._restore(engine, snapshot, is_regime=action == Action.ADAPT)
         elif policy.phase == WATCHING and was_phase != WATCHING:
             self._end_recovery(iteration, is_regime=was_phase == ADAPTING)
@@ -231,19 +230,17 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         on_any = self.ranks.any(torch.tensor(bool(ruined), device=self._device))
         return f"{ruined[0] if ruined else 'the state of another rank'} is not finite" if on_any.item() else ""
 
-    def _choose(self, action: Action, iteration: int, signals: Signals, starts: bool) -> Snapshot:
+    def _choose(self, action: Action, iteration: int, is_start: bool) -> Snapshot:
         policy, snapshots = self._policy, self._snapshots
-        if action == Action.PROBE or (action == Action.ROLL_BACK and policy.may_continue):
+        if action in (Action.ROLL_BACK, Action.PROBE):
             snapshots.resumable = None  # its memory is free for the copy
             snapshots.resumable = self._snapshot(iteration)
-        if starts:
-            snapshots.start(iteration, policy.first_sign, signals.margin)
-        if snapshots.resumable and (action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)):
-            return snapshots.resumable
-        return snapshots.choose(iteration, policy.candidate)
+        if is_start:
+            snapshots.start(iteration, policy.first_sign)
+        resumes = action == Action.RESUME or (action == Action.ADAPT and policy.keeps_current)
+        return (resumes and snapshots.resumable) or snapshots.choose(iteration, policy.candidate)
 
-    def _report(self, action: Action, iteration: int, restored: int, signals: Signals, starts: bool) -> None:
-        """Report a rollback, too many of them, or the end of the run."""
+    def _report(self, action: Action, iteration: int, restored: int, signals: Signals, is_start: bool) -> None:
         text = signals.ruin or ", ".join(signals.reasons)
         text = text or f"{self._policy.nonfinite} losses or gradients in a row were not finite"
         text += f"; rolled back to iteration {restored}"
@@ -253,16 +250,19 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             self.report("rolled_back", text, once=False)
         elif action == Action.END:
             self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
-        elif starts:
+        elif action == Action.ADAPT:
+            values = ", ".join(f"{level:.3g}" for level in self._policy.failed)
+            text = f"restored weights exceeded a threshold on new batches as well, last with {values}"
+            self.report("adapted", f"{text}; training continues with such batches", once=False)
+        elif is_start:
             text += f" after {self.max_rollbacks} rollbacks within {limits.WINDOW} iterations: lower the learning rate"
             self.report("rollbacks_exhausted", text, severity="problem", once=False)
 
     def _restore(self, engine: Engine, snapshot: Snapshot, *, is_regime: bool) -> None:
         if is_regime:
-            self._triggers.former_limit = self._loss_threshold.statistics()[0].item()
-            self._reset_thresholds()
+            self._triggers.reset_thresholds(self._monitors())
         else:
-            self._restore_thresholds(snapshot["thresholds"])
+            self._triggers.restore_thresholds(self._monitors(), snapshot["thresholds"])
         self._training.restore(snapshot["state"])
         if self._restoring is not None:
             self._restoring.remove()
@@ -294,18 +294,3 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     def _monitors(self) -> list[CountingMonitor]:
         attached = self._source.monitors if self._source is not None else []
         return [monitor for monitor in attached if isinstance(monitor, CountingMonitor)]
-
-    def _thresholds(self) -> dict[str, CountingMonitor | LossThreshold]:
-        """Owners of a threshold, the loss and monitors, by their prefix."""
-        return {self.prefix: self._loss_threshold} | {monitor.prefix: monitor for monitor in self._monitors()}
-
-    def _reset_thresholds(self) -> None:
-        for owner in self._thresholds().values():
-            owner.reset_threshold()
-
-    def _restore_thresholds(self, thresholds: Mapping[str, Any]) -> None:
-        """Restore thresholds from before the instability, but not the monitors' counts."""
-        for name, owner in self._thresholds().items():
-            if name in thresholds:
-                counts = {k: v for k, v in owner.state_dict().items() if k == "counts" or k.endswith("_count")}
-                owner.load_state_dict(OrderedDict(clone(thresholds[name]), **counts))

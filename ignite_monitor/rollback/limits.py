@@ -8,15 +8,16 @@ NOISE = 0.1  # relative difference of two means of few losses that is no differe
 JUMP = 0.5  # relative rise of the loss that is a sign of instability
 FAR = 10.0  # times the threshold
 FAR_PATIENCE = 3  # iterations far above the threshold, of the last PROBATION ones, that trigger a rollback
-MARGIN = 2  # times the delay of a slow detection: iterations before its first sign that are not trusted
 
 # Snapshots
 RECENT = 3  # newest snapshots, which are always kept
 SPACING = 5  # distance of older ones, in units of ``every``
+CONFIRMED = 10  # times the delay of a detection: iterations after which a restored snapshot is confirmed, if not MEMORY
 
 # Policy
-TESTS = (0, 0, 1, 2)  # snapshots that are tested one after the other before the data are held to have changed
-NOISY = 5  # failed tests, and at least one in as many, that show noisier data
+TESTS = (
+    4  # failed tests after which the data have changed, and failed trainings from a snapshot before another is tried
+)
 PROBATION = 8  # consecutive healthy iterations after which an instability is over; shortest distance of probes
 WINDOW = 1000  # iterations within which rollbacks are counted, and an accepted loss is remembered
 TRIAL = 10  # iterations of training on changed data

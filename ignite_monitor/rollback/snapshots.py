@@ -53,22 +53,23 @@ class Snapshots:
         usable = [snapshot for snapshot in self.all if snapshot["iteration"] + 1 < first_sign]
         return usable[-1] if usable else self.all[0]
 
-    def start(self, iteration: int, first_sign: int, margin: int) -> None:
+    def start(self, iteration: int, first_sign: int) -> None:
         """Drop the snapshots that an instability may have damaged.
 
-        Those that remain are older than the first sign and the margin, and older than the one restored last if that is
-        unconfirmed. All get the thresholds of the newest one from before the first sign: older ones may have none yet.
+        Those that remain are older than the first sign by more than the delay of its detection, and older than the one
+        restored last if that is unconfirmed. All get the thresholds of the newest one from before the first sign: older
+        ones may have none yet.
         """
         newest, delay = self.before(first_sign), iteration - first_sign
-        is_confirmed = first_sign - self.restored_at >= max(limits.MEMORY, 10 * delay)
+        is_confirmed = first_sign - self.restored_at >= max(limits.MEMORY, limits.CONFIRMED * delay)
         self.drop_newer(newest["iteration"] if is_confirmed else self.restored - 1)
-        self.drop_newer(self.before(first_sign - margin)["iteration"])
+        self.drop_newer(self.before(first_sign - delay)["iteration"])
         for snapshot in self.all:
             snapshot["thresholds"] = newest["thresholds"]
 
     def choose(self, iteration: int, candidate: int) -> Snapshot:
-        """Return the newest snapshot (candidate 0), the one before (1) or the oldest one (2) to restore it."""
-        chosen = (self.all[-1], self.all[-2:][0], self.all[0])[candidate]
+        """Return the newest snapshot (candidate 0), the one before (1) … to restore it; the newest after the oldest."""
+        chosen = self.all[-1 - candidate % len(self.all)]
         self.restored, self.restored_at = chosen["iteration"], iteration
         return chosen
 

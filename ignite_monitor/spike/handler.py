@@ -89,6 +89,12 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
     def reset_threshold(self) -> None:
         self._detector.reset_threshold()
 
+    def threshold_state(self) -> Mapping[str, Any]:
+        return self._detector.state_dict()
+
+    def restore_threshold(self, state: Mapping[str, Any]) -> None:
+        self._detector.load_state_dict(state)
+
     def state_dict(self) -> OrderedDict[str, Any]:
         return OrderedDict(detector=self._detector.state_dict(), counts=self._counts)
 

@@ -24,7 +24,6 @@ ACTIONS = {
     "B": Action.ROLL_BACK,
     "D": Action.DISCARD,
     "T": Action.ADAPT,
-    "A": Action.ACCEPT,
     "P": Action.PROBE,
     "R": Action.RESUME,
     "E": Action.END,
@@ -32,7 +31,7 @@ ACTIONS = {
 CHANGED = "h" * 5 + "t" + "u" * 4  # the data change: four tests fail
 
 # Training on them, with a probe of the snapshot; the loss becomes usual.
-LEARNT, LEARNT_ACTIONS = "u" * 12 + "h" * 34, "." * 9 + "APR" + "." * 34
+LEARNT, LEARNT_ACTIONS = "u" * 11 + "h" * 35, "." * 9 + "PR" + "." * 35
 
 
 def make_policy():
@@ -61,13 +60,13 @@ def follow(policy, events, start=1, level=8.0):
         (f"t{H}t{H}r", "B........B........E"),
         (f"t{H}t" + "h" * 990 + "t", "B........B" + "." * 990 + "B"),  # the first is 1,000 iterations ago
         (f"t{H}t" + "h" * 989 + "t", "B........B" + "." * 989 + "D"),
-        (CHANGED + "u" * 11, ".....BDDDT" + "." * 9 + "AP"),
-        (CHANGED + "u" * 11 + "u", ".....BDDDT" + "." * 9 + "AP" + "R"),
+        (CHANGED + "u" * 10, ".....BDDDT" + "." * 9 + "P"),
+        (CHANGED + "u" * 10 + "u", ".....BDDDT" + "." * 9 + "P" + "R"),
         (
-            CHANGED + "u" * 11 + "hhhh" + H,
-            ".....BDDDT" + "." * 9 + "AP" + "DDDD" + "." * 8,
+            CHANGED + "u" * 10 + "hhhh" + H,
+            ".....BDDDT" + "." * 9 + "P" + "." * 12,
         ),  # the earlier data are back
-        (CHANGED + "u" * 11 + "hhhu", ".....BDDDT" + "." * 9 + "AP" + "DDDR"),
+        (CHANGED + "u" * 10 + "hhhu", ".....BDDDT" + "." * 9 + "P" + "...R"),
         (CHANGED + "u" * 3 + "t", ".....BDDDT" + "..." + "D"),  # training on the changed data diverges
         (CHANGED + "h" * 8 + "t", ".....BDDDT" + "." * 8 + "D"),  # learnt, and not final yet
         (CHANGED + LEARNT + "ht", ".....BDDDT" + LEARNT_ACTIONS + ".B"),  # learnt, and final
@@ -92,20 +91,20 @@ def test_the_state_before_the_rollback_is_kept_if_it_does_as_well_on_the_changed
     assert policy.keeps_current == keeps
 
 
-def test_snapshots_are_tested_from_the_newest_to_the_oldest_and_retried():
+def test_older_snapshots_are_restored_after_two_failed_tests_or_four_failed_trainings():
     policy, tested = make_policy(), []
-    for letter in "tuu":
+    for letter in "tuuu":
         follow(policy, letter)
         tested.append(policy.candidate)
-    assert tested == [0, 0, 1]
+    assert tested == [0, 0, 1, 1]
     policy = make_policy()
     follow(policy, "th")
     retried = []
-    for i in range(17):
+    for i in range(12):
         follow(policy, "u", start=3 + 2 * i)
         retried.append(policy.candidate)
         follow(policy, "h", start=4 + 2 * i)
-    assert retried == [0] * 7 + [1] * 4 + [2] * 4 + [0] * 2
+    assert retried == [0] * 3 + [1] * 4 + [2] * 4 + [3]
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
@@ -118,9 +117,11 @@ def test_it_continues_from_its_state(cut):
     assert follow(second, events[cut:], start=cut + 1) == expected[cut:]
 
 
-@pytest.mark.parametrize(("first_sign", "margin", "restored"), [(95, 0, 90), (92, 0, 90), (91, 0, 85), (91, 18, 70)])
-def test_the_restored_snapshot_is_older_than_the_first_sign_and_the_margin(first_sign, margin, restored):
+@pytest.mark.parametrize(("first_sign", "restored"), [(100, 95), (97, 90), (95, 85), (91, 80), (40, 0)])
+def test_the_restored_snapshot_is_older_than_the_first_sign_by_more_than_the_delay(first_sign, restored):
     snapshots = Snapshots(every=5, keep=20)
-    snapshots.all = [{"iteration": i, "thresholds": {}} for i in range(0, 101, 5)]
-    snapshots.start(100, first_sign, margin)
-    assert snapshots.choose(100, 0)["iteration"] == restored
+    snapshots.all = [{"iteration": i, "thresholds": i} for i in range(0, 101, 5)]
+    snapshots.start(100, first_sign)
+    assert [snapshots.choose(100, candidate)["iteration"] for candidate in (0, 1)] == [restored, max(0, restored - 5)]
+    assert snapshots.choose(100, len(snapshots.all))["iteration"] == restored  # the newest after the oldest
+    assert {snapshot["thresholds"] for snapshot in snapshots.all} == {(first_sign - 2) // 5 * 5}
