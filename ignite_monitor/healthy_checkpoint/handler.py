@@ -125,15 +125,18 @@ class HealthyCheckpoint(Checkpoint):
             self._save(engine)
 
     def _save_newest(self, engine: Engine) -> None:
-        if self._due is not None:
-            kept = (
-                f"the newest healthy state is that of iteration {self._healthy}" if self._healthy else "nor is another"
-            )
-            text = f"{_TITLE} this state is not saved, since %s; {kept}"
-            _LOGGER.warning(text, engine.state.iteration, self._problem(engine))
-            if self._copy:
-                self._save(engine)
-            self._due = None
+        if self._due is None:
+            return
+        iteration, problem = engine.state.iteration, self._problem(engine)
+        if problem:
+            at = self._healthy
+            kept = f"the newest healthy state is that of iteration {at}" if at else "nor is another"
+            _LOGGER.warning(f"{_TITLE} this state is not saved, since %s; %s", iteration, problem, kept)
+        else:
+            self._healthy, self._copy = iteration, {}
+        if self._copy or not problem:
+            self._save(engine)
+        self._due = None
 
     def _save(self, engine: Engine) -> None:
         """Save as if this were the event and the iteration of the healthy state, by which Ignite names the file."""

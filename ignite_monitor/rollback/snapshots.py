@@ -17,7 +17,7 @@ from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
 from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
-from ignite_monitor.monitor.base import Monitor
+from ignite_monitor.monitor.base import Monitor, MonitorHandle
 from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
@@ -79,10 +79,10 @@ class Snapshots:
 
 
 class TrainingState:
-    """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors."""
+    """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors and their handles."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
-        kept = {name: obj for name, obj in to_save.items() if not isinstance(obj, Monitor)}
+        kept = {name: obj for name, obj in to_save.items() if not isinstance(obj, (Monitor, MonitorHandle))}
         for name, obj in kept.items():
             if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")

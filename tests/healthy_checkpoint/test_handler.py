@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler
+from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler, attach_monitors
 from tests._helpers import assert_same, make_step, square_loss
 from tests._ranks import NEEDS_SHARDS, SHARDS
 
@@ -102,6 +102,24 @@ def test_a_run_that_ends_unhealthy_saves_the_newest_healthy_state_and_says_which
         caplog.messages[-1] == f"HealthyCheckpoint: iteration {last}: this state is not saved, since {reason}; {which}"
     )
     assert (run.trainer.state.iteration, run.trainer.last_event_name) == (last, Events.COMPLETED)
+
+
+def test_a_state_that_is_healthy_again_as_the_run_ends_is_saved(caplog):
+    run = Run(monitored=False)
+    weight = run.model.weight.data.clone()
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=40), lambda: run.model.weight.data.fill_(torch.nan))
+    run.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: run.model.weight.data.copy_(weight))
+    assert run.run() == [10, 20, 30, 40]
+    assert "this state is not saved" not in caplog.text
+
+
+def test_monitors_in_to_save_are_not_checked():
+    """The snapshots of a RollbackHandler hold the model's mask of minus infinity."""
+    run = Run(monitored=False)
+    parts = {"model": run.model, "optimizer": run.optimizer}
+    handle = attach_monitors(run.trainer, run.model, run.optimizer, rollback=parts)
+    run.checkpoint = HealthyCheckpoint({**parts, "monitors": handle}, run.save, n_saved=None)
+    assert run.run() == [10, 20, 30, 40]
 
 
 def test_a_second_run_keeps_copies_of_its_own():

@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
 
-from ignite_monitor import MonitorEvents, RollbackHandler
+from ignite_monitor import MonitorEvents, RollbackHandler, SpikeMonitor
 from ignite_monitor.rollback import snapshots
 from tests._helpers import assert_same
 from tests.rollback._small import Training, make_batches
@@ -89,6 +89,21 @@ def test_a_buffer_of_another_shape_and_replaced_ones_are_restored():
     [(queue, first, last, steps)] = restored
     assert (queue.tolist(), steps) == ([0.0], 0.0)
     assert queue is first is last
+
+
+def test_monitors_and_their_handles_are_not_restored():
+    training = Training(names=["model", "optimizer"], handler=False)
+    monitor = SpikeMonitor(lambda engine: engine.state.output)
+    objects = training.objects | {"monitor": monitor, "monitors": monitor.attach(training.trainer)}
+    rollback = RollbackHandler(objects, every=10)
+    rollback.attach(training.trainer)
+    counts = []
+    training.at(25, lambda: rollback.request("asked"))
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: counts.append(float(monitor.counts()[1])))
+    training.after_step(lambda engine: math.nan if engine.state.iteration == 23 else None)
+    training.run(make_batches(30))
+    assert rollback._count == 1
+    assert counts[-1] == 1.0
 
 
 def test_random_numbers_and_iterations_go_on_and_gradients_are_dropped():
