@@ -38,7 +38,6 @@ class CountingMonitor(Monitor):
         Args:
             state: what :meth:`threshold_state` returned.
         """
-        raise NotImplementedError
 
 
 class DetectionMonitor(CountingMonitor):

@@ -327,6 +327,20 @@ def test_a_loss_that_alternates_keeps_most_of_its_steps(period, jump):
     assert float(training.model.steps) >= (0.88 if period < 60 else 0.94) * 1200
 
 
+def test_data_that_alternate_every_450_iterations_cost_one_rollback():
+    generator, model = torch.Generator().manual_seed(0), nn.Linear(2, 2)
+
+    def loss(engine, _):
+        i = engine.state.iteration
+        noise = 1.0 + 0.05 * float(torch.randn((), generator=generator))
+        return (1.0 + 2.0 * 0.99**i) * noise + 3.0 * ((i // 450) % 2)
+
+    trainer, rollback = Engine(loss), RollbackHandler({"model": model})
+    rollback.attach(trainer)
+    trainer.run(range(2000), max_epochs=1)
+    assert rollback._count == 1
+
+
 def test_a_changed_model_gets_a_new_snapshot_at_once():
     training = Training(names=["model", "optimizer"])
     prune = torch.nn.utils.prune.l1_unstructured
