@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ignite_monitor.activation import statistics
+from ignite_monitor.spectral.norm import measure
 from tests.accelerator._operations import MONITORS, added
 
 pytestmark = pytest.mark.cuda
@@ -45,3 +46,14 @@ def test_moments_are_those_of_the_cpu(piece, device, monkeypatch):
             # Of non-finite elements the number alone is reported.
             result, expected = (item.nan_to_num(torch.nan, torch.nan, torch.nan) for item in (result.cpu(), expected))
             torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(8, 600, 700), (1, 1030, 1100)], ids=["powers", "Lanczos"])
+def test_spectral_norms_of_large_matrices_are_those_of_the_cpu_without_synchronization(shape, device):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    on_device = matrices.to(device.name)
+    with device.no_synchronization():
+        result = measure(on_device, "power", 0)
+    expected = torch.linalg.matrix_norm(matrices.double(), 2)
+    assert ((result.norms.cpu() / expected - 1).abs() <= result.errors.cpu()).all()
+    assert result.errors.max() < 1e-3
