@@ -109,8 +109,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self._closed: list[list[Increment]] = []  # of this iteration's steps
         self._observed = set[int]()  # ids of the parameters whose gradients are seen
         self._iteration = -1
-        self._items: float | list[float] | None = None
-        self._skipped = 0  # steps, until the first value
+        self._items: float | list[float] = math.nan  # of the batch, or of each backward pass
+        self._skipped = 0.0  # steps, until the first value; then infinite
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the moments of numerator and denominator."""
@@ -136,10 +136,11 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             self._window.clear()  # there were backward passes in iterations that were not monitored
         self._iteration = engine.state.iteration
         self._closed.clear()
-        self._items, batch = None, engine.state.batch
+        self._items = math.nan
         with self._training_continues("unknown_items", "the number of items is not known"):
-            items: Any = count_items(batch) if self.items is None else self.items(batch)
-            self._items = list(map(float, items)) if isinstance(items, (list, tuple)) else items and float(items)
+            items: Any = (self.items or count_items)(engine.state.batch)
+            if items is not None:
+                self._items = list(map(float, items)) if isinstance(items, (list, tuple)) else float(items)
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
@@ -205,10 +206,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     def _is_complete_window(self, window: list[Increment]) -> bool:
         """Return True if the step was made from the expected increments; warn if the first 50 were not."""
         has_all = len(window) == self.micro_batches and window[-1].is_reduced
-        if has_all and all(0 < (part.items or 0) < math.inf for part in window):
-            self._skipped = -1
-            return True
-        self._skipped += self._skipped >= 0
+        is_complete = has_all and all(0 < (part.items or 0) < math.inf for part in window)
+        self._skipped = math.inf if is_complete else self._skipped + 1
         if self._skipped == _PATIENCE:
             reason = (
                 "the number of items of each backward pass is not known; give the argument items"
@@ -217,12 +216,11 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
                 f"is {self.micro_batches}"
             )
             self.report("no_value", f"no value after {_PATIENCE} optimizer steps: {reason}")
-        return False
+        return is_complete
 
 
-def _shared(items: float | list[float] | None, count: int, is_clear: bool) -> list[float]:
+def _shared(items: float | list[float], count: int, is_clear: bool) -> list[float]:
     """Return the number of items of each of ``count`` passes, which share ``items`` if ``is_clear``; NaN if unknown."""
     if isinstance(items, list):
         return items if len(items) == count else [math.nan] * count
-    is_equal = is_clear and items is not None and count and items % count == 0
-    return [items / count if is_equal and items else math.nan] * count
+    return [items / count if is_clear and items % count == 0 else math.nan for _ in range(count)]

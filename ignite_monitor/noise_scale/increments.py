@@ -22,8 +22,8 @@ from ignite_monitor.model.norms import summed_values
 class Increment:
     """Contribution of one backward pass to the gradients."""
 
-    square: Tensor  # its squared norm
-    before: Tensor | None  # squared norm of the gradients before it; None if there were none
+    square: Tensor  # its squared norm; NaN if it is not known
+    before: Tensor  # squared norm of the gradients before it
     after: Tensor  # squared norm of the gradients after it
     is_reduced: bool = False  # the gradients are reduced over ranks
     scale: Tensor | None = None  # of a GradScaler; None for 1
@@ -35,9 +35,8 @@ def sums_of(increments: Sequence[Increment]) -> Tensor:
     squares = torch.stack([increment.square for increment in increments])
     counts = torch.tensor([increment.items for increment in increments], dtype=squares.dtype, device="cpu")
     items = move(counts, squares.device)
-    zero = squares.new_zeros(())
-    before = torch.stack([zero if increment.before is None else increment.before for increment in increments])
-    after = torch.stack([zero, *(increment.after for increment in increments)])
+    before = torch.stack([increment.before for increment in increments])
+    after = torch.stack([torch.zeros_like(before[0]), *(increment.after for increment in increments)])
     adds_up = torch.isclose(before, after[:-1], atol=0.0).all()
     total = torch.where(adds_up, after[-1], math.nan)
     return torch.stack([squares.sum(), (items * squares).sum(), items.sum(), torch.ones_like(squares).sum(), total])
@@ -53,8 +52,8 @@ class IncrementObserver:
         self, tracker: GradientTracker, parameters: Sequence[nn.Parameter], increments: list[Increment]
     ) -> None:
         self._tracker, self._parameters, self._increments = tracker, parameters, increments
-        self._before: dict[int, Tensor | None] = {}  # by number of the backward pass, in order
-        self._norms: dict[int, dict[int, Tensor]] = {}  # by index of the parameter
+        # By number of the backward pass: the squared norm before it, and norms of its gradients, in order.
+        self._passes: dict[int, tuple[Tensor | None, list[tuple[int, Tensor]]]] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -72,29 +71,28 @@ class IncrementObserver:
 
     def before_adding(self, index: int, gradient: Tensor) -> None:
         """Add the norm of a gradient to those of its backward pass."""
-        task = backward_number()
+        number = backward_number()
         with hidden_from_user_modes():
-            if task not in self._norms:
-                self._before[task] = self._square()
-                self._norms[task] = {}
-            (self._norms[task][index],) = _norms([gradient.detach()])
+            if number not in self._passes:
+                self._passes[number] = self._square(), []
+            self._passes[number][1].append((index, _norms([gradient.detach()])[0]))
 
     def backward_ended(self, numbers: Set[int], reached: Set[int]) -> None:
         """Append the increment of a backward pass and those inside of it; ``autograd.grad`` makes none."""
-        tasks = [task for task in self._norms if task in numbers]
-        parts = [norms for task in tasks for norms in self._norms[task].items()]
+        passes = [self._passes[number] for number in self._passes if number in numbers]
+        self._passes.clear()
         with hidden_from_user_modes():
             after = self._square()
-            if parts and after is not None:
-                before = self._before[tasks[0]]
-                if before is None:
-                    self._increments.clear()
-                square = torch.stack([norm for _, norm in parts]).square().sum()
-                if len(dict(parts)) < len(parts):  # two of its gradients of one parameter add up
-                    square = square * math.nan
-                self._increments.append(Increment(square, before, after))
-        self._norms.clear()
-        self._before.clear()
+            if not passes or after is None:
+                return
+            before, norms = passes[0][0], [pair for _, pairs in passes for pair in pairs]
+            if before is None:
+                self._increments.clear()
+                before = torch.zeros_like(after)
+            square = torch.stack([norm for _, norm in norms]).square().sum()
+            if len(dict(norms)) < len(norms):  # two of its gradients of one parameter add up
+                square = square * math.nan
+            self._increments.append(Increment(square, before, after))
 
     def _square(self) -> Tensor | None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
