@@ -29,6 +29,10 @@ _thread = threading.local()
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
+class UnrepeatablePassError(RuntimeError):
+    """Reason why no second pass of a model runs."""
+
+
 def in_second_pass() -> bool:
     """Return True while this thread runs a second pass, which monitors must not measure."""
     return getattr(_thread, "in_second_pass", False)
@@ -48,7 +52,15 @@ def isolated_pass(
 
     The RNG state is that of ``devices``; None for those of the model's parameters and buffers. Generators are those of
     :func:`generators_of`.
+
+    Raises:
+        UnrepeatablePassError: if a generator of the model's dropout can't be restored.
     """
+    for name, module in named_modules(model):
+        if isinstance(module, nn.RNNBase) and module.dropout > 0 and _runs_on_cudnn(module):
+            # Torch keeps its state in a cache. Every pass changes it, and setting the device's RNG state draws it anew.
+            label = f"{name or 'the root module'} ({type(module).__name__})"
+            raise UnrepeatablePassError(f"a second pass would change the dropout of {label}, which cuDNN draws")
     if devices is None:
         devices = {item.device for item in chain(model.parameters(), model.buffers())}
     before = in_second_pass(), torch.is_autocast_cache_enabled()
@@ -62,6 +74,10 @@ def isolated_pass(
         finally:
             _thread.in_second_pass = before[0]
             torch.set_autocast_cache_enabled(before[1])
+
+
+def _runs_on_cudnn(module: nn.RNNBase) -> bool:
+    return torch.backends.cudnn.enabled and any(parameter.is_cuda for parameter in module.parameters())
 
 
 @contextlib.contextmanager
@@ -114,7 +130,10 @@ def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped."""
+    """Restore what :func:`capture_rng_state` returned; devices that do not exist are skipped.
+
+    A state that has not changed is not set: that would draw the dropout of cuDNN's recurrent layers anew.
+    """
     torch.default_generator.set_state(state["torch"])
     version, internal_state, gauss = state["python"]
     random.setstate((version, tuple(internal_state), gauss))
@@ -125,7 +144,8 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     for name, value in state["devices"].items():
         device = torch.device(name)
         module = torch.get_device_module(device)
-        if module.is_available() and (device.index or 0) < module.device_count():
+        exists = module.is_available() and (device.index or 0) < module.device_count()
+        if exists and not torch.equal(module.get_rng_state(*_index_of(device)), value):
             module.set_rng_state(value, *_index_of(device))
 
 

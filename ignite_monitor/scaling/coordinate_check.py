@@ -47,7 +47,7 @@ def coordinate_check(
     layer's own weights) and "input_drift" (the change by the layers before it, arXiv:2505.22491).
 
     Of a :class:`Parametrization` the result has the expected slopes, too. All widths have the same seeds. RNG state is
-    restored.
+    restored, except that of dropout in recurrent layers on cuDNN, of which only "activation" is measured.
 
     Args:
         make_model: makes, for a width, the model or its :class:`Parametrization`, and the optimizer.

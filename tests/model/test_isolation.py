@@ -213,6 +213,69 @@ def test_handlers_restore_the_generators_that_they_are_given(make):
             train(lambda _, refused=refused: refused)
 
 
+class CountedLSTM(nn.LSTM):
+    count = 0  # of the calls of all
+
+    def forward(self, *args):
+        CountedLSTM.count += 1
+        return super().forward(*args)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layer, self.head = CountedLSTM(3, 3, 2, dropout=dropout), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_no_second_pass_runs_where_cudnn_draws_dropout(make, dropout, monkeypatch):
+    monkeypatch.setattr("ignite_monitor.model.isolation._runs_on_cudnn", lambda module: True)
+    model, count = Recurrent(dropout), CountedLSTM.count
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine, x):
+        optimizer.zero_grad()
+        (model(x).sum() / (engine.state.iteration != 2)).backward()  # whose source GradMonitor looks for
+        if engine.state.iteration != 2:
+            optimizer.step()
+
+    trainer, monitor = Engine(train_step), make(model, optimizer)
+    monitor.attach(trainer, Events.ITERATION_STARTED)
+    trainer.run([torch.ones(2, 3)] * 3)
+    texts = [report.text for report in monitor.reports if "which cuDNN draws" in report.text]
+    assert len(texts) == (dropout > 0)
+    assert all("a second pass would change the dropout of layer (CountedLSTM)" in text for text in texts)
+    assert (CountedLSTM.count - count == 3) == (dropout > 0)
+
+
+class Device:
+    """A module of torch for a device, such as ``torch.cuda``."""
+
+    def __init__(self):
+        self.state, self.written = torch.zeros(4), 0
+        self.is_available, self.device_count = lambda: True, lambda: 1
+
+    def get_rng_state(self, device):
+        return self.state.clone()
+
+    def set_rng_state(self, state, device):
+        self.state, self.written = state, self.written + 1
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_the_rng_state_of_a_device_is_set_if_it_has_changed(drawn, monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    with preserved_rng_state([torch.device("cuda", 0)]):
+        device.state += drawn
+    assert device.written == drawn
+    assert not device.state.any()
+
+
 @pytest.mark.parametrize(("training", "frozen", "excluded"), [(0, 1, True), (1, 1, False), (0, 0, True)])
 def test_modules_of_a_fast_path_are_not_hookable(training, frozen, excluded):
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
