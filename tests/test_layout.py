@@ -220,3 +220,9 @@ def test_public_docstrings_document_every_argument():
         if argument != "self" and not re.search(rf"^ +\**{argument}: ", docstring or "", re.MULTILINE)
     }
     assert lacking == set()
+
+
+def test_two_files_decide_which_copies_the_host_does_not_wait_for():
+    files = [*(ROOT / "ignite_monitor").rglob("*.py")]
+    asking = {path.name for path in files if "non_blocking" in path.read_text(encoding="utf-8")}
+    assert asking == {"devices.py", "transfer.py"}

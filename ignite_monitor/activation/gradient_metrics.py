@@ -99,7 +99,7 @@ class GradientMetrics:
                 whole = whole_tensor(gradient)
                 if inverse is not None:
                     wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-                    whole = (wide * inverse.to(whole.device, non_blocking=True)).to(whole.dtype)
+                    whole = (wide * move(inverse, whole.device)).to(whole.dtype)
                 measurement.add(tag, name, whole)
         return collect_values([measurement])
 

@@ -21,7 +21,7 @@ from ignite_monitor.checks import check_choice, check_type
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ACTIVATION
-from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.modes import eager, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, named_parameters, parameters_of, tags
@@ -283,7 +283,7 @@ class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
                 current.add(tag, name, whole)
                 if compared:
                     other = whole_tensor(initial[name])
-                    difference.add(tag, name, whole, minus=other.to(whole.device, non_blocking=True))
+                    difference.add(tag, name, whole, minus=move(other, whole.device))
         return collect_values([current, difference])
 
     def _tagged(self, names: Iterable[str]) -> dict[str, Layer]:

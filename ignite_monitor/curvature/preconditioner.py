@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from ignite_monitor.curvature.hessian import flat_dtype
-from ignite_monitor.model.devices import move
+from ignite_monitor.model.devices import move, move_like
 
 
 def makes_step_of(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
@@ -38,7 +38,7 @@ def adam_preconditioner(optimizer: Optimizer, parameters: Sequence[Tensor], grad
         if not group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)):
             part = part + group["weight_decay"] * parameter.detach().flatten()
         beta = group["betas"][1]
-        step = torch.as_tensor(state.get("step", 0)).to(part.device, part.dtype, non_blocking=True) + 1
+        step = move_like(torch.as_tensor(state.get("step", 0)), part) + 1
         second = beta * known.detach().flatten() + (1 - beta) * part**2
         most = state.get("max_exp_avg_sq")
         second = second if most is None else torch.maximum(second, most.detach().flatten())

@@ -44,8 +44,9 @@ class GradientsReady(NamedTuple):
         """The scale of the gradients, 0-dim; None for 1."""
         if scaler is None:
             return None
-        # A hook may have taken all gradients away.
-        device = next((item.device for item in self.tracker.parameters if item.grad is not None), None)
+        devices = {item.device for item in self.tracker.parameters if item.grad is not None}
+        # The scaler does not wait for its copy to the CPU. A hook may have taken all gradients away.
+        device = min(devices, key=lambda device: device.type == "cpu", default=None)
         scale: Tensor = scaler.scale(torch.ones((), device=device))  # get_scale() synchronizes
         return scale
 

@@ -18,7 +18,7 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
-from ignite_monitor.model.devices import device_of, move, wide_dtype
+from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
 from ignite_monitor.model.dtensor import is_dtensor, reshard, whole_tensor
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import in_second_pass
@@ -223,7 +223,7 @@ def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
     for piece in tensor.reshape(-1).split(_PIECE) if tensor.numel() else ():
         values = piece.to(edges.dtype)
         if scale is not None:
-            values = values / scale.to(values, non_blocking=True)
+            values = values / move_like(scale, values)
         finite = values.isfinite()
         signed = torch.where(finite, torch.stack([values, -values]), -torch.inf)
         extremes = torch.maximum(extremes, signed.amax(1))

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ignite_monitor.model.devices import move_like
+
 _Z = 1.959963984540054  # 97.5th percentile of the normal distribution
 FEWEST = 20  # effective observations, from which on the normal distribution is used in place of Student's
 
@@ -48,7 +50,7 @@ class RatioOfMeans:
         new = torch.stack([one, x, y, x * x, x * y, y * y, one])
         decays = torch.full_like(new, self.decay)
         decays[-1:] *= self.decay
-        old = self.moments.to(new, non_blocking=new.device.type != "cpu")
+        old = move_like(self.moments, new)
         self.moments = torch.where(new.isfinite().all(), old * decays + new, old)
 
     def interval(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model._torch import foreach_norm
-from ignite_monitor.model.devices import move
+from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.dtensor import is_dtensor, local
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.sampled_step import StepMeasurement
@@ -63,7 +63,7 @@ class MomentMeasurement(StepMeasurement):
             return
         self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
         if step.loss_scale is not None:
-            self._gradient /= step.loss_scale.to(self._gradient, non_blocking=True)
+            self._gradient /= move_like(step.loss_scale, self._gradient)
         groups = {id(item): group for group in step.optimizer.param_groups for item in group["params"]}
         self._groups = [groups.get(id(self.samples.parameters[index]), {}) for index in self._members]
         parts = self.split(self._gradient, self._members)

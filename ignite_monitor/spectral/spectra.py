@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ignite_monitor.model.devices import move
 from ignite_monitor.model.sampling import fnv1a_64
 from ignite_monitor.spectral.effective_weights import Label
 from ignite_monitor.spectral.norm import SpectralNorms, measure
@@ -36,7 +37,6 @@ def measure_all(matrices: Iterable[tuple[Label, Tensor]], method: str) -> tuple[
         measure_stack(key)
     device = results[0].norms.device
     norms, errors, frobenius = (
-        torch.cat([column.to(device, non_blocking=device.type != "cpu") for column in columns])
-        for columns in list(zip(*results, strict=True))[:3]
+        torch.cat([move(column, device) for column in columns]) for columns in list(zip(*results, strict=True))[:3]
     )
     return labels, SpectralNorms(norms, errors, frobenius, max(result.steps for result in results))

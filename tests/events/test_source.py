@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
+from ignite_monitor.events.gradient_tracker import GradientsReady
 from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_step, make_trainer
 from tests._models import make_model
 from tests._oracle import mean_of
@@ -642,3 +644,13 @@ def test_the_end_of_a_run_lets_go_of_what_the_optimizer_held():
     optimizer.param_groups[0]["params"] = list(model.parameters())
     del other
     assert gone() is None
+
+
+@pytest.mark.parametrize("devices", [["cpu", "meta"], ["meta", "cpu"], ["cpu"], []])
+def test_the_scale_is_read_on_a_device_of_the_gradients_other_than_the_cpu(devices):
+    parameters = [nn.Parameter(torch.ones(1, device=device)) for device in devices]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    backward = GradientsReady(SimpleNamespace(parameters=parameters), set(), shared=False, in_step=False)
+    scale = backward.scale(SimpleNamespace(scale=lambda tensor: 8.0 * tensor))
+    assert scale.device.type == ("meta" if "meta" in devices else "cpu")
