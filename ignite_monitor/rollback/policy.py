@@ -115,6 +115,7 @@ class RecoveryPolicy:
         self.failed = [*self.failed[1 - limits.TESTS :], signals.level]
         if self.failures < limits.TESTS:
             return Action.DISCARD
+        self.failures, self.retries = 0.0, 0  # training continues from the newest snapshot
         self.phase, self.since, self.probe_at = ADAPTING, iteration, iteration + limits.TRIAL
         return Action.ADAPT
 
