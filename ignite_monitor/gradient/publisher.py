@@ -84,10 +84,11 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         self._detector.reset_threshold()
 
     def threshold_state(self) -> Mapping[str, Any]:
-        return self._detector.threshold_state()
+        return self._detector.threshold_state() | {"recurring": self._action.recurring.state_dict()}
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
         self._detector.restore_threshold(state)
+        self._action.recurring.load_state_dict(state["recurring"])
 
     def state_dict(self) -> OrderedDict[str, Any]:
         recurring = self._action.recurring.state_dict()
