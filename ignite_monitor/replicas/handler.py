@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,21 +21,19 @@ from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.monitor.transfer import DeferredFlag
+from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 from ignite_monitor.replicas.hashes import hashes_of
 from ignite_monitor.replicas.items import items_of, replica_groups, rng_items
 
 _SHOWN = 8  # ranks, and items of each, in a report
-
-Groups = tuple[Any, ...]  # process groups, whose ranks hold the same
 
 
 class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     r"""Check that all ranks hold the same weights, buffers, optimizer state and iteration.
 
     After the train step every tensor is hashed to 64 bits. One collective compares a hash of all these hashes over the
-    ranks, and one more over the replicas of every dimension of a device mesh. If a check finds a difference, the next
-    one reports the items and the ranks that differed from the first rank.
+    ranks, or over every dimension of a device mesh. If a check finds a difference, the next one reports the items and
+    the ranks that differed from the first rank.
 
     {keys}
 
@@ -87,67 +86,62 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     def reset_run_state(self) -> None:
         self._differ = DeferredFlag()  # True if the last check found a difference that is not named yet
         self._has_named = False  # a difference that is still there
-        self._last: dict[Groups, tuple[list[str], Tensor]] = {}  # names and hashes of the last check
+        self._last: dict[Any, NamedValues] = {}  # process group -> hashes of what its ranks share, of the last check
 
     def on_run_end(self) -> None:
-        if (
-            self._differ.take(wait=True) and not self._has_named
-        ):  # names need collectives: the ranks may not end together
+        if self._differ.take(wait=True) and not self._has_named:  # names need collectives, and ranks may end alone
             self.report("ranks_differ", "the ranks differ in the last check", severity="problem", once=False)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self.ranks.all_present:
             return
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 or self.hashes:
             self._name_differences()
-        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._check(engine, device_of(self.model))
+        if self.ranks.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             text = "nothing is compared: no wrapper of the model names the ranks that hold the same; give group"
             self.report("no_replicas", text)
-        else:
+        elif self.ranks.size == 1:
             self.publish(in_sync=1.0)
-        if self.ranks.size > 1 or self.hashes:
-            self._check(engine, device_of(self.model))
 
     def _check(self, engine: Engine, device: torch.device) -> None:
-        """Hash and publish all items; every rank makes the same collectives, whatever it holds and whatever fails."""
+        """Hash all items and compare them; every rank makes the same collectives, whatever it holds or raises."""
         reshard(self.model)
-        # All ranks have the same parameters and buffers; other items have no replica groups but those of these.
-        tensors = (None, *self.model.parameters(), *self.model.buffers())
-        members: dict[Groups, dict[str, Any]] = {replica_groups(item, self.ranks.groups): {} for item in tensors}
-        self._last = {groups: ([], torch.zeros(0, dtype=torch.int64, device=device)) for groups in members}
-        error = ""
+        tensors = (None, *self.model.parameters(), *self.model.buffers())  # other items have no further groups
+        groups = dict.fromkeys(group for item in tensors for group in replica_groups(item, self.ranks.groups))
+        self._last, fails = {}, False
         try:
             items = items_of(self.model, self.optimizer, self.ranks.ignored)
             items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
             items |= rng_items(device) if self.random_state else {}
-            for name, item in items.items():
-                groups = replica_groups(item, self.ranks.groups)
-                if name in self._selection and groups in members and (groups or self.hashes):
-                    members[groups][name] = item
-            self._last = {groups: ([*named], hashes_of(named, device)) for groups, named in members.items()}
-        except Exception as raised:  # noqa: BLE001 - the other ranks are about to wait in a collective
-            error = f"nothing is compared, since the state of this rank can't be read: {raised}"
-            self.report("not_compared", error)
-        if self.hashes and not error:
-            names = tags(name for names, _ in self._last.values() for name in names)
-            hashes = torch.cat([hashes for _, hashes in self._last.values()])
-            # float64 holds 53 bits.
-            self.publish_table([f"hash/{name}" for name in names], (hashes & (2**53 - 1)).to(wide_dtype(device)))
+            holders = {name: replica_groups(item, self.ranks.groups) for name, item in items.items()}
+            names = [name for name in items if name in self._selection and (holders[name] or self.hashes)]
+            hashes = NamedValues(names, hashes_of({name: items[name] for name in names}, device))
+            self._last = {
+                group: hashes.rows([i for i, k in enumerate(names) if group in holders[k]]) for group in groups
+            }
+            if self.hashes:  # float64 holds 53 bits
+                keys = [f"hash/{tag}" for tag in tags(names)]
+                self.publish_table(keys, (hashes.values & (2**53 - 1)).to(wide_dtype(device)))
+        except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
+            fails = True
+            self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
         if self.ranks.size > 1:
-            self._compare(torch.full((), bool(error), device=device))
+            self._compare(groups, torch.full((), 2 * fails, device=device))
 
-    def _compare(self, fails: Tensor) -> None:
-        """Compare one hash per replica group, the sum of those of its items, by its minimum and maximum over ranks."""
-        differs = torch.zeros_like(fails)
-        for groups, (_, hashes) in self._last.items():
-            extremes = torch.stack([total := hashes.sum(), ~total])
-            for group in groups:
-                extremes = all_reduce(extremes, largest=True, group=group)
-            differs |= extremes[0] != ~extremes[1]
-        differs, fails = (self.ranks.max(torch.stack([differs, fails]).int()) > 0).unbind()
-        self._differ.set(differs & ~fails)
-        self.publish(in_sync=torch.where(fails, math.nan, (~differs).float()))
+    def _compare(self, groups: Iterable[Any], status: Tensor) -> None:
+        """Compare the sum of the hashes of every process group, by its minimum and maximum over the ranks.
+
+        The status is 0 if all ranks hold the same, 1 if they differ, and 2 if it is not known.
+        """
+        for group in groups:
+            total = self._last[group].values.sum() if group in self._last else status
+            largest, inverse_smallest = all_reduce(torch.stack([total, ~total]), largest=True, group=group)
+            status = torch.maximum(status, (largest != ~inverse_smallest).to(status))
+        status = self.ranks.max(status)
+        self._differ.set(status == 1)
+        self.publish(in_sync=torch.where(status == 2, math.nan, 1.0 - status))
 
     def _name_differences(self) -> None:
         """Report the items and ranks that differed in the last check, unless those of the check before it did.
@@ -158,12 +152,11 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         if had_named or not self._has_named:
             return
         differing: set[str] = set()
-        for groups, (names, hashes) in self._last.items():
+        for group, (names, hashes) in self._last.items():
             own = dict(zip(names, hashes.tolist(), strict=True))
-            for group in groups:
-                first = [own]
-                dist.broadcast_object_list(first, dist.get_global_rank(group, 0), group)
-                differing |= {name for name, _ in own.items() ^ first[0].items()}
+            first = [own]
+            dist.broadcast_object_list(first, dist.get_global_rank(group, 0), group)
+            differing |= {name for name, _ in own.items() ^ first[0].items()}
         parts = self.ranks.gather((dist.get_rank(), sorted(differing)[:_SHOWN]))
         ranks = [f"rank {rank} in {', '.join(names)}" for rank, names in parts if names]
         text = f"in the last check ranks differed from the first one: {'; '.join(ranks[:_SHOWN])}"

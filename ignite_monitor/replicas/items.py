@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,28 +21,32 @@ def items_of(model: nn.Module, optimizer: Any, ignored: Set[int]) -> dict[str, A
     ``ignored`` are the ids of the parameters that ranks do not share.
     """
     names = {parameter: name for name, parameter, _ in named_parameters(model)}
-    items: dict[str, Any] = {name: parameter for parameter, name in names.items() if id(parameter) not in ignored}
+    state: dict[str, Any] = {name: parameter for parameter, name in names.items() if id(parameter) not in ignored}
     for name, module in named_modules(model):
         own_batches = hasattr(module, "running_mean") and not isinstance(module, SyncBatchNorm)
         for last, buffer in module.named_buffers(recurse=False):
             if not (own_batches and last in ("running_mean", "running_var")):
-                items[f"{name}.{last}".lstrip(".")] = buffer
+                state[f"{name}.{last}".lstrip(".")] = buffer
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        items |= {f"{key} of group {number} of the optimizer": value for key, value in group.items()}
+        state[f"group {number} of the optimizer"] = {key: group[key] for key in group if key != "params"}
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in ignored:
-                owner = f"{names.get(parameter, f'parameter {i} of group {number}')} in the optimizer"
-                items |= {f"{key} of {owner}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    return {name: value for name, value in items.items() if _is_comparable(value)}
+                owner = names.get(parameter, f"parameter {i} of group {number}")
+                state[f"{owner} in the optimizer"] = optimizer.state.get(parameter)
+    return dict(leaf for name, value in state.items() for leaf in _leaves(name, value))
 
 
-def _is_comparable(value: Any) -> bool:
-    """True for a tensor with data on this rank, numbers, strings, and sequences of these."""
-    if isinstance(value, (tuple, list)):
-        return all(not isinstance(member, Tensor) and _is_comparable(member) for member in value)
-    return (
-        has_local_data(local(value)) if isinstance(value, Tensor) else isinstance(value, (int, float, str, type(None)))
-    )
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors with data on this rank, numbers and strings in a value, with names ``{key} of {name}``."""
+    if isinstance(value, Tensor):
+        if has_local_data(local(value)):
+            yield name, value
+    elif isinstance(value, (int, float, str)):
+        yield name, value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for key, member in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(key, (int, str)):  # the names of other keys may differ between ranks
+                yield from _leaves(f"{key} of {name}", member)
 
 
 def rng_items(device: torch.device) -> dict[str, Any]:
