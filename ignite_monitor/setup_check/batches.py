@@ -9,24 +9,18 @@ import torch
 from torch import Tensor
 
 from ignite_monitor.model.modes import has_local_data
+from ignite_monitor.model.tensors import bits_of
 
 
-def leaves_of(value: Any, depth: int = 8) -> list[Any]:
-    """Return the parts of a batch; of a tensor its shape, dtype and device, and a copy of its bytes by element."""
+def leaves_of(value: Any) -> list[Any]:
+    """Return the parts of a batch; of a tensor its shape, dtype and device, and a copy of its bits."""
     if isinstance(value, Tensor) and has_local_data(value) and not value.is_quantized:
-        elements = value.detach().resolve_conj().resolve_neg().reshape(value.numel(), 1)
-        return [value.shape, value.dtype, value.device, elements.view(torch.uint8).clone()]
+        return [(value.shape, value.dtype, value.device), bits_of(value).flatten().clone()]
     if isinstance(value, (str, bytes, int, float, type(None))):
         return [value]
-    if callable(getattr(value, "tobytes", None)):  # arrays of NumPy, images of Pillow
-        content = torch.frombuffer(bytearray(value.tobytes() or b"0"), dtype=torch.uint8)
-        shape, dtype = str(getattr(value, "shape", "")), str(getattr(value, "dtype", ""))
-        return [type(value), shape, dtype, content.shape, content[:, None]]
-    members = [*value.items()] if isinstance(value, Mapping) else value
-    if not isinstance(members, (list, tuple)) and hasattr(members, "__dict__") and not isinstance(value, type):
-        members = [*vars(value).items()]  # an object of a class of the user's
-    if depth and isinstance(members, (list, tuple)):
-        return [leaf for member in members for leaf in leaves_of(member, depth - 1)]
+    members = value.items() if isinstance(value, Mapping) else value
+    if isinstance(value, (Mapping, list, tuple)):
+        return [leaf for member in members for leaf in leaves_of(member)]
     return [object()]  # equal to no other
 
 

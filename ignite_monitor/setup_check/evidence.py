@@ -20,23 +20,24 @@ from ignite_monitor.setup_check.batches import is_same, leaves_of
 
 
 class Numbers(NamedTuple):
-    """Numbers that stay on the device until the check ends; the first three are 1 or 0."""
+    """Numbers that the host knows when the check ends; all but the last are 1 or 0."""
 
     batch_repeats: float  # all batches are bitwise those of the first iteration
     rate_is_zero: float  # all learning rates, in all steps
     keeps_gradients: float  # the first backward after each step finds its gradients, and no other one finds zeros
-    discarded: float  # backward passes after the first one that find zeros
-    held_change: float  # 1 if the norm of the optimizer's parameters has changed
-    others_change: float  # of the others
+    held_change: float  # the norm of the optimizer's parameters has changed
+    others_change: float  # that of the others
+    discarded: float  # backward passes that find zeros, before the first step and without the first backward
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """A step of the optimizer."""
 
-    norm: Any  # maximum norm of its gradients
+    iteration: int  # of the check
+    is_torch: bool  # the optimizer is one of torch
     is_rate_zero: list[Any]  # by group
-    initial_norms: list[Tensor] = field(default_factory=list)  # of the gradients before each backward pass after it
+    norm: Any  # maximum norm of its gradients
+    initial_norms: list[Tensor]  # of the gradients before each backward after it
 
 
 @dataclass(eq=False)
@@ -45,13 +46,10 @@ class Evidence:
 
     model: nn.Module
     optimizer: Optimizer
-    numbers: Numbers = field(init=False)  # when the check ends
-    epoch_length: int | None = None
+    numbers: Numbers = field(init=False)
     iterations: int = 0
-    stepped: int = 0  # iterations with a step of the optimizer
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     steps: list[Step] = field(default_factory=list)
-    is_torch: bool = True  # whether all steps were made by a class of torch
     calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
     initial_norms: list[Tensor] = field(default_factory=list)  # as those of a step, before the first one
     first_batch: list[Any] = field(default_factory=list)  # what is compared of it
@@ -66,19 +64,21 @@ class Evidence:
         self.others = [item for item in rest if local(item).numel()]
         self._norms = total_norm(self.held), total_norm(self.others)
 
-    def start(self, batch: Any, most: int, epoch_length: int | None) -> None:
-        """Note the start of an iteration, and compare batches up to a number of iterations."""
+    @property
+    def stepped(self) -> int:
+        """Number of iterations with a step of the optimizer."""
+        return len({step.iteration for step in self.steps})
+
+    def note_batch(self, batch: Any, epoch_length: int | None) -> None:
+        """Compare the batch of an iteration with that of the first one, if an epoch has more than one."""
         try:
-            if self.iterations >= most:
-                self.first_batch = []
-            elif self.iterations:
-                self.same.append(is_same(self.first_batch, leaves_of(batch)))
+            leaves = leaves_of(batch)
+            if self.iterations > 1:
+                self.same.append(epoch_length != 1 and is_same(self.first_batch, leaves))
             else:
-                self.first_batch = leaves_of(batch)
+                self.first_batch = leaves
         except Exception:  # noqa: BLE001 - a batch may hold objects of any kind, and training continues
             self.same.append(False)
-        self.iterations += 1
-        self.epoch_length = epoch_length
 
     def note_gradients(self) -> None:
         """Note the parameters that have a gradient."""
@@ -88,15 +88,13 @@ class Evidence:
         """Note the norm of the gradients before a backward."""
         (self.steps[-1] if self.steps else self).initial_norms.append(initial_norm)
 
-    @torch.no_grad()
-    def note_step(self, loss_scale: Tensor | None) -> None:
-        """Note the gradients and learning rates that a step is about to use."""
+    def note_step(self, is_torch: bool) -> None:
+        """Note a step, after which gradients are as it leaves them: a fused optimizer has unscaled them."""
         gradients = [item.grad for item in self.held if item.grad is not None]
-        norm: Any = math.nan
-        if gradients and not any_dtensor(gradients):
-            norm = total_norm(gradients, math.inf)
-            norm = norm if loss_scale is None else norm / loss_scale.to(norm)  # a fused step unscales in place
-        self.steps.append(Step(norm, [rate == 0 for rate in learning_rates(self.optimizer)]))
+        is_known = gradients and not any_dtensor(gradients)
+        norm: Any = total_norm(gradients, math.inf) if is_known else math.nan
+        rates = [rate == 0 for rate in learning_rates(self.optimizer)]
+        self.steps.append(Step(self.iterations, is_torch, rates, norm, []))
 
     def end(self) -> Tensor:
         """Return the :class:`Numbers` as a tensor."""
@@ -107,8 +105,8 @@ class Evidence:
 
         followed = [step for step in self.steps if step.initial_norms]
         kept = (all_of([step.initial_norms[0] == step.norm, *step.initial_norms]) for step in followed)
-        discarded = sum((norm == 0 for norm in self.initial_norms[1:]), torch.zeros((), device=device))
         norms = zip((total_norm(self.held), total_norm(self.others)), self._norms, strict=True)
         numbers = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
-        numbers += [discarded, *(now != before for now, before in norms)]
+        numbers += [now != before for now, before in norms]
+        numbers += [sum((norm == 0 for norm in self.initial_norms[1:]), torch.zeros((), device=device))]
         return torch.stack([move(number, device).float() for number in numbers])

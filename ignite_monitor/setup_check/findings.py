@@ -52,7 +52,7 @@ def evaluation_mode(model: nn.Module, report: Report) -> None:
     """Report layers that depend on the mode, in a model that is trained in evaluation mode."""
     layers = tuple(name for name, module in named_modules(model) if _depends_on_mode(module))
     if layers:
-        text = f"the model was trained in evaluation mode, on which {listed(layers, _NAMED)} depend: call model.train()"
+        text = f"the model was trained in evaluation mode, which affects {listed(layers, _NAMED)}: call model.train()"
         report("evaluation_mode", text, "warning", layers)
 
 
@@ -88,7 +88,8 @@ def _not_in_optimizer(evidence: Evidence, report: Report) -> None:
 def _no_gradients(evidence: Evidence, report: Report) -> None:
     trained = {id(item) for item in evidence.held if item.requires_grad}
     # An optimizer of another class may compute gradients, or keep them elsewhere.
-    if trained and evidence.stepped > 1 and evidence.is_torch and evidence.seen.isdisjoint(trained):
+    is_torch = all(step.is_torch for step in evidence.steps)
+    if trained and evidence.stepped > 1 and is_torch and evidence.seen.isdisjoint(trained):
         text = f"no parameter of the optimizer had a gradient in {evidence.stepped} iterations with a step. Check for "
         report("no_gradients", f"{text}detach(), no_grad() and item() between the model's output and the loss")
 
@@ -140,7 +141,7 @@ def _large_momentum(evidence: Evidence, report: Report) -> None:
 
 
 def _batch_repeats(evidence: Evidence, report: Report) -> None:
-    if evidence.same and evidence.numbers.batch_repeats and evidence.epoch_length != 1:
+    if evidence.same and evidence.numbers.batch_repeats:
         text = f"the first {len(evidence.same) + 1} batches are bitwise equal: check the data loader"
         report("batch_repeats", text, "warning")
 

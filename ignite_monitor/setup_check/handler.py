@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.accumulation import AccumulationProbe
-from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
+from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.dtensor import reshard
 from ignite_monitor.model.forward import before_forward
+from ignite_monitor.model.modes import hidden_from_user_modes
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -68,30 +69,26 @@ class SetupCheck(Monitor):
         check_optimizer(optimizer)
         self.optimizer, self.iterations = optimizer, check_count("iterations", iterations, least=1)
         self.findings: list[Report] | None = None
+        self._hooks = ExitStack()
         self.reset_run_state()
 
     def handlers(self) -> Handlers:
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
-            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [
-            (Events.STARTED, self._on_started),
-            (Events.ITERATION_STARTED, self._on_iteration_started),
-            (Events.ITERATION_COMPLETED, self.on_host),
-        ]
+        return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._on_iteration_started)]
 
     def on_run_end(self) -> None:
         if self.findings is not None and self._evidence is not None:
             self._finish(self._evidence)
 
     def reset_run_state(self) -> None:
+        self._hooks.close()
         self._evidence: Evidence | None = None
         self._probe: AccumulationProbe | None = None
-        self._hooks, self._has_stepped = ExitStack(), False
         # In the check, and in each iteration after it: a backward was seen, and a module in training mode at any event.
         self._has_gradient = self._is_training = False
 
@@ -113,12 +110,13 @@ class SetupCheck(Monitor):
         else:
             reshard(self.model)
             self._evidence = self._evidence or Evidence(self.model, self.optimizer)
-            self._evidence.start(engine.state.batch, self.iterations, engine.state.epoch_length)
+            self._evidence.iterations += 1
+            if self.findings is None:
+                self._evidence.note_batch(engine.state.batch, engine.state.epoch_length)
         self._note()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        self._hooks, self._has_stepped = ExitStack(), False
-        if self.findings is None and self._evidence is not None and self._source is not None:
+        if self._evidence is not None and self.findings is None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
             hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
             self._hooks.callback(hook.remove)
@@ -148,16 +146,11 @@ class SetupCheck(Monitor):
             self._evidence.note_backward(self._probe.norm)
             self._start_probe(backward.tracker)
 
-    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._evidence is not None and step.is_of(self.optimizer):
-            self._note()
-            if self.findings is None:
-                self._evidence.note_step(step.loss_scale)
-
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._evidence is not None and self._is_running and optimizer.param_groups is self.optimizer.param_groups:
-            self._has_stepped = True
-            self._evidence.is_torch &= f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:
+            with hidden_from_user_modes():
+                self._note()
+                self._evidence.note_step(f"{type(optimizer).__module__}.".startswith("torch.optim."))
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
@@ -168,27 +161,14 @@ class SetupCheck(Monitor):
         if evidence is None:
             self._check_mode()
             return
-        evidence.stepped += self._has_stepped
         is_last = evidence.iterations >= max(MOST, self.iterations)
-        if self.findings is None:
-            # The numbers are brought to the host at the end of the iteration.
-            self._is_resolved = not (is_last or evidence.stepped >= self.iterations)
-        elif is_last or not idle_parameters(evidence):
-            self._finish(evidence)
-
-    def deferred_tensors(self) -> list[Tensor]:
-        return [] if self._evidence is None else [self._evidence.end()]
-
-    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        evidence = self._evidence
-        if evidence is not None:
-            self.findings, evidence.numbers = [], Numbers(*extra[0])
+        if self.findings is None and (is_last or evidence.stepped >= self.iterations):
+            self.findings, evidence.numbers = [], Numbers(*evidence.end().tolist())
             for find in FINDINGS:
                 find(evidence, self._report)
             self._check_mode()
-            if not idle_parameters(evidence):
-                self._finish(evidence)
-        return {}
+        if self.findings is not None and (is_last or not idle_parameters(evidence)):
+            self._finish(evidence)
 
     def _check_mode(self) -> None:
         is_reported = any(finding.kind == "evaluation_mode" for finding in self.findings or ())
