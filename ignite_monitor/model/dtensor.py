@@ -19,8 +19,9 @@ def any_dtensor(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return True for a DTensor."""
-    return any_dtensor((tensor,))
+    """Return True for a DTensor: as :func:`any_dtensor`, in half the calls."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Any) -> Tensor:

@@ -25,8 +25,8 @@ _CORRECTING = ("bias_correction", "correct_bias")
 _DECOUPLED_STEPS = ("AdamW.step", "Muon.step", "Adafactor.step")
 _DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
 _REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# With these an optimizer keeps the second moment in a basis of its own (SOAP, GaLore).
-_OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix"})
+# With these an optimizer keeps the second moment in a basis (SOAP, GaLore) or on a scale (Prodigy) of its own.
+_OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix", "p0"})
 
 
 class MomentStatistics(NamedTuple):

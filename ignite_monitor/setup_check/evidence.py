@@ -20,7 +20,7 @@ from ignite_monitor.setup_check.batches import is_same, leaves_of
 
 
 class Numbers(NamedTuple):
-    """Numbers that the host knows when the check ends; all but the last are 1 or 0."""
+    """Numbers that stay on the device until the check ends; all but the last are 1 or 0."""
 
     batch_repeats: float  # all batches are bitwise those of the first iteration
     rate_is_zero: float  # all learning rates, in all steps

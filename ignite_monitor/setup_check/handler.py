@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -79,7 +79,11 @@ class SetupCheck(Monitor):
         ]
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._on_iteration_started)]
+        return [
+            (Events.STARTED, self._on_started),
+            (Events.ITERATION_STARTED, self._on_iteration_started),
+            (Events.ITERATION_COMPLETED, self.on_host),
+        ]
 
     def on_run_end(self) -> None:
         if self.findings is not None and self._evidence is not None:
@@ -162,13 +166,24 @@ class SetupCheck(Monitor):
             self._check_mode()
             return
         is_last = evidence.iterations >= max(MOST, self.iterations)
-        if self.findings is None and (is_last or evidence.stepped >= self.iterations):
-            self.findings, evidence.numbers = [], Numbers(*evidence.end().tolist())
-            for find in FINDINGS:
-                find(evidence, self._report)
-            self._check_mode()
-        if self.findings is not None and (is_last or not idle_parameters(evidence)):
+        if self.findings is None:
+            # One transfer brings the numbers to the host with the values of all monitors.
+            self._is_resolved = not (is_last or evidence.stepped >= self.iterations)
+        elif is_last or not idle_parameters(evidence):
             self._finish(evidence)
+
+    def deferred_tensors(self) -> list[Tensor]:
+        return [] if self._evidence is None else [self._evidence.end()]
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        if self._evidence is not None:
+            self.findings, self._evidence.numbers = [], Numbers(*extra[0])
+            for find in FINDINGS:
+                find(self._evidence, self._report)
+            self._check_mode()
+            if not idle_parameters(self._evidence):
+                self._finish(self._evidence)
+        return {}
 
     def _check_mode(self) -> None:
         is_reported = any(finding.kind == "evaluation_mode" for finding in self.findings or ())

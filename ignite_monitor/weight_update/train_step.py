@@ -16,7 +16,7 @@ from ignite_monitor.model.norms import norms
 from ignite_monitor.model.sampled_step import StepMeasurement
 from ignite_monitor.model.sampling import NARROW
 
-_ROWS = 7  # of norms to combine over ranks
+_ROWS = 8  # of norms to combine over ranks
 
 
 class MeasuredUpdates(NamedTuple):
@@ -26,7 +26,7 @@ class MeasuredUpdates(NamedTuple):
     has_gradients: bool
     weights: Tensor  # norms before the step
     ratios: Tensor
-    unmoved: Tensor  # True if all elements were compared, and none has moved
+    unmoved: Tensor  # True if all elements were compared, and no step has moved one
     few: Tensor  # True if too few elements of a sample have moved to estimate the ratio
     stepped: Tensor  # True if a step was to move it
     lost: Tensor | None  # fraction of the elements with a gradient whose update was lost to rounding
@@ -54,6 +54,7 @@ class UpdateMeasurement(StepMeasurement):
         super().start()
         self._after_backward: dict[int, Tensor] = {}  # norms of gradients
         self._of_last_step: dict[int, Tensor | None] = {}
+        self._between_steps = torch.zeros_like(self.samples.factors)  # norms of changes before further steps, added
         self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
         self._weights = self._norms({index: self.samples.parameters[index] for index in self.indices}, math.nan)
 
@@ -67,6 +68,9 @@ class UpdateMeasurement(StepMeasurement):
         indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
         if step.tracker.reduced:  # else it is another gradient on each rank
             self._measure((index for index in indices if index not in self._after_backward), step.loss_scale)
+        if again := [index for index in indices if index in self._of_last_step]:
+            changes = self.samples.norms(self.split(self.changes(again), again))
+            self._between_steps.index_add_(0, move(torch.tensor(again, device="cpu"), self.samples.device), changes)
         self._of_last_step |= {index: self._after_backward.get(index) for index in indices}
 
     def any_rounded(self, names: Iterable[str]) -> bool:
@@ -90,7 +94,7 @@ class UpdateMeasurement(StepMeasurement):
             flat, factors = self.changes(members), samples.factors[at]
             # Each rank scales its own part: another one may have learned already that the parameter needs no sample.
             rows += [samples.norms(self.split(flat, members)) * factors, self._counts(flat != 0)]
-            rows += [(factors > 1).to(samples.dtype)]
+            rows += [(factors > 1).to(samples.dtype), self._between_steps[at]]
             if has_rounded:
                 parts = zip(members, self.split(torch.zeros_like(flat, dtype=torch.bool), members), strict=True)
                 had = torch.cat([self._had_gradient.get(*pair) for pair in parts])
@@ -98,14 +102,14 @@ class UpdateMeasurement(StepMeasurement):
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
         measured = samples.over_ranks(torch.stack(rows), members)
-        table = torch.full((5, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
-        norms, weights, changes, roots, sampled = table.index_copy_(1, at, measured[:5]).unbind()
+        table = torch.full((6, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
+        norms, weights, changes, roots, sampled, between = table.index_copy_(1, at, measured[:6]).unbind()
         stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
         few = stepped & is_sampled & (moved < self._least_moved)
         ratios = changes / (weights + self._eps)
         ratios = ratios.masked_fill(~stepped | ratios.isinf() | few, math.nan)
-        unmoved = ~is_sampled & (moved == 0)
-        lost, had_gradient = (measured[5:].square() * stepped[at]).sum(1).unbind()
+        unmoved = ~is_sampled & (moved == 0) & (between == 0)  # two steps may cancel
+        lost, had_gradient = (measured[6:].square() * stepped[at]).sum(1).unbind()
         fraction = lost / had_gradient if has_rounded else None
         return MeasuredUpdates(norms, bool(known), weights, ratios, unmoved, few, stepped, fraction)
 

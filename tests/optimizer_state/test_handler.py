@@ -313,7 +313,8 @@ def test_what_is_not_kept_is_absent_and_reported_once(caplog):
         assert len([item for item in caplog.messages if "exp_avg" in item]) == 1
 
 
-def test_second_moments_of_another_basis_are_no_squares_of_the_gradient():
+@pytest.mark.parametrize("key", ["Q", "p0"])
+def test_second_moments_of_another_basis_or_scale_are_no_squares_of_the_gradient(key):
     model = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters())
     step = optimizer.step
@@ -331,7 +332,7 @@ def test_second_moments_of_another_basis_are_no_squares_of_the_gradient():
     for _ in range(2):
         trainer.run(make_batches(1), max_epochs=len(seen) + 1)
         for state in optimizer.state.values():
-            state["Q"] = torch.eye(3)
+            state[key] = torch.eye(3)
     assert "optimizer/rms_max" in seen[0]
     assert seen[1] == {f"optimizer/{name}" for name in ("update_norm", "momentum_cosine_median", "momentum_cosine_min")}
 

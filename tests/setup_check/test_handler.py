@@ -32,6 +32,22 @@ def fused(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), 0.1, 3)
+
+
+def clipping(model):
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: scale_gradients(optimizer, 0))
+    return optimizer
+
+
+def zeroing(model):
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
+    return optimizer
+
+
 def repeated(count=4):
     return [copy.deepcopy(make_batches(1)[0]) for _ in range(count)]
 
@@ -117,6 +133,20 @@ def three_steps(**options):
     return model, optimizer, lambda *args: [inner(*args) for _ in range(3)][-1], make_batches(30)
 
 
+def accumulating_closure():
+    model, optimizer, _, batches = setup(nn.Linear(6, 3), lbfgs)
+
+    def train_step(_, batch):
+        def closure():
+            loss = mse_loss(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return model, optimizer, train_step, batches
+
+
 def detached(model, batch):
     return F.mse_loss(model(batch[0]).detach().requires_grad_(), batch[1])
 
@@ -137,6 +167,11 @@ FAULTS = {
         lambda: setup(make_optimizer=fused, zero_at="never", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)),
     ),
     "not zeroed, after a buffer is full": (["gradients_not_zeroed"], late),
+    "not zeroed, LBFGS": (["gradients_not_zeroed"], accumulating_closure),
+    "not zeroed, clipped in a hook": (
+        ["gradients_not_zeroed"],
+        lambda: setup(make_optimizer=clipping, zero_at="never"),
+    ),
     "not zeroed, and another optimizer": (
         ["gradients_not_zeroed"],
         lambda: setup(zero_at="never", after=lambda *_: sgd(nn.Linear(2, 2)).step()),
@@ -361,7 +396,8 @@ HEALTHY = {
     "momentum by hand": lambda: setup(zero_at="never", after=scale_gradients),
     "accumulated over two": lambda: setup(every=2),
     "accumulated for long": lambda: setup(every=9, zero_at="end"),
-    "LBFGS": lambda: setup(nn.Linear(6, 3), lambda m: torch.optim.LBFGS(m.parameters(), 0.1, 3), closure=True),
+    "LBFGS": lambda: setup(nn.Linear(6, 3), lbfgs, closure=True),
+    "zeroed in a hook": lambda: setup(make_optimizer=zeroing, zero_at="never"),
     "unused expert": lambda: called(lambda m: m[1], nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])),
     "evaluation mode of layers without modes": lambda: setup(nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)).eval()),
     "three steps in an iteration": three_steps,

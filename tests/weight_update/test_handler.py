@@ -284,6 +284,24 @@ def test_frozen_after_patience_and_thawed_as_soon_as_it_moves(caplog, patience):
     assert "rounding" not in message
 
 
+@pytest.mark.parametrize("signs", [(1, -1), (1, -1, 0), (-1, 1, 1, -1)])
+def test_steps_of_an_iteration_that_cancel_are_not_frozen(signs):
+    """All numbers are multiples of 1/8, so that sums have no rounding; the second parameter gets gradients of 0."""
+    model = nn.ParameterList([torch.ones(6), torch.ones(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train_step(engine, batch):
+        for sign in signs:
+            model[0].grad, model[1].grad = torch.full((6,), sign / 4), torch.zeros(6)
+            optimizer.step()
+
+    handler = WeightUpdateHandler(model, optimizer)
+    run = Watched(model, train_step, handler).run([None] * 4)
+    assert model[0].tolist() == [1.0] * 6
+    assert frozen_counts(run) == [0, 0, 1, 1]
+    assert [handler.diagnostics[name].is_frozen for name in ("0", "1")] == [False, True]
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_frozen_because_no_gradient_reaches_it(given):
     """A misplaced ``detach()`` causes this: the optimizer ignores parameters without a gradient."""
