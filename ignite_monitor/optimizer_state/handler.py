@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
-
 from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,8 +54,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             handler.attach(trainer, Events.ITERATION_STARTED(every=100))
     """
 
-    _state_dict_all_req_keys = ("sample_size",)
-
     def __init__(
         self,
         model: nn.Module,
@@ -76,10 +71,6 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         self.top_k = check_count("top_k", top_k)
         self._step: MomentMeasurement | None = None  # while a run lasts
         self._measured: MomentStatistics | None = None  # of this iteration
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the sample size; the optimizer saves everything else."""
-        return OrderedDict(sample_size=self.sample_size)
 
     def handlers(self) -> Handlers:
         return [

@@ -26,7 +26,7 @@ _DECOUPLED_STEPS = ("AdamW.step", "Muon.step", "Adafactor.step")
 _DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
 _REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # With these an optimizer keeps the second moment in a basis (SOAP, GaLore) or on a scale (Prodigy) of its own.
-_OTHER_BASIS = frozenset({"Q", "GG", "projector", "ortho_matrix", "p0"})
+_OTHER_UNITS = frozenset({"Q", "GG", "projector", "ortho_matrix", "p0"})
 
 
 class MomentStatistics(NamedTuple):
@@ -91,7 +91,7 @@ class MomentMeasurement(StepMeasurement):
         eps, correction = self._eps_and_correction(states)
         lengths = torch.tensor([len(part) for part in self.before(members)], device="cpu")
         min_root = (eps.nan_to_num(0.0) / correction)[move(torch.repeat_interleave(lengths), samples.device)]
-        flats = _elements(self._gradient, self._elements(momenta), self._elements(squares), min_root)
+        flats = _compared(self._gradient, self._elements(momenta), self._elements(squares), min_root)
         norms = foreach_norm([part for flat in flats for part in self.split(flat, members)], 2.0, dtype=samples.dtype)
         norms += samples.norms(self.split(self.changes(members), members)).unbind()
         at = move(torch.tensor(members, device="cpu"), samples.device)
@@ -110,7 +110,7 @@ class MomentMeasurement(StepMeasurement):
     def _moment(self, index: int, state: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
         """The first tensor by these names in a parameter's state with a real number for each of its elements."""
         parameter = self.samples.parameters[index]
-        if names is _SQUARE and not _OTHER_BASIS.isdisjoint(state):
+        if names is _SQUARE and not _OTHER_UNITS.isdisjoint(state):
             return None
         for name in names:
             value = state.get(name)
@@ -162,7 +162,7 @@ def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
     return decay if is_torch or decay == 0 else None
 
 
-def _elements(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:
+def _compared(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:
     """Numbers by element, whose norms :func:`_statistics` needs, and at last 1 where there is a gradient.
 
     ``min_root`` is the smallest root to divide by.
