@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
+from ignite_monitor import Monitor
 from ignite_monitor.monitor import transfer
 from tests._ranks import NEEDS_EXPORT
 
@@ -69,3 +70,14 @@ def pytest_runtest_makereport(item, call):
 def on_a_device(monkeypatch):
     """Lets monitors believe that one has to wait for what they publish, as on an accelerator."""
     monkeypatch.setattr(transfer, "HOST", set())
+
+
+@pytest.fixture(autouse=True)
+def monitors_that_fail(request, monkeypatch):
+    """Let errors of monitors end training, which goes on without the monitor elsewhere."""
+    if request.node.get_closest_marker("allows_failed_monitors") is None:
+
+        def fail(monitor, error):
+            raise error
+
+        monkeypatch.setattr(Monitor, "_fail", fail)

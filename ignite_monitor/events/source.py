@@ -62,6 +62,7 @@ class EventSource:
             tracker.iteration_started()
         self._steps.reset()
         self.nonfinite_source: NonFiniteSource | None = None  # of this iteration, as far as it has been located
+        self.users_error: Exception | None = None  # that a handler of the user's has raised in this iteration
         self.in_train_step = False  # whether one is running that monitors, or handlers of the user's, follow
         self.listened = False  # whether the user's handlers listened to any event when it started
         self._awaits_step = False
@@ -128,12 +129,16 @@ class EventSource:
             for reference, handler in self._listeners[moment._name_]:
                 monitor = reference()
                 if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                    handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
+                    monitor.guarded(handler, monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
-            with users_grad_mode():
-                engine.fire_event(event)
+            try:
+                with users_grad_mode():
+                    engine.fire_event(event)
+            except Exception as error:
+                self.users_error = error
+                raise
 
     def _start_backward(self, model: int, number: int) -> set[int]:
         """Record a backward that reaches a model, by its id; return the set of its reached parameters."""
@@ -208,7 +213,7 @@ class EventSource:
             start = functools.partial(self._on_backward, key) if has_hooks else None
             tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
-            monitor.before_train_step(engine)
+            monitor.guarded(monitor.before_train_step, engine)
         with ExitStack() as contexts:
             if acting:
                 contexts.enter_context(self._steps.context())
@@ -216,8 +221,8 @@ class EventSource:
                 if tracker.accumulates:
                     tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
-                for context in monitor.train_step_contexts():
-                    contexts.enter_context(context)
+                for context in monitor.guarded(monitor.train_step_contexts) or ():
+                    monitor.guarded(contexts.enter_context, context)
             output = original(engine, batch)
         if self.in_train_step:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
@@ -231,8 +236,8 @@ class EventSource:
     def _end(self, engine: Engine | None = None) -> None:
         for monitor in self.monitors:
             if engine is not None:  # after an error the device may not answer
-                monitor.on_run_completed()
-            monitor.on_run_end()
+                monitor.guarded(monitor.on_run_completed)
+            monitor.guarded(monitor.on_run_end)
         self._uninstall()
 
     def _interrupt(self, engine: Engine) -> None:

@@ -63,6 +63,7 @@ class Monitor(Reporter, Serializable):
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
+    is_guarded = True  # False in a monitor whose errors have to end training, as it may have changed a part of it
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,6 +87,7 @@ class Monitor(Reporter, Serializable):
         self._monitored = False
         self._waiting: list[transfer.NamedValues] = []  # published tensors on a device
         self._is_resolved = True  # False until deferred values have been resolved
+        self._has_failed = False
 
     def handlers(self) -> Handlers:
         """Return the events and phases it listens to in monitored iterations, with methods that return nothing."""
@@ -156,6 +158,7 @@ class Monitor(Reporter, Serializable):
         """Add the handlers of :meth:`attach`, or raise an error that leaves everything as it was."""
         events = arguments.events_of(event, only=Events.ITERATION_STARTED)
         arguments.check_attachable(self, engine, replaced)
+        self._has_failed = False
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
         arguments.check_handlers(self, handlers, engine_handlers)
         try:
@@ -263,7 +266,7 @@ class Monitor(Reporter, Serializable):
     def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
         # Ignite still calls the handlers of an event that one of them removes.
         if self._attached_to() is engine:
-            handler(engine)
+            self.guarded(handler, engine)
 
     def _start(self, engine: Engine) -> None:
         if self._attached_to() is not engine:  # a handler before this one has detached it
@@ -271,9 +274,34 @@ class Monitor(Reporter, Serializable):
         self.clear(engine)
         # Every filter is called, as by Ignite: it may have a state.
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
-        self._monitored = any(accepted) and not self.is_finished
+        self._monitored = any(accepted) and not (self.is_finished or self._has_failed)
         if self._monitored:
-            self.start_iteration(engine)
+            self.guarded(self.start_iteration, engine)
+
+    def guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of this monitor: an error ends its measuring, with a report, and not the training.
+
+        With other ranks the error is raised, since they would wait for this one.
+        """
+        if self._has_failed:
+            return None
+        try:
+            return function(*args)
+        except Exception as error:
+            of_user = self._source is not None and self._source.users_error is error
+            if of_user or not self.is_guarded or self.ranks.size > 1:
+                raise
+            return self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Measure nothing more until attached again."""
+        self._has_failed, self._monitored = True, False
+        engine = self._attached_to()
+        if engine is not None:
+            self.clear(engine)
+        self.logger.error("%s: the error that ends its measuring", self._title, exc_info=error)
+        reason = str(error).partition("\n")[0]
+        self.report("failed", f"an error ends its measuring: {type(error).__name__}: {reason}", once=False)
 
     def _put(self, values: Mapping[str, float | Tensor]) -> None:
         not_reported = self.schema.not_reported(values)

@@ -71,6 +71,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "loss", "counts")
 
+    is_guarded = False
+
     def __init__(
         self,
         to_save: Mapping[str, Any],

@@ -1,0 +1,170 @@
+"""An error of a monitor ends its measuring, and not the training."""
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+
+from ignite_monitor import GradMonitor, Monitor, MonitorEvents, RollbackHandler, StaticThreshold, StepStatsHandler
+from tests._helpers import assert_same
+
+PLACES = (
+    "start_iteration",
+    "before_train_step",
+    "train_step_contexts",
+    "context",
+    "GRADIENTS_READY",
+    "OPTIMIZER_STEP_STARTED",
+    "OPTIMIZER_STEP_COMPLETED",
+    "TRAIN_STEP_COMPLETED",
+    "on_run_end",
+)
+
+
+class Failing(Monitor):
+    """A monitor with an error at one place of the second iteration; it publishes the number of iterations."""
+
+    def __init__(self, model, place):
+        super().__init__(model, "failing")
+        self.place, self.count = place, 0
+
+    def fails_at(self, place):
+        if place == self.place and self.count == 2:
+            raise RuntimeError(f"no memory\nin {place}")
+
+    def handlers(self):
+        events = (MonitorEvents.GRADIENTS_READY, MonitorEvents.OPTIMIZER_STEP_STARTED)
+        return [
+            *((event, self.about) for event in (*events, MonitorEvents.OPTIMIZER_STEP_COMPLETED)),
+            (MonitorEvents.TRAIN_STEP_COMPLETED, self.completed),
+        ]
+
+    def start_iteration(self, engine):
+        self.count += 1
+        self.fails_at("start_iteration")
+
+    def before_train_step(self, engine):
+        self.fails_at("before_train_step")
+
+    def train_step_contexts(self):
+        @contextmanager
+        def context():
+            self.fails_at("context")
+            yield
+
+        self.fails_at("train_step_contexts")
+        return [context()]
+
+    def about(self, engine, about):
+        if not hasattr(about, "optimizer"):
+            self.fails_at("GRADIENTS_READY")
+        else:
+            self.fails_at("OPTIMIZER_STEP_COMPLETED" if self.seen_start else "OPTIMIZER_STEP_STARTED")
+            self.seen_start = not self.seen_start
+
+    seen_start = False
+
+    def completed(self, engine):
+        self.fails_at("TRAIN_STEP_COMPLETED")
+        self.publish(count=self.count)
+
+    def on_run_end(self):
+        self.fails_at("on_run_end")
+
+
+def trained(*makes, iterations=4, runs=1, model=None):
+    """Train; return the state, and the metrics of every iteration."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    rows = []
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    trainer = Engine(train_step)
+    monitors = [make(model, optimizer) for make in makes]
+    for monitor in monitors:
+        monitor.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: rows.append(dict(trainer.state.metrics)))
+    batches = list(torch.randn(iterations, 5, 3, generator=torch.Generator().manual_seed(1)))
+    for run in range(runs):
+        trainer.run(batches, max_epochs=run + 1)
+    return [model.state_dict(), optimizer.state_dict()], rows, monitors, trainer
+
+
+@pytest.mark.allows_failed_monitors
+@pytest.mark.parametrize("place", PLACES)
+def test_training_continues_and_the_others_measure(place, caplog):
+    states, rows, (failing, other), _ = trained(lambda m, _: Failing(m, place), GradMonitor, runs=2, iterations=2)
+    expected, *_ = trained(iterations=2, runs=2)
+    assert_same(states, expected)
+    assert [row.get("failing/count") for row in rows] == [1, 2 if place == "on_run_end" else None, None, None]
+    assert all("grad/norm" in row for row in rows)
+    [report] = [report for report in failing.reports if report.kind == "failed"]
+    assert report.text == "an error ends its measuring: RuntimeError: no memory"
+    assert report.severity == "warning"
+    assert not other.reports
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [str(record.exc_info[1]) for record in errors] == [f"no memory\nin {place}"]
+
+
+@pytest.mark.allows_failed_monitors
+def test_it_measures_again_when_attached_again():
+    _, rows, (failing,), trainer = trained(lambda m, _: Failing(m, "start_iteration"))
+    assert [row.get("failing/count") for row in rows] == [1, None, None, None]
+    failing.detach()
+    failing.place = None
+    failing.attach(trainer)
+    trainer.run([torch.ones(5, 3)], max_epochs=2)
+    assert rows[-1]["failing/count"] == 6
+
+
+def test_errors_of_the_users_handlers_end_training():
+    def monitor(model, optimizer):
+        return GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9), prefix="grad")
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    trainer = Engine(lambda engine, batch: model(batch).sum().backward())
+    monitor(model, torch.optim.SGD(model.parameters(), 0.1)).attach(trainer)
+
+    @trainer.on(MonitorEvents.SPIKE_DETECTED)
+    def stop():
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        trainer.run([torch.ones(2, 3)] * 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_other_ranks_errors_end_training(ranks, monkeypatch):
+    """They would wait for this one in a collective."""
+
+    def failing(model, _):
+        monitor = Failing(model, "TRAIN_STEP_COMPLETED" if ranks == 2 else None)
+        monkeypatch.setattr(monitor.ranks, "resolve", lambda: vars(monitor.ranks).update(size=ranks))
+        return monitor
+
+    if ranks == 1:
+        trained(failing)
+    else:
+        with pytest.raises(RuntimeError, match="no memory"):
+            trained(failing)
+
+
+def test_errors_while_weights_are_restored_end_training(monkeypatch):
+    def handler(model, optimizer):
+        result = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: engine.state.output)
+        monkeypatch.setattr(result._triggers, "collect", lambda *_: 1 / 0)
+        return result
+
+    with pytest.raises(ZeroDivisionError):
+        trained(StepStatsHandler, handler)
