@@ -66,6 +66,7 @@ class EventSource:
         self.in_train_step = False  # whether one is running that monitors, or handlers of the user's, follow
         self.listened = False  # whether the user's handlers listened to any event when it started
         self._awaits_step = False
+        self._has_captured = False  # whether the train step has captured a CUDA graph
 
     @classmethod
     def of(cls, engine: Engine) -> EventSource:
@@ -123,7 +124,7 @@ class EventSource:
         if engine is None:
             return
         # All monitors read before anything is changed: the order of attaching must not matter.
-        for moment in (event, *PHASES.get(event._name_, ())):
+        for moment in () if self._has_captured else (event, *PHASES.get(event._name_, ())):
             if moment is Phase.STEP_DECIDED:
                 self._steps.act()
             for reference, handler in self._listeners[moment._name_]:
@@ -148,10 +149,17 @@ class EventSource:
         if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
             tracker.warn_of_finalization()
             return set()
+        if self.sees_capture():
+            return set()
         if number not in self._outermost:
             self._outermost[number] = -1
             in_outermost_backward(functools.partial(self._await_end, number))
         return tracker.reached.setdefault(number, set())
+
+    def sees_capture(self) -> bool:
+        """Return True if a CUDA graph is captured: what monitors computed in it would be computed at every replay."""
+        self._has_captured |= torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return self._has_captured
 
     def _await_end(self, number: int) -> None:
         outermost = self._outermost[number] = backward_number()
@@ -224,6 +232,9 @@ class EventSource:
                 for context in monitor.guarded(monitor.train_step_contexts) or ():
                     monitor.guarded(contexts.enter_context, context)
             output = original(engine, batch)
+        for monitor in monitored if self._has_captured else ():
+            monitor.clear(engine)
+            monitor.report("captured", "the train step captures a CUDA graph: nothing is reported of it", severity="note")
         if self.in_train_step:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
             self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)

@@ -29,7 +29,6 @@ from ignite_monitor.model._torch import (
     has_step_hooks,
     post_hooks,
     sparse_parts,
-    untraced,
 )
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, local
@@ -58,7 +57,8 @@ class StepOwner:
 
     def __init__(self, source: Any) -> None:
         self._source = weakref.proxy(source)  # which owns it
-        self._hooks = [torch.compiler.disable(weak_method(hook)) for hook in (self._await_step, self.end_step)]
+        methods = self._await_step, self._start_step, self.end_step
+        self._hooks = [torch.compiler.disable(weak_method(method)) for method in methods]
         self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
         self._patched: list[_PatchedStep] = []
         self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
@@ -76,7 +76,7 @@ class StepOwner:
     def install(self, handles: list[Any]) -> None:
         """Hook the steps of all optimizers, and append the handles."""
         handles.append(register_optimizer_step_pre_hook(self._hooks[0]))
-        handles.append(register_optimizer_step_post_hook(self._hooks[1]))
+        handles.append(register_optimizer_step_post_hook(self._hooks[2]))
 
     @property
     def evaluates_again(self) -> bool:
@@ -99,6 +99,8 @@ class StepOwner:
         # The step is reported after the hooks of the optimizer's own, which may change its gradients.
         if not self._source.in_train_step or (self._optimizer is not None and is_nested(optimizer)):
             return None
+        if self._source.sees_capture():
+            return None
         sharing = {}
         for tracker in self._source.trackers.values():
             if parameters := tracker.parameters_of(optimizer):
@@ -108,7 +110,7 @@ class StepOwner:
         self._optimizer, self._sharing, self._requests = optimizer, sharing, None
         self.release()  # from a step that raised an error
         if has_pre_hooks(optimizer):
-            self._handles.append(optimizer.register_step_pre_hook(untraced(weak_method(self._start_step))))
+            self._handles.append(optimizer.register_step_pre_hook(self._hooks[1]))
             return None
         return self._start_step(optimizer, args, kwargs)
 
@@ -262,8 +264,9 @@ def skips_on_device(optimizer: Optimizer) -> bool:
         return False
     stepping = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
     # At its first step fused SGD takes momentum buffers into use even if it skips, and never fills them.
-    # Fused kernels do not mix sharded parameters with a plain found_inf.
-    return all(parameter in optimizer.state for parameter in stepping) and not any_dtensor(stepping)
+    # Fused kernels do not mix sharded parameters with a plain found_inf, and a copy of it to the CPU may come too late.
+    on_one_device = len({parameter.device for parameter in stepping}) <= 1
+    return on_one_device and all(parameter in optimizer.state for parameter in stepping) and not any_dtensor(stepping)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

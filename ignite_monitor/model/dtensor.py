@@ -67,7 +67,10 @@ def reshard(model: nn.Module) -> None:
 
 def all_reduce(values: Tensor, largest: bool = False, group: Any = None) -> Tensor:
     """The sum of the tensors of a process group, or their maximum, element by element."""
-    values = values.clone(memory_format=torch.contiguous_format)
+    known = [backend.partition(":")[0] for backend in torch.distributed.get_backend_config(group).split(",")]
+    # NCCL alone knows no tensors of the CPU, where FSDP2 may have offloaded parameters.
+    device = values.device if values.device.type in known else torch.device(known[0])
+    reduced = values.to(device).clone(memory_format=torch.contiguous_format)
     kind = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-    torch.distributed.all_reduce(values, kind, group=group)
-    return values
+    torch.distributed.all_reduce(reduced, kind, group=group)
+    return reduced.to(values.device)

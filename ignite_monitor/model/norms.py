@@ -24,7 +24,8 @@ _SAFE = (1e-9, 1e18)
 _FAR, _LEAST = 2.0**600, 2.0**-450  # factor, and the smallest norm whose square has all digits
 # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
 _kind = attrgetter("is_cpu", "layout", "dtype")
-_NARROW = frozenset((True, torch.strided, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
+_NARROW, _NARROW_ON_DEVICE = (frozenset((on_cpu, torch.strided, it) for it in _DTYPES) for on_cpu in (True, False))
 
 
 @torch.no_grad()
@@ -60,12 +61,14 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in local]
     with torch.set_grad_enabled(False):  # half the calls of no_grad()
         # The norm of one vector of all short tensors takes a third of the time of their norms.
-        if _NARROW.issuperset(map(_kind, local)):
-            vectors, short = list[Tensor](), [local[0].new_zeros(1)]
-            for size, vector in zip(map(Tensor.numel, local), map(Tensor.flatten, local), strict=True):
-                (vectors if size > _LONGEST_SUM else short).append(vector)
-            vectors.append(torch.cat(short))
-            norm = combine([_long_norm(vector, norm_type) for vector in vectors], norm_type, local[:1])
+        kinds = set(map(_kind, local))
+        if kinds <= _NARROW or (kinds <= _NARROW_ON_DEVICE and len(set(map(attrgetter("device"), local))) == 1):
+            long = [tensor for tensor in local if tensor.numel() > _LONGEST_SUM]
+            short = [tensor.flatten() for tensor in local if 0 < tensor.numel() <= _LONGEST_SUM]
+            parts = [*long, torch.cat(short)] if short else long or [local[0].new_zeros(1)]
+            if not parts[0].is_cpu:
+                return combine(wide_norms(parts, norm_type), norm_type, parts)
+            norm = combine([_long_norm(part.flatten(), norm_type) for part in parts], norm_type, local[:1])
             if torch.is_nonzero(norm == norm.clamp(*_SAFE)):
                 return norm
         return combine(_local_norms(local, norm_type), norm_type, local)

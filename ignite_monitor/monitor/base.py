@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -63,7 +64,7 @@ class Monitor(Reporter, Serializable):
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
-    is_guarded = True  # False in a monitor whose errors have to end training, as it may have changed a part of it
+    is_guarded = True  # False while an error has to end training, a part of which the monitor may have changed
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -297,6 +298,8 @@ class Monitor(Reporter, Serializable):
         """Measure nothing more until attached again."""
         self._has_failed, self._monitored = True, False
         engine = self._attached_to()
+        with contextlib.suppress(Exception):
+            self.reset_run_state()
         if engine is not None:
             self.clear(engine)
         self.logger.error("%s: the error that ends its measuring", self._title, exc_info=error)

@@ -71,8 +71,6 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     _state_dict_all_req_keys = ("policy", "snapshots", "triggers", "loss", "counts")
 
-    is_guarded = False
-
     def __init__(
         self,
         to_save: Mapping[str, Any],
@@ -265,7 +263,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             self._triggers.reset_thresholds(self._monitors())
         else:
             self._triggers.restore_thresholds(self._monitors(), snapshot["thresholds"])
-        self._training.restore(snapshot["state"])
+        self._restore_state(snapshot["state"])
         if self._restoring is not None:
             self._restoring.remove()
         # After the user's handlers of this iteration: a schedule has made a step there.
@@ -275,7 +273,12 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     def _restore_again(self, state: Any) -> None:
         self._restoring.remove()
         if self._training.layout() == self._layout:
-            self._training.restore(state)
+            self._restore_state(state)
+
+    def _restore_state(self, state: Any) -> None:
+        self.is_guarded = False  # training can't go on with a part of it restored
+        self._training.restore(state)
+        self.is_guarded = True
 
     def _end_recovery(self, iteration: int, *, is_regime: bool) -> None:
         if is_regime:

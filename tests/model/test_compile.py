@@ -205,3 +205,30 @@ def test_only_functions_without_modules_stay_compiled_in_monitored_iterations(ki
         result = [item.get("activation/0/mean", 0.0) for item in metrics]
         assert result == pytest.approx([mean * is_on for mean, is_on in zip(means, monitored, strict=True)], rel=1e-5)
         assert all(("activation/2/mean" in item) == is_on for item, is_on in zip(metrics, monitored, strict=True))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_monitors_of_a_compiled_optimizer_step_are_not_traced(hooked):
+    """With a hook of the user's, too, after which the step is reported."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if hooked:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    traced = []
+
+    class Looking(GradMonitor, schema=GradMonitor.schema):
+        def _on_step_started(self, engine, step):
+            traced.append(torch.compiler.is_compiling())
+            super()._on_step_started(engine, step)
+
+    def train_step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        step()
+
+    trainer = Engine(train_step)
+    Looking(model, optimizer).attach(trainer)
+    trainer.run(torch.randn(4, 5, 3))
+    assert traced == [False] * 4
