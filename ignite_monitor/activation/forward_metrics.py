@@ -99,8 +99,11 @@ class ForwardMetrics(ModuleHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_wanted():
-            with hidden_from_user_modes() if function_modes() or dispatch_modes() else _NOT_HIDDEN:
-                self._measure_output(module, args, output)
+            try:
+                with hidden_from_user_modes() if function_modes() or dispatch_modes() else _NOT_HIDDEN:
+                    self._measure_output(module, args, output)
+            except Exception as error:  # noqa: BLE001
+                self.error = error
 
     def _measure_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         layer = self._layers.get(id(module))  # None for a module that only passes units to others
@@ -115,10 +118,13 @@ class ForwardMetrics(ModuleHook):
                 self._skip(tag, NOT_PLAIN)
 
     def _pass_ended(self, *_: Any) -> None:
-        if self._is_wanted():
-            with hidden_from_user_modes():
-                for measurement in self.measurements:
-                    measurement.flush()
+        if self._is_wanted() and self.error is None:
+            try:
+                with hidden_from_user_modes():
+                    for measurement in self.measurements:
+                        measurement.flush()
+            except Exception as error:  # noqa: BLE001
+                self.error = error
 
     # Recorded values
 

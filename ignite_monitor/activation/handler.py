@@ -59,7 +59,8 @@ class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         activations: True, or name -> function, :class:`Metric`, or True for a built-in one. A function is given a
-            detached tensor, and returns a number or a tensor whose mean is taken. An error in it ends training.
+            detached tensor, and returns a number or a tensor whose mean is taken. An error in it ends the measuring
+            of this handler.
         parameters: likewise, for parameters.
         gradients: likewise, for gradients.
         activation_differences: likewise; functions are given two tensors, the second one the reference's.
@@ -217,6 +218,7 @@ class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
         self._forward = self._gradients = None
         if not self._is_running or forward is None:
             return
+        forward.raise_error()
         results = self._forward_values(forward) + self._parameter_values
         if gradients is not None:
             results += gradients.values()

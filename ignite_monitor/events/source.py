@@ -234,7 +234,9 @@ class EventSource:
             output = original(engine, batch)
         for monitor in monitored if self._has_captured else ():
             monitor.clear(engine)
-            monitor.report("captured", "the train step captures a CUDA graph: nothing is reported of it", severity="note")
+            monitor.report(
+                "captured", "the train step captures a CUDA graph: nothing is reported of it", severity="note"
+            )
         if self.in_train_step:
             engine.state.output = output  # as Ignite is about to, for the handlers of this event
             self.fire(MonitorEvents.TRAIN_STEP_COMPLETED)

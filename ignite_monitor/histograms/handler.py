@@ -123,15 +123,19 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._parameters.update(self._chosen_parameters())
         modules = self._chosen_modules()
         root, counts, most = unwrapped(self.model), self._counts["activations"], self.max_histograms
+        errors = self._errors
 
         # It holds no monitor, since the engine holds the contexts of a step.
         def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not root.training or in_backward() or in_second_pass():  # checkpointing repeats passes in a backward
                 return
-            with hidden_from_user_modes():
-                for name, tensor in tagged_tensors(output, modules[module]):
-                    if has_local_data(tensor) and (name in counts or len(counts) < most):
-                        counts[name] = count(tensor.detach())
+            try:
+                with hidden_from_user_modes():
+                    for name, tensor in tagged_tensors(output, modules[module]):
+                        if has_local_data(tensor) and (name in counts or len(counts) < most):
+                            counts[name] = count(tensor.detach())
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
 
         return [eager(), after_forward(modules, count_output)] if modules else []
 
@@ -143,6 +147,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._parameters: dict[nn.Parameter, str] = {}
         self._sharded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # gradients of the first step, and scale
         self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
+        self._errors: list[Exception] = []  # of hooks on forward passes
 
     @torch.no_grad()
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
@@ -160,6 +165,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
             return
+        if self._errors:
+            raise self._errors[0]
         reshard(self.model)
         for parameter in filter(is_dtensor, self._parameters):
             gradient, scale = self._sharded.get(parameter, (parameter, None))

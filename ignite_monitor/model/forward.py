@@ -46,7 +46,17 @@ class ModuleHook:
     """A hook that deep copies and saved files of modules replace by a function that does nothing.
 
     It is called for shallow copies of its modules too.
+
+    Attributes:
+        error: what its measuring has raised, for its monitor to raise after the train step.
     """
+
+    error: Exception | None = None
+
+    def raise_error(self) -> None:
+        """Raise the error that a forward pass was not to see."""
+        if self.error is not None:
+            raise self.error
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")

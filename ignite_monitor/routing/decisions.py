@@ -42,6 +42,12 @@ class RouterDecisions(ModuleHook):
         name = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
         if name is None or in_backward() or in_second_pass() or not self._root.training:  # repeated or evaluated
             return
+        try:
+            self._add(name, module, output)
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def _add(self, name: str, module: nn.Module, output: Any) -> None:
         logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
         known = self.sums.get(name)
         if not _fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):

@@ -95,6 +95,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
         decisions, self._decisions = self._decisions, None
         if decisions is None:
             return
+        decisions.raise_error()
         for kind, names in decisions.skipped.items():
             if names:
                 self.report(kind, f"{TEXTS[kind]}: {', '.join(sorted(names))}", names=sorted(names))

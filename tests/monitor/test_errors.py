@@ -8,7 +8,19 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_monitor import GradMonitor, Monitor, MonitorEvents, RollbackHandler, StaticThreshold, StepStatsHandler
+from ignite_monitor import (
+    ActivationHandler,
+    GradMonitor,
+    HistogramHandler,
+    Monitor,
+    MonitorEvents,
+    RollbackHandler,
+    RoutingHandler,
+    StaticThreshold,
+    StepStatsHandler,
+)
+from ignite_monitor.histograms import handler as histograms
+from ignite_monitor.routing import decisions
 from tests._helpers import assert_same
 
 PLACES = (
@@ -168,3 +180,29 @@ def test_errors_while_weights_are_restored_end_training(monkeypatch):
 
     with pytest.raises(ZeroDivisionError):
         trained(StepStatsHandler, handler)
+
+
+def fails(*_):
+    raise RuntimeError("of a function")
+
+
+def activations(model, _):
+    return ActivationHandler(model, activations={"mine": fails})
+
+
+@pytest.mark.allows_failed_monitors
+@pytest.mark.parametrize("make", ["activations", "histograms", "routing"])
+def test_errors_in_a_forward_pass_end_the_measuring_alone(make, monkeypatch):
+    monkeypatch.setattr(histograms, "count", fails)
+    monkeypatch.setattr(decisions, "routing_sums", fails)
+    makes = {
+        "activations": activations,
+        "histograms": lambda model, _: HistogramHandler(model),
+        "routing": lambda model, _: RoutingHandler(model, routers="0$", top_k=2),
+    }
+    states, rows, (monitor, _), _ = trained(makes[make], GradMonitor)
+    expected, *_ = trained()
+    assert_same(states, expected)
+    assert [report.kind for report in monitor.reports] == ["failed"]
+    assert "of a function" in monitor.reports[0].text
+    assert [{name.partition("/")[0] for name in row} for row in rows] == [{"grad"}] * 4
