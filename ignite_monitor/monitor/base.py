@@ -64,7 +64,7 @@ class Monitor(Reporter, Serializable):
     acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
-    is_guarded = True  # False while an error has to end training, a part of which the monitor may have changed
+    _is_guarded = True  # False while an error has to end training, a part of which the monitor may have changed
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -267,7 +267,7 @@ class Monitor(Reporter, Serializable):
     def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
         # Ignite still calls the handlers of an event that one of them removes.
         if self._attached_to() is engine:
-            self.guarded(handler, engine)
+            self._guarded(handler, engine)
 
     def _start(self, engine: Engine) -> None:
         if self._attached_to() is not engine:  # a handler before this one has detached it
@@ -277,9 +277,9 @@ class Monitor(Reporter, Serializable):
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
         self._monitored = any(accepted) and not (self.is_finished or self._has_failed)
         if self._monitored:
-            self.guarded(self.start_iteration, engine)
+            self._guarded(self.start_iteration, engine)
 
-    def guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of this monitor: an error ends its measuring, with a report, and not the training.
 
         With other ranks the error is raised, since they would wait for this one.
@@ -290,7 +290,7 @@ class Monitor(Reporter, Serializable):
             return function(*args)
         except Exception as error:
             of_user = self._source is not None and self._source.users_error is error
-            if of_user or not self.is_guarded or self.ranks.size > 1:
+            if of_user or not self._is_guarded or self.ranks.size > 1:
                 raise
             return self._fail(error)
 

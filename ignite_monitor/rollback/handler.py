@@ -276,9 +276,9 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             self._restore_state(state)
 
     def _restore_state(self, state: Any) -> None:
-        self.is_guarded = False  # training can't go on with a part of it restored
+        self._is_guarded = False  # training can't go on with a part of it restored
         self._training.restore(state)
-        self.is_guarded = True
+        self._is_guarded = True
 
     def _end_recovery(self, iteration: int, *, is_regime: bool) -> None:
         if is_regime:
