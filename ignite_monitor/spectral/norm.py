@@ -44,18 +44,21 @@ def measure(matrices: Tensor, method: str, seed: int) -> SpectralNorms:
         frobenius = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=2).to(wide), dim=1)
         scaled /= torch.where(frobenius > 0, frobenius, 1.0).to(scaled.dtype)[:, None, None]
         scaled = scaled.mT if scaled.shape[1] > scaled.shape[2] else scaled
-        shape = (len(scaled), _WIDTH if method == "power" else 1, scaled.shape[1])
-        start = torch.randn(shape, generator=generator, dtype=scaled.dtype, device=scaled.device)
         if method == "power":
-            norms, errors, steps = _power(scaled, start)
+            norms, errors, steps = _power(scaled, generator)
         else:
-            norms, errors = _newton_schulz(scaled, method, start, torch.bfloat16 if is_low else scaled.dtype)
+            norms, errors = _newton_schulz(scaled, method, generator, torch.bfloat16 if is_low else scaled.dtype)
             steps = 0
         whole = torch.where(is_finite, unit.to(wide) * frobenius, torch.nan)
         return SpectralNorms(norms.to(wide) * whole, errors.to(wide) + 0 * whole, whole, steps)
 
 
-def _power(scaled: Tensor, start: Tensor) -> tuple[Tensor, Tensor, int]:
+def _random_rows(scaled: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    shape = (len(scaled), count, scaled.shape[1])
+    return torch.randn(shape, generator=generator, dtype=scaled.dtype, device=scaled.device)
+
+
+def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
     r"""Block Lanczos on A = WWᵀ: the norm of Wᵀv for the Ritz vector v with the largest Ritz value.
 
     An eigenvalue of A lies within :math:`r = \lVert Av - \theta v\rVert` of :math:`\theta = v^\top Av`. It is the
@@ -67,6 +70,7 @@ def _power(scaled: Tensor, start: Tensor) -> tuple[Tensor, Tensor, int]:
         return *_with_bound(scaled, dominant(scaled @ scaled.mT)), 0
     most = min(order // _WIDTH - 1, _MOST_STEPS if on_host else _DEVICE_STEPS)
     # Vectors are rows, which the CPU multiplies several times as fast as columns.
+    start = _random_rows(scaled, _WIDTH, generator)
     noise = start / order**0.5
     basis = block = _orthonormal(start)
     products = scaled.new_empty(len(scaled), 0, order)
@@ -115,8 +119,8 @@ def dominant(matrices: Tensor) -> Tensor:
 def _orthonormal(rows: Tensor) -> Tensor:
     """Rows with the span of these that are orthonormal, or nearer to it where these are nearly dependent; 0 stays 0.
 
-    A Cholesky decomposition takes a device a tenth of the time of QR, and is possible since the shift exceeds the
-    rounding of the products.
+    CholeskyQR, since QR is slow on a device. The shift exceeds the rounding of the products, so that the decomposition
+    is possible.
     """
     wide = rows.to(wide_dtype(rows.device))
     wide = wide / torch.linalg.vector_norm(wide, dim=2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
@@ -143,7 +147,9 @@ def _with_bound(scaled: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 _NEWTON_SCHULZ = {"ns5-fast": (3.4445, -4.7750, 2.0315, 5, 7), "ns3-accurate": (1.5, -0.5, 0.0, 8, 10)}
 
 
-def _newton_schulz(scaled: Tensor, method: str, image: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _newton_schulz(
+    scaled: Tensor, method: str, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     r"""Biased norms from the polar factor, which Newton-Schulz iterations approximate.
 
     With W = UΣVᵀ the polar factor is Q = UVᵀ, and WQᵀ = UΣUᵀ has the singular values of W for eigenvalues: power
@@ -160,7 +166,7 @@ def _newton_schulz(scaled: Tensor, method: str, image: Tensor, dtype: torch.dtyp
         gram = polar @ polar.mT
         polar = a * polar + (b * gram + c * gram @ gram if c else b * gram) @ polar
     polar = polar.to(scaled.dtype)
-    vector = image
+    vector = image = _random_rows(scaled, 1, generator)
     for _ in range(iterations + 1):
         vector = image / torch.linalg.vector_norm(image, dim=2, keepdim=True)
         image = vector @ polar @ scaled.mT
