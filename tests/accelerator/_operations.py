@@ -41,7 +41,7 @@ MONITORS: dict[str, tuple[int, int, Make]] = {
         lambda m, o: ActivationHandler(m, activations=True, attention=True, gradients=True, parameters=True),
     ),
     "RCCHandler": (1050, 1130, lambda m, o: RCCHandler(m)),
-    "SpectralNormHandler": (510, 510, lambda m, o: SpectralNormHandler(m)),
+    "SpectralNormHandler": (515, 515, lambda m, o: SpectralNormHandler(m)),
     "SpectralNormHandler, updates": (1065, 1065, lambda m, o: SpectralNormHandler(m, updates=True)),
     "StepStatsHandler": (6, 6, StepStatsHandler),
 }

@@ -115,6 +115,7 @@ class Training:
         dtype: what autocast computes in; None without it.
         clip: whether the train step clips gradients, with a limit that none exceeds.
         lr: learning rate of SGD.
+        place: whether to move the model to the device.
     """
 
     def __init__(
@@ -126,10 +127,12 @@ class Training:
         clip: bool = False,
         dtype: torch.dtype | None = None,
         lr: float = 0.05,
+        place: bool = True,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
-        self.model = (transformer() if model is None else model).to(device.name)
+        model = transformer() if model is None else model
+        self.model = model.to(device.name) if place else model
         self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         if fused:  # of SGD the first step would have to be looked at
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)

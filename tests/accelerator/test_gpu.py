@@ -8,6 +8,8 @@ import logging
 import pytest
 import torch
 from ignite.engine import Engine, Events
+from torch import distributed
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from ignite_monitor import GradMonitor, WeightUpdateHandler
 from tests.accelerator._device import Device
@@ -82,6 +84,8 @@ def test_of_a_step_that_is_replayed_only_the_weights_are_known(device, caplog):
     assert any("none of 3 monitored iterations" in record.getMessage() for record in caplog.records)
 
 
+# torch warns of the streams that make_graphed_callables() itself uses.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 def test_a_graphed_forward(device):
     """Gradients and steps are seen as ever, where forward and backward passes are graphs."""
     rows = []
@@ -115,3 +119,23 @@ def test_fused_optimizers_with_a_scaler(kind, device):
     assert rows[4]["monitor/update_ratio_max"] > 0
     assert "grad/threshold" not in rows[4]  # which has too few norms yet
     assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
+
+
+def test_offloaded_parameters_with_nccl_alone(device):
+    """Their gradients are on the CPU, where NCCL has no collectives."""
+    if device.name != "cuda":
+        pytest.skip("NCCL needs a GPU")
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(transformer(records=False), offload_policy=CPUOffloadPolicy())
+        training, norms = Training(device, model=model, place=False), []
+        gradients = lambda: [item.grad.to_local() for item in model.parameters()]  # noqa: E731
+        training.optimizer.register_step_pre_hook(
+            lambda *_: norms.append(torch.cat([item.double().flatten() for item in gradients()]).norm())
+        )
+        monitors = [GradMonitor(model, training.optimizer), WeightUpdateHandler(model, training.optimizer)]
+        rows = training.run(monitors, batches(3, device.name), quiet=False)
+        assert {norm.device.type for norm in norms} == {"cpu"}
+        assert [row["grad/norm"] for row in rows] == pytest.approx([float(norm) for norm in norms], rel=1e-6)
+    finally:
+        distributed.destroy_process_group()
