@@ -1,6 +1,8 @@
 """Layout of the file, and the checks that make files from untrusted sources safe to read.
 
 ========== ===================================================================================================
+``state``  the numbers of rows, values and bytes of lines that count, the CRC-32 of each, and of these six; in a
+           second row, those of the last time at which all was on the disk, which hold after a loss of power
 ``rows``   one row per write: ``step``; ``iteration`` of the training, or in rows from before the run's first
            iteration, ``-1 - iteration`` of the last one known; ``time`` in milliseconds since 1970; number of
            the ``run``; ``end``, the number of values up to the end of the row
@@ -10,12 +12,13 @@
 ========== ===================================================================================================
 
 ``kind`` of a name is the schema kind of the monitor that publishes it, ``"user"`` for any other name; the monitor's key
-is what follows ``root/`` in it. A run of the trainer is recorded when it begins: ``offset`` is the number of iterations
-of the training before the trainer's own, and ``after`` the iteration after which the run replaces earlier ones, -1 for
-all, 2**62 for none. Rows and reports may have the number of a run that has not begun.
+is what follows ``root/`` in it. A run of the training is recorded when it begins: ``offset`` is the number of
+iterations before the engine's own, and ``after`` the iteration after which the run replaces earlier ones, -1 for all,
+2**62 for none. Rows and reports may have the number of a run that has not begun.
 
-All datasets are chunked, compressed with deflate and checksummed. Nothing that is written is ever changed: rows and
-reports that a later run replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.reader`).
+Datasets are contiguous and larger than what counts while the file is written, and compressed with deflate afterwards.
+Nothing that counts is ever changed: rows and reports that a later run replaces are dropped by the reader
+(:mod:`ignite_monitor.hdf5.reader`).
 
 HDF5 files can refer to other files, compute data by filters from plugins, and claim any size. Links, layouts, filters
 and sizes are therefore checked before data is read, and the data before anything is computed from it.
@@ -24,8 +27,8 @@ and sizes are therefore checked before data is read, and the data before anythin
 from __future__ import annotations
 
 import json
-import math
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 7
+VERSION = 8
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 BLOCK = 2**16  # values
 ENDLESS = 2**62  # iterations
@@ -47,13 +50,20 @@ SETTINGS = "run_settings"
 ROW = np.dtype([(field, "<i8") for field in ("step", "iteration", "time", "run", "end")])
 VALUE = np.dtype([("name", "<i4"), ("value", "<f8")])
 
-DATASETS: dict[str, tuple[np.dtype[Any], int]] = {
-    "lines": (np.dtype("u1"), 4096),
+TABLES: dict[str, tuple[np.dtype[Any], int]] = {
     "rows": (ROW, 512),
     "values": (VALUE, 8192),
+    "lines": (np.dtype("u1"), 4096),
 }
-"""One-dimensional datasets: the type of their elements, and the number of elements per chunk."""
+"""One-dimensional datasets: the type of their elements, and the number of elements per compressed chunk."""
 
+Additions = dict[str, NDArray[Any]]
+"""Elements that are added to datasets."""
+
+State = dict[str, tuple[int, int]]
+"""Number of the elements of each dataset that count, and their CRC-32."""
+
+EMPTY: State = dict.fromkeys(TABLES, (0, 0))
 
 Position = tuple[int, int]
 """Place of a value or report: the number of the run, and the iteration of the training."""
@@ -111,17 +121,19 @@ def import_h5py() -> ModuleType:
     return h5py  # type: ignore[no-any-return, unused-ignore]
 
 
-def create(path: Path) -> None:
-    """Write a file without rows, replacing an existing one."""
-    # Without a persistent list of free space, a chunk that grows leaves its old place empty for good: files of small
-    # rows take 40 times as much. The format of HDF5 1.10 has checksums for all but the data.
-    options = {"libver": ("v110", "v110"), "fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
-    with import_h5py().File(path, "w", locking=False, **options) as file:
-        file.attrs["version"] = VERSION
-        for name, (dtype, chunk) in DATASETS.items():
-            file.create_dataset(
-                name, (0,), dtype, maxshape=(None,), chunks=(chunk,), shuffle=True, compression=1, fletcher32=True
-            )
+def extended(state: State, additions: Additions) -> State:
+    """State after additions."""
+    added = {
+        name: (state[name][0] + len(elements), zlib.crc32(elements.tobytes(), state[name][1]))
+        for name, elements in additions.items()
+    }
+    return state | added
+
+
+def sealed(state: State) -> NDArray[np.int64]:
+    """State as it is stored, with a checksum of its own."""
+    numbers = np.array([*zip(*state.values(), strict=True)], "<i8").ravel()
+    return np.append(numbers, zlib.crc32(numbers.tobytes()))
 
 
 def printable(name: str) -> str:
@@ -146,7 +158,7 @@ class Contents:
     """Checked contents of a file, all but the values. All texts but names are safe to print.
 
     Attributes:
-        sizes: numbers of elements of the datasets.
+        state: sizes and checksums.
         names: all names.
         reports: all reports, in order.
         begun: the number of runs that have begun.
@@ -155,15 +167,22 @@ class Contents:
     """
 
     def __init__(self, h5py: Any, file: Any) -> None:
-        self.sizes = {name: _check_dataset(h5py, file, name) for name in DATASETS}
-        names, runs, self.reports = _parsed(file["lines"][()])
+        self._file = file
+        for name, (dtype, chunk) in {"state": (np.dtype("<i8"), 0), **TABLES}.items():
+            _check_dataset(h5py, file, name, dtype, chunk)
+        _check(len(file["state"]) == 14, "the state has another size")
+        latest, on_disk = file["state"][()].reshape(2, 7)
+        self.state = self._state(latest) or self._state(on_disk) or {}
+        _check(bool(self.state), "a checksum is wrong")
+
+        names, runs, self.reports = _parsed(np.concatenate([*self.blocks("lines"), np.empty(0, "u1")]).tobytes())
         self.names, self.begun = list(names.values()), len(runs)
         _check([*names] == [*range(len(names))] and [*runs] == [*range(len(runs))], "names or runs are missing")
         _check(len({name.name for name in self.names}) == len(names), "a name is there twice")
 
-        self.rows, self._values = file["rows"][()], file["values"]
+        self.rows = np.concatenate([*self.blocks("rows"), np.empty(0, ROW)])
         numbers, ends = self.rows["run"], np.append(0, self.rows["end"])
-        is_whole = bool((ends[1:] > ends[:-1]).all()) and ends[-1] == self.sizes["values"]
+        is_whole = bool((ends[1:] > ends[:-1]).all()) and ends[-1] == self.state["values"][0]
         _check(is_whole and _are_within(numbers, len(runs) + 1), "rows and values do not agree")
         reported = [report.run for report in self.reports]
         _check(_are_within(np.array(reported, np.int64), len(runs) + 1), "a report has a run that does not exist")
@@ -176,12 +195,30 @@ class Contents:
         last = ~self.rows["iteration"][early]
         self.rows["iteration"][early] = np.where(after < ENDLESS, np.maximum(after, 0), last)
 
-    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Read the values in blocks, to hold one of them in memory: the first one's number, and the values."""
-        for begin in range(0, self.sizes["values"], BLOCK):
-            values = self._values[begin : begin + BLOCK]
-            _check(_are_within(values["name"], len(self.names)), "values have names that do not exist")
-            yield begin, values
+    def blocks(self, name: str) -> Iterator[NDArray[Any]]:
+        """Read a dataset in blocks, to hold one of them in memory."""
+        for block in self._parts(name, self.state[name][0]):
+            _check(name != "values" or _are_within(block["name"], len(self.names)), "values without names")
+            yield block
+
+    def _parts(self, name: str, size: int) -> Iterator[NDArray[Any]]:
+        for begin in range(0, size, BLOCK):
+            yield self._file[name][begin : min(begin + BLOCK, size)]
+
+    def _state(self, numbers: NDArray[np.int64]) -> State | None:
+        """A stored state; None if a checksum is wrong."""
+        state = {name: (int(numbers[i]), int(numbers[3 + i])) for i, name in enumerate(TABLES)}
+        if not np.array_equal(sealed(state), numbers):
+            return None
+        for name, (size, expected) in state.items():
+            checksum = 0
+            if not 0 <= size <= len(self._file[name]):
+                return None
+            for part in self._parts(name, size):
+                checksum = zlib.crc32(part.tobytes(), checksum)
+            if checksum != expected:
+                return None
+        return state
 
 
 @contextmanager
@@ -190,7 +227,7 @@ def opened(path: Path) -> Iterator[Contents]:
 
     Raises:
         ValueError: if it is damaged, has another layout, or holds more than fits in memory.
-        BlockingIOError: if it is being written; only possible between a reader's opening and its lock.
+        BlockingIOError: if a program other than HDF5Logger is writing it.
     """
     h5py = import_h5py()
     check_regular(path)
@@ -202,7 +239,7 @@ def opened(path: Path) -> Iterator[Contents]:
             _check(is_number and file.attrs["version"] == VERSION, f"only files of version {VERSION} can be read")
             yield Contents(h5py, file)
     except BlockingIOError:
-        raise
+        raise BlockingIOError(f"{printable(str(path))} is being written by a program other than HDF5Logger") from None
     except MemoryError:
         raise ValueError(f"{printable(str(path))} holds more than fits in memory") from None
     except Exception as error:  # the type that h5py raises depends on where a file is damaged
@@ -221,38 +258,34 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_dataset(h5py: Any, file: Any, name: str) -> int:
-    """Number of elements of a dataset whose data the file itself stores."""
-    dtype, chunk = DATASETS[name]
+def _check_dataset(h5py: Any, file: Any, name: str, dtype: np.dtype[Any], chunk: int) -> None:
+    """Refuse a dataset that is not stored in the file itself, or has a size that the file can't hold."""
     is_dataset = isinstance(file.get(name, getlink=True), h5py.HardLink) and isinstance(file[name], h5py.Dataset)
     _check(is_dataset, f"{name} is no dataset")
     dataset, file_size = file[name], file.id.get_filesize()
     properties, h5z = dataset.id.get_create_plist(), h5py.h5z
     filters = {properties.get_filter(number)[0] for number in range(properties.get_nfilters())}
     _check(
-        properties.get_layout() == h5py.h5d.CHUNKED
-        and (dataset.chunks, dataset.maxshape) == ((chunk,), (None,))
+        properties.get_layout() in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED)
+        and properties.get_external_count() == 0
+        and (dataset.ndim, dataset.chunks) in ((1, None), (1, (chunk,)))
         and dataset.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
-        and filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32},
+        and filters <= {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE},
         f"{name} has another layout than HDF5Logger's",
     )
-    size = len(dataset)
-    possible = size * dtype.itemsize <= DEFLATE_RATIO * file_size
-    _check(possible, f"{name} has {size} elements, which a file of {file_size} bytes can't hold")
-    # HDF5 would fill missing chunks with zeros.
-    _check(dataset.id.get_num_chunks() == math.ceil(size / chunk), f"parts of {name} are missing")
-    return size
+    possible = len(dataset) * dtype.itemsize <= DEFLATE_RATIO * file_size
+    _check(possible, f"{name} has {len(dataset)} elements, which a file of {file_size} bytes can't hold")
 
 
 def _are_within(numbers: NDArray[Any], end: int) -> bool:
     return bool(((numbers >= 0) & (numbers < end)).all())
 
 
-def _parsed(lines: NDArray[np.uint8]) -> tuple[dict[int, Name], dict[int, Run], list[RecordedReport]]:
+def _parsed(lines: bytes) -> tuple[dict[int, Name], dict[int, Run], list[RecordedReport]]:
     names: dict[int, Name] = {}
     runs: dict[int, Run] = {}
     reports = []
-    for line in lines.tobytes().splitlines():
+    for line in lines.splitlines():
         what, number, *fields = json.loads(line)
         if what == "name":
             names[number] = Name(*map(_text, fields))

@@ -20,8 +20,8 @@ from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, 
 
 from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.events.source import EventSource
-from ignite_monitor.hdf5.layout import Name, Position, check_regular, import_h5py, one_line, printable
-from ignite_monitor.hdf5.training import Training
+from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, printable
+from ignite_monitor.hdf5.run_tracker import RunTracker
 from ignite_monitor.hdf5.values import flatten
 from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
@@ -43,9 +43,9 @@ class HDF5Logger(BaseLogger):
             of the trainer that resumes from iteration n replaces what the file holds after n.
         trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger,
             which is right if no engine of an evaluation has monitors.
-            Values of other engines, as of an evaluator, are placed at its iteration. Without a trainer, values are
-            placed at the iteration of the engine within whose run they are written, else of their own engine, and a
-            resumed run replaces none.
+            Values of other engines, as of an evaluator, are placed at its iteration, and not written under its names.
+            Without a trainer, values are placed at the iteration of the engine within whose run they are written, else
+            of their own engine, and a resumed run replaces none.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
         ranks: ``"first"``: rank 0 writes. ``"all"``: each rank writes a file of its own, rank 1 ``run.rank1.h5`` beside
             ``run.h5``, and so on.
@@ -93,21 +93,19 @@ class HDF5Logger(BaseLogger):
             self.path = self.path.with_stem(f"{self.path.stem}.rank{self._rank}")
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
         self._is_named = trainer is not None
-        self._trainer: weakref.ref[Engine] | None = None
         self._engines: weakref.WeakKeyDictionary[Engine, list[RemovableEventHandle]] = weakref.WeakKeyDictionary()
-        self._running: list[Engine] = []  # each within the run of the one before
-        self._outermost: weakref.ref[Engine] | None = None  # the last one to run on its own
         self._logged: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
         if self._rank == 0 or ranks == "all":
             self._writer = _open(self.path, mode, flush_every, self.logger)
-            self._training = Training(self._writer)
+            self._tracker = RunTracker(self._writer)
             # Also where a program or a child process ends without closing: atexit does not run in the child.
-            self._finalizer = Finalize(self, _finish, (self._writer, self._training), exitpriority=10)
-        if trainer is not None:
-            self._set_trainer(trainer)
+            self._finalizer = Finalize(self, _finish, (self._writer, self._tracker), exitpriority=10)
+            if trainer is not None:
+                self._tracker.set_trainer(trainer)
+                self._add_handlers(trainer)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
@@ -125,18 +123,19 @@ class HDF5Logger(BaseLogger):
         Raises:
             ValueError: if another engine has monitors, and the logger's ``trainer`` does not say which one trains.
         """
+        if self._writer is None:
+            return
         with self._one_thread:
-            if self._trainer is None:
-                self._set_trainer(engine)
-            elif not self._is_named and not self._is_trainer(engine):
+            if not self._tracker.knows_trainer:
+                self._tracker.set_trainer(engine)
+            elif not self._is_named and not self._tracker.trains(engine):
                 raise ValueError(
                     f"HDF5Logger ({printable(str(self.path))}) records one training, and has the monitors of another "
                     "engine. For a second training make a logger with another path; if this engine runs within a "
                     "training, name the one that trains: HDF5Logger(path, trainer=trainer)"
                 )
-            if self._writer is not None:
-                self._add_handlers(engine)
-                self._training.add_source(reports, is_trainers=self._is_trainer(engine))
+            self._add_handlers(engine)
+            self._tracker.add_source(reports, is_trainers=self._tracker.trains(engine))
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
@@ -144,7 +143,7 @@ class HDF5Logger(BaseLogger):
             return
         with self._one_thread:
             if self._writer is not None:
-                self._training.take_reports()
+                self._tracker.take_reports()
                 self._writer.flush()
 
     def close(self) -> None:
@@ -159,21 +158,13 @@ class HDF5Logger(BaseLogger):
                 for handle in chain.from_iterable(self._engines.values()):
                     handle.remove()
                 self._engines.clear()
-                self._running.clear()
-                _finish(writer, self._training)
+                _finish(writer, self._tracker)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)
 
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
-
-    def _set_trainer(self, trainer: Engine) -> None:
-        self._trainer = weakref.ref(trainer)
-        self._add_handlers(trainer)
-
-    def _is_trainer(self, engine: Engine) -> bool:
-        return self._trainer is not None and self._trainer() is engine
 
     def _is_writing(self) -> bool:
         """Return False on ranks that do not write, in forked processes and, with a warning, after a close."""
@@ -205,23 +196,25 @@ class HDF5Logger(BaseLogger):
         with self._one_thread:
             if numbers and self._writer is not None:
                 self._add_handlers(engine)
-                if self._trainer is None and self._writer.last:
+                if self._writer.last and not self._tracker.knows_trainer:
                     text = "a run that resumes replaces no values, since no trainer is known: "
                     self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
-                self._writer.add(engine, step, tag, numbers, self._position(engine), make_origin)
+                trains = self._tracker.trains(engine)
+                numbered, shared = self._writer.numbered(engine, tag, numbers, make_origin, trains=trains)
+                if shared and trains and self._tracker.keep_apart(engine):
+                    text = "a second engine trains and writes the same names; its iterations follow the first one's: "
+                    self._log_once(text + "give each training a file of its own, or name the trainer.")
+                elif shared and self._tracker.knows_trainer and not trains:
+                    numbered = {number: value for number, value in numbered.items() if number not in shared}
+                    text = f"values of another engine are not written under names of the trainer (tag {tag!r}): "
+                    self._log_once(text + "give each training a file of its own, and each engine a tag of its own.")
+                self._writer.add(step, numbered, self._tracker.position(engine))
                 if self._writer.is_time():
                     self.flush()
 
     def _skip(self, name: str, value: Any) -> None:
         kind = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"of type {type(value).__name__}"
         self._log_once(f"can't write {printable(name)}, a value {kind}.")
-
-    def _position(self, engine: Engine) -> Position:
-        if self._trainer is None:
-            outermost = self._running[0] if self._running else engine
-            return self._training.run, max(0, outermost.state.iteration)
-        trainer = self._trainer()
-        return self._training.position(0 if trainer is None else trainer.state.iteration)
 
     def _add_handlers(self, engine: Engine) -> None:
         if engine not in self._engines and self._writer is not None:
@@ -238,37 +231,28 @@ class HDF5Logger(BaseLogger):
 
     def _start(self, engine: Engine) -> None:
         with self._one_thread:
-            self._leave(engine)  # a run that ended by an exception
-            if self._trainer is None and not self._running:
-                if self._outermost is not None and self._outermost() not in (None, engine):
-                    text = "engines run in turn, and each counts iterations of its own, since no trainer is known: "
-                    self._log_once(text + "HDF5Logger(path, trainer=trainer).")
-                self._outermost = weakref.ref(engine)
-            self._running.append(engine)
-            if self._writer is not None and self._is_trainer(engine):
-                self._training.start_run()
+            if self._writer is not None and self._tracker.start(engine):
+                text = "engines run in turn, and each counts iterations of its own, since no trainer is known: "
+                self._log_once(text + "HDF5Logger(path, trainer=trainer).")
 
     def _complete(self, engine: Engine) -> None:
         with self._one_thread:
-            self._leave(engine)
+            if self._writer is not None:
+                self._tracker.leave(engine)
         self.flush()
-
-    def _leave(self, engine: Engine) -> None:
-        if engine in self._running:
-            del self._running[self._running.index(engine) :]
 
     def _start_iteration(self, engine: Engine) -> None:
         with self._one_thread:
             if self._writer is not None:
                 self._writer.iterations += 1
-                self._training.start_iteration(engine, is_trainer=self._is_trainer(engine))
-                if self._training.take_reports() or self._writer.is_time():
+                self._tracker.start_iteration(engine)
+                if self._tracker.take_reports() or self._writer.is_time():
                     self.flush()
 
 
-def _finish(writer: Writer, training: Training) -> None:
+def _finish(writer: Writer, tracker: RunTracker) -> None:
     if writer.is_own:
-        training.take_reports(at_end=True)
+        tracker.take_reports(at_end=True)
     writer.close()
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Contents, Name, RecordedReport, Run, opened, printable
-
-RETRIES = 50
+from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Contents, Name, RecordedReport, Run, opened
 
 Part = tuple[NDArray[np.intp], NDArray[np.float64]]
 """Numbers of rows, and the values of a name in these rows."""
@@ -105,11 +101,8 @@ def read_hdf5(
     pattern = check_pattern("metrics", metrics)
     if before_run is not None:
         check_count("before_run", before_run, least=0)
-    for _ in range(RETRIES):
-        with contextlib.suppress(BlockingIOError), opened(Path(path)) as contents:
-            return _read(contents, pattern, contents.runs[:before_run])
-        time.sleep(0.01)  # it was opened just before it became the standby copy
-    raise BlockingIOError(f"{printable(str(path))} is being written by a program other than HDF5Logger")
+    with opened(Path(path)) as contents:
+        return _read(contents, pattern, contents.runs[:before_run])
 
 
 def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) -> Recording:
@@ -127,32 +120,33 @@ def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) 
     is_kept = iteration <= limits[run]
     is_between = is_kept & ((iteration == limits[run]) | (iteration == after[run]))
     wanted = np.array([pattern is None or pattern.search(name.name) is not None for name in contents.names], bool)
+    names, which, values = _values(contents, wanted, is_kept)
+    order = np.argsort(names, kind="stable")
+    ends = np.cumsum(np.bincount(names, minlength=len(wanted)))
     parts: dict[Name, Part] = {}
-    for name, some in zip(contents.names, _values(contents, wanted, is_kept), strict=True):
-        if some:
-            which, values = (np.concatenate(part) for part in zip(*some, strict=True))
-            newest = _newest(rows, which, is_between[which])
-            parts[name] = which[newest], values[newest]
+    for name, begin, end in zip(contents.names, [0, *ends], ends, strict=False):
+        if end > begin:
+            part = order[begin:end]
+            part = part[_newest(rows, which[part], is_between[which[part]])]
+            parts[name] = which[part], values[part]
     reports = [it for it in contents.reports if it.iteration <= limits[min(it.run, len(runs))]]
     last_run = {it[:6]: it.run for it in reports}  # that has made it
     return Recording(rows, parts, [it for it in reports if last_run[it[:6]] == it.run])
 
 
-def _values(contents: Contents, wanted: NDArray[np.bool_], is_kept: NDArray[np.bool_]) -> list[list[Part]]:
-    """Per name, all wanted values in kept rows, in time, one part for each block of values."""
-    parts: list[list[Part]] = [[] for _ in wanted]
+def _values(contents: Contents, wanted: NDArray[np.bool_], is_kept: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
+    """Numbers of the names and rows of all wanted values in kept rows, and the values, in time."""
     kind = np.min_scalar_type(len(wanted))  # NumPy sorts small integers in linear time
-    for begin, block in contents.blocks():
-        names, ends = block["name"], contents.rows["end"]
+    parts = [(np.empty(0, kind), np.empty(0, np.intp), np.empty(0))]
+    begin, ends = 0, contents.rows["end"]
+    for block in contents.blocks("values"):
         first, last = np.searchsorted(ends, [begin, begin + len(block) - 1], side="right")
         counts = np.diff(np.minimum(ends[first : last + 1], begin + len(block)), prepend=begin)
         rows = np.repeat(np.arange(first, last + 1), counts)
-        use = np.flatnonzero(wanted[names] & is_kept[rows])
-        use = use[np.argsort(names[use].astype(kind), kind="stable")]
-        starts = np.flatnonzero(np.diff(names[use], prepend=-1))
-        for part in np.split(use, starts[1:]) if len(use) else ():
-            parts[names[part[0]]].append((rows[part], block["value"][part]))
-    return parts
+        use = np.flatnonzero(wanted[block["name"]] & is_kept[rows])
+        parts.append((block["name"][use].astype(kind), rows[use], block["value"][use]))
+        begin += len(block)
+    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
 
 def _newest(rows: NDArray[np.void], which: NDArray[np.intp], is_between: NDArray[np.bool_]) -> NDArray[np.bool_]:

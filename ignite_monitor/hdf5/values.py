@@ -30,7 +30,9 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
     numbers: dict[str, float] = {}
     tensors: dict[torch.device, list[str]] = {}
     for name, leaf in leaves.items():
-        if _is_local_tensor(leaf):
+        if type(leaf) is float:
+            numbers[name] = leaf
+        elif _is_local_tensor(leaf):
             tensors.setdefault(leaf.device, []).append(name)
             numbers[name] = math.nan
         elif (number := _number(leaf)) is not None:
@@ -45,6 +47,9 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
 
 
 def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
+    if type(value) is float:
+        leaves[name] = value
+        return
     if isinstance(value, Mapping):
         items: Any = value.items()
     elif _is_local_tensor(value, dimensions=1):

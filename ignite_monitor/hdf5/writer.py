@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ignite_monitor.hdf5.double_buffer import DoubleBuffer, Patch
-from ignite_monitor.hdf5.layout import ROW, VALUE, Name, Position, Run, one_line, opened, printable
+from ignite_monitor.hdf5.layout import ROW, VALUE, Additions, Name, Position, Run, State, one_line, opened, printable
+from ignite_monitor.hdf5.store import Store
 
 KEPT = 2**21  # values and lines kept in memory at most while writing fails
 SECONDS = 10.0  # between writes at most
@@ -28,9 +27,9 @@ SECONDS = 10.0  # between writes at most
 class Pending:
     """Rows and lines to be written. One object, so that an interrupt leaves the state before or after a write."""
 
-    sizes: dict[str, int]  # of the file's datasets
+    state: State  # of the file
     lines: list[str] = field(default_factory=list)
-    rows: list[tuple[tuple[int, ...], list[int], list[float]]] = field(default_factory=list)  # ROW, names, values
+    rows: list[tuple[tuple[int, ...], dict[int, float]]] = field(default_factory=list)  # ROW, number of name -> value
     count: int = 0  # of values and lines
 
 
@@ -38,17 +37,17 @@ class Writer:
     """Writes rows to a file. Rows that can't be written are kept in memory, and written with the next ones."""
 
     def __init__(self, path: Path, mode: str, flush_every: int, logger: logging.Logger) -> None:
-        self.path = path
+        self._shown = printable(str(path))
         self._logger = logger
         self._process = os.getpid()
-        self._file: DoubleBuffer | None = DoubleBuffer(path, mode)
+        self._store: Store | None = Store(path, mode)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._release)
+            undo.callback(self._store.release)
             with opened(path) as contents:
-                for _ in contents.blocks():  # a damaged file is not continued
+                for _ in contents.blocks("values"):  # a damaged file is not continued
                     pass
             undo.pop_all()
-        self._pending = Pending(contents.sizes)
+        self._pending = Pending(contents.state)
         self._numbers = {name.name: number for number, name in enumerate(contents.names)}
         self.runs = contents.begun  # number of runs that have begun
         for run in contents.runs[self.runs :]:
@@ -56,8 +55,7 @@ class Writer:
         self.offset = contents.runs[-1].offset if contents.runs else 0  # of the last run in the file
         self.last = int(contents.rows["iteration"][-1]) if len(contents.rows) else 0  # iteration in the file
         self._known: weakref.WeakKeyDictionary[Any, dict[tuple[str | None, str], int]] = weakref.WeakKeyDictionary()
-        self._owners: dict[str, weakref.ref[Any]] = {}  # name -> the engine that writes it in this session
-        self._is_shared = False  # whether several engines write under the same names
+        self._owners: dict[int, weakref.ref[Any]] = {}  # number of a name -> the last engine that trains to write it
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
         self._flush_every = flush_every
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
@@ -77,25 +75,38 @@ class Writer:
         """Return True if rows should be written: after enough iterations or seconds."""
         return self.iterations >= self._distance or time.monotonic() - self._written > SECONDS
 
-    def add(
+    def numbered(
         self,
         engine: Any,
-        step: int,
         tag: str | None,
         numbers: dict[str, float],
-        position: Position,
         make_origin: Callable[[str], Name],
-    ) -> None:
-        """Take a row, unless writing has failed for so long that memory is used up; make origins of new names."""
-        if self._has_room(len(numbers)):
-            known = self._known.setdefault(engine, {})
-            for name in numbers:
-                if (tag, name) not in known:
-                    known[tag, name] = self._number_of(engine, tag, name, make_origin)
+        *,
+        trains: bool,
+    ) -> tuple[dict[int, float], set[int]]:
+        """Return number of name -> value, and which names were written by another engine that trained.
+
+        Empty if writing has failed for so long that memory is used up. Origins are made of new names.
+        """
+        if not self._has_room(len(numbers)):
+            return {}, set()
+        if (known := self._known.get(engine)) is None:
+            known = self._known[engine] = {}
+        for name in numbers:
+            if (tag, name) not in known:
+                known[tag, name] = self._number_of(tag, name, make_origin)
+        values, own = {known[tag, name]: value for name, value in numbers.items()}, weakref.ref(engine)
+        shared = {number for number in values if self._owners.get(number, own) is not own}
+        if trains:
+            self._owners.update(dict.fromkeys(values, own))
+        return values, shared
+
+    def add(self, step: int, values: dict[int, float], position: Position) -> None:
+        """Take a row."""
+        if values:
             run, iteration = position
-            row = step, iteration, int(1000 * time.time()), run, 0
-            self._pending.rows.append((row, [known[tag, name] for name in numbers], list(numbers.values())))
-            self._pending.count += len(numbers)
+            self._pending.rows.append(((step, iteration, int(1000 * time.time()), run, 0), values))
+            self._pending.count += len(values)
 
     def add_report(self, position: Position, *parts: Any) -> None:
         """Take a report: monitor, kind, severity, text, names."""
@@ -106,18 +117,16 @@ class Writer:
         """Write what is pending."""
         self._distance = min(max(1, 10 * self._distance), self._flush_every)
         self.iterations, self._written = 0, time.monotonic()
-        if self._file is None or not self.is_own or not (self._pending.rows or self._pending.lines):
+        if self._store is None or not self.is_own or not (self._pending.rows or self._pending.lines):
             return
         try:
-            patch, after = self._patch()
-            self._file.write(patch)
+            self._pending = Pending(self._store.append(self._pending.state, self._additions()))
         except Exception as error:  # noqa: BLE001 - h5py and the system raise many types, and training continues
             if self._lost is None:
                 self._lost = 0
                 text = "writing failed: %s; keeping the values in memory and retrying at every flush"
                 self._log(text, one_line(error))
             return
-        self._pending = after
         if self._lost is not None:
             self._log("writing works again: %d values are lost", self._lost)
             self._lost = None
@@ -127,19 +136,16 @@ class Writer:
         try:
             self.flush()
             if self.is_own and self._lost is not None:
-                lost = self._lost + sum(len(names) for _, names, _ in self._pending.rows)
+                lost = self._lost + sum(len(numbered) for _, numbered in self._pending.rows)
                 self._log("writing failed to the end: %d values are lost", lost)
         finally:
-            self._release()
+            store, self._store = self._store, None
+            if store is not None and self.is_own:
+                store.close(self._pending.state)
             self._pending, self._lost = Pending({}), None
 
-    def _release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None and self.is_own:
-            file.close()
-
     def _log(self, text: str, *values: object) -> None:
-        self._logger.warning(f"HDF5Logger (%s): {text}.", printable(str(self.path)), *values)
+        self._logger.warning(f"HDF5Logger (%s): {text}.", self._shown, *values)
 
     def _has_room(self, values: int) -> bool:
         if self._lost is None or self._pending.count < KEPT:
@@ -151,26 +157,17 @@ class Writer:
         self._pending.lines.append(json.dumps(entry) + "\n")
         self._pending.count += 1
 
-    def _patch(self) -> tuple[Patch, Pending]:
-        """The patch to write, and the state once it is written."""
-        sizes = self._pending.sizes
-        rows = np.array([row for row, _, _ in self._pending.rows], ROW)
-        rows["end"] = sizes["values"] + np.cumsum([len(names) for _, names, _ in self._pending.rows], dtype=np.int64)
-        values = np.empty(int(rows["end"][-1]) - sizes["values"] if len(rows) else 0, VALUE)
-        values["name"] = list(chain.from_iterable(names for _, names, _ in self._pending.rows))
-        values["value"] = list(chain.from_iterable(numbers for _, _, numbers in self._pending.rows))
+    def _additions(self) -> Additions:
+        rows = np.array([row for row, _ in self._pending.rows], ROW)
+        contents = [numbered for _, numbered in self._pending.rows]
+        rows["end"] = self._pending.state["values"][0] + np.cumsum([len(it) for it in contents], dtype=np.int64)
+        values = np.array([*chain.from_iterable(it.items() for it in contents)], VALUE)
         lines = np.frombuffer("".join(self._pending.lines).encode("ascii"), np.uint8)
-        additions: dict[str, NDArray[Any]] = {"lines": lines, "rows": rows, "values": values}
-        patch = [(name, sizes[name], elements) for name, elements in additions.items() if len(elements)]
-        return patch, Pending({name: sizes[name] + len(elements) for name, elements in additions.items()})
+        return {"rows": rows, "values": values, "lines": lines}
 
-    def _number_of(self, engine: Any, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
+    def _number_of(self, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
         full = name if tag is None else f"{tag}/{name}" if name else tag
         full = json.loads(json.dumps(full))  # two surrogates may be one character when they are read
-        if self._owners.setdefault(full, weakref.ref(engine))() is not engine and not self._is_shared:
-            self._is_shared = True
-            text = "a second engine writes %s: give each training a file of its own, and each engine names of its own"
-            self._log(text, printable(full))
         if full not in self._numbers:
             # The line first: an interrupt in between leaves the number for the next name, whose line is then valid.
             self._add_line("name", len(self._numbers), *make_origin(name)._replace(name=full))

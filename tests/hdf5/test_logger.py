@@ -280,6 +280,28 @@ def test_never_more_than_flush_every_iterations_wait(path, every):
     assert max(missing) <= 50
 
 
+def test_new_evaluators_are_no_second_training(path, caplog):
+    """They write the same names; those of the trainer are its own."""
+    trainer = engine_of()
+    with HDF5Logger(path, trainer=trainer) as logger:
+        log_output(logger, trainer)
+
+        @trainer.on(Events.EPOCH_COMPLETED)
+        def evaluate(trainer):
+            for tag in ("valid", "train")[: trainer.state.epoch]:
+                evaluator = engine_of(lambda _: {"loss": 7.0})
+                log_output(logger, evaluator, Events.COMPLETED, tag=tag)
+                evaluator.run(range(2))
+
+        trainer.run(range(5), max_epochs=1)
+        assert not caplog.records
+        trainer.run(range(5), max_epochs=3)
+    assert as_lists(path)["train/loss"] == ([*range(1, 16)], [i / 8 for i in range(1, 16)])
+    assert read_hdf5(path).iterations("valid/loss").tolist() == [5, 10, 15]
+    [warning] = caplog.messages
+    assert "not written under names of the trainer (tag 'train'): give each training a file of its own" in warning
+
+
 def test_engines_in_threads_of_their_own(path):
     with HDF5Logger(path, flush_every=2) as logger:
         engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
@@ -333,7 +355,7 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
         logger.attach_opt_params_handler(trainer, Events.EPOCH_STARTED, optimizer=optimizer)
         for _ in range(2):
             trainer.run([(torch.ones(3, 2), torch.ones(3, 1))] * 2)
-        assert len(logger._training._sources) == 1  # not one more per run
+        assert len(logger._tracker._sources) == 1  # not one more per run
     recording = read_hdf5(tmp_path / "run.h5")
     assert recording.reports == []
     assert [(it.run, it.monitor, it.severity) for it in recording.settings] == [

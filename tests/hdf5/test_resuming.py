@@ -247,7 +247,7 @@ def test_evaluators_between_runs_of_the_trainer(path, sessions, is_named):
 
 
 @pytest.mark.parametrize("flush_every", [1, 50])
-def test_a_second_training_in_one_logger_loses_nothing(path, flush_every, caplog):
+def test_a_second_training_in_one_logger_is_kept_apart(path, flush_every, caplog):
     with HDF5Logger(path, flush_every=flush_every) as logger:
         for scale in (1.0, 100.0):
             engine = engine_of(lambda i, scale=scale: {"loss": scale / i})
@@ -256,8 +256,11 @@ def test_a_second_training_in_one_logger_loses_nothing(path, flush_every, caplog
     steps, values = as_lists(path)["train/loss"]
     assert steps == [*range(1, 31)] * 2
     assert values == [scale / i for scale in (1.0, 100.0) for i in range(1, 31)]
-    [warning] = caplog.messages
-    assert "a second engine writes train/loss: give each training a file of its own" in warning
+    assert read_hdf5(path).iterations("train/loss").tolist() == [*range(1, 61)]
+    assert read_hdf5(path).runs("train/loss").tolist() == [0] * 30 + [2] * 30
+    assert "engines run in turn" in caplog.messages[0]
+    assert "a second engine trains and writes the same names" in caplog.messages[1]
+    assert len(caplog.messages) == 2
 
 
 def test_an_evaluator_in_a_thread_of_its_own_begins_no_run_of_the_trainer(path):

@@ -7,12 +7,14 @@ import os
 import shutil
 import stat
 import tracemalloc
+import zlib
 
 import h5py
 import numpy as np
 import pytest
 
 from ignite_monitor import HDF5Logger, read_hdf5
+from ignite_monitor.hdf5.layout import EMPTY, TABLES, extended, sealed
 from tests.hdf5._runs import as_lists, run
 
 MEMORY = 20_000_000
@@ -48,6 +50,11 @@ def read_or_refused(path):
     assert text.startswith(f"{path} is damaged, or was not written by HDF5Logger: ")
     assert len(text.splitlines()) == 1
     return read
+
+
+def seal(file):
+    """Count all that is there, with the right checksums."""
+    file["state"][...] = np.tile(sealed(extended(EMPTY, {name: file[name][()] for name in TABLES})), 2)
 
 
 def replaced(name, shape=None, **options):
@@ -105,6 +112,7 @@ def element(name, index, value, field=None):
         data = file[name][()]
         (data if field is None else data[field])[index] = value
         file[name][...] = data
+        seal(file)
 
     return change
 
@@ -116,12 +124,23 @@ def lines(text, keep=True):
         content = (file["lines"][()].tobytes() if keep else b"") + text
         file["lines"].resize((len(content),))
         file["lines"][...] = np.frombuffer(content, np.uint8)
+        seal(file)
 
     return change
 
 
 def line(*entry):
     return lines(json.dumps(entry).encode() + b"\n")
+
+
+def state(index, value):
+    def change(file, folder):
+        numbers = file["state"][:7]
+        numbers[index] = value
+        numbers[6] = zlib.crc32(numbers[:6].tobytes())
+        file["state"][...] = np.tile(numbers, 2)
+
+    return change
 
 
 REPORT = ["report", 1, 5, "GradMonitor (grad)", "kind", "problem", "text", ["a"]]
@@ -135,7 +154,7 @@ REFUSED = {
     "dataset missing": lambda file, folder: file.__delitem__("rows"),
     "group": lambda file, folder: (file.__delitem__("rows"), file.create_group("rows")),
     "unknown version": attribute("version", 9),
-    "version of an older release": attribute("version", 6),
+    "version of an older release": attribute("version", 7),
     "no version": attribute("version"),
     "version as text": attribute("version", "2"),
     "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
@@ -145,7 +164,12 @@ REFUSED = {
     "other fields": replaced("rows", (8,), dtype=[("step", "<i8")]),
     "another filter": replaced("values", compression="lzf", **CHUNKS),
     "fewer values": lambda file, folder: file["values"].resize((len(file["values"]) - 3,)),
-    "more values": lambda file, folder: file["values"].resize((len(file["values"]) + 3,)),
+    "fewer values that count": lambda file, folder: (file["values"].resize((len(file["values"]) - 3,)), seal(file)),
+    "more values that count": lambda file, folder: (file["values"].resize((len(file["values"]) + 3,)), seal(file)),
+    "state with a size below zero": state(0, -1),
+    "state with another checksum": state(4, 1),
+    "state of more numbers": replaced("state", (15,)),
+    "state in another file": linked("state", h5py.ExternalLink("whole.h5", "state")),
     "name below zero": element("values", 0, -1, "name"),
     "name beyond the names": element("values", -1, 99, "name"),
     **{
@@ -170,7 +194,6 @@ REFUSED = {
     "lines of deep nesting": lines(b"[" * 100_000 + b"\n"),
     "no lines": lines(b"", keep=False),
     "a line without an end": lines(b'["name", 4, "train/x", "user", '),
-    "contiguous": replaced("values"),
     "other chunks": replaced("rows", compression=9, **CHUNKS),
 }
 
