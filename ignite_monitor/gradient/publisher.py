@@ -40,6 +40,10 @@ _NO_STEP = (
     "%d consecutive spikes, and %s made no step during them. If the train step returns at a spike, call "
     "optimizer.zero_grad() before that return: gradients that stay make all later ones spikes too."
 )
+_NOT_LOCATED = (
+    "the gradient is not finite; its source could not be located: on a device it is looked for if SPIKE_DETECTED has a "
+    "handler, or on_spike is a function"
+)
 _NOT_POSITIVE = (
     "the function given as threshold returned a number that is not positive, which is no threshold of a norm: such "
     "norms are not compared."
@@ -151,6 +155,8 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         tensors = super().deferred_tensors()
         if self._now.is_published is not None:
             tensors.append(self._now.is_published)
+        if self._now.unlocated is not None:
+            tensors.append(self._now.unlocated)
         if (spike := self._possible_spike()) is not None:
             counts = map(torch.as_tensor, self._action.counts.values())
             recurring = self._action.recurring.iterations(self._iteration)
@@ -161,6 +167,8 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         super().resolve_deferred(extra)
         if self._now.is_published is not None and not extra.pop(0)[0]:
             self._publish_none()
+        if self._now.unlocated is not None and extra.pop(0)[0]:
+            self.report("nonfinite_not_located", _NOT_LOCATED)
         detection = self._possible_spike()
         if detection is None:
             return {}
@@ -186,6 +194,8 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         nonfinite = detection.norm.nonfinite
         if self._source is None or not (is_cpu(nonfinite) or self._is_awaited(MonitorEvents.SPIKE_DETECTED)):
             self._locator.calls.backward_ended()
+            if not handles_overflow:
+                self._now.unlocated = nonfinite if self._now.unlocated is None else self._now.unlocated | nonfinite
             return
         # Without a scaler what is no spike is finite, and needs no further synchronization.
         known = handles_overflow or self._is_known_spike(detection.spike)

@@ -63,6 +63,7 @@ class Iteration:
     is_published: Tensor | None = None  # on a device: whether ``published`` is to be; None for True
     published: GradientDetection | None = None
     is_described: bool = False  # whether the log has named its culprits
+    unlocated: Tensor | None = None  # on a device: whether a gradient is not finite whose source was not looked for
 
 
 @dataclass
