@@ -44,6 +44,15 @@ EDGES = [*(-edge for edge in reversed(_POSITIVE)), 0.0, *_POSITIVE]
 _PIECE = 1 << 22  # elements counted at a time
 
 
+class _EdgesOfDevices(dict[torch.device, Tensor]):
+    """The edges on each device, from their first use on."""
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):
+            self[device] = move(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)
+        return self[device]
+
+
 class HistogramHandler(Monitor, schema=HISTOGRAMS):
     """Draw histograms of weights, gradients and activations in TensorBoard.
 
@@ -123,7 +132,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._parameters.update(self._chosen_parameters())
         modules = self._chosen_modules()
         root, counts, most = unwrapped(self.model), self._counts["activations"], self.max_histograms
-        errors = self._errors
+        errors, edges = self._errors, self._edges
 
         # It holds no monitor, since the engine holds the contexts of a step.
         def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -133,7 +142,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
                 with hidden_from_user_modes():
                     for name, tensor in tagged_tensors(output, modules[module]):
                         if has_local_data(tensor) and (name in counts or len(counts) < most):
-                            counts[name] = count(tensor.detach())
+                            counts[name] = count(tensor.detach(), edges)
             except Exception as error:  # noqa: BLE001
                 errors.append(error)
 
@@ -144,6 +153,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._waiting_counts, self._histograms = {}, {}
 
     def reset_run_state(self) -> None:
+        self._edges = _EdgesOfDevices()
         self._parameters: dict[nn.Parameter, str] = {}
         self._sharded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # gradients of the first step, and scale
         self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
@@ -159,7 +169,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             if is_dtensor(parameter):  # another rank may make no step: all gather when the train step has returned
                 self._sharded[parameter] = parameter.grad.clone(), step.loss_scale
             else:
-                counts[tag] = count(whole_tensor(parameter.grad), step.loss_scale)
+                counts[tag] = count(whole_tensor(parameter.grad), self._edges, step.loss_scale)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -172,8 +182,10 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             gradient, scale = self._sharded.get(parameter, (parameter, None))
             whole = whole_tensor(gradient)
             if parameter in self._sharded:
-                self._counts["gradients"][self._parameters[parameter]] = count(whole, scale)
-        self._counts["weights"] = {tag: count(whole_tensor(item)) for item, tag in self._parameters.items()}
+                self._counts["gradients"][self._parameters[parameter]] = count(whole, self._edges, scale)
+        self._counts["weights"] = {
+            tag: count(whole_tensor(item), self._edges) for item, tag in self._parameters.items()
+        }
         device = device_of(self.model)
         for kind, counts in self._counts.items():
             if counts:
@@ -218,13 +230,13 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         return dict(zip((named[name] for name in names), tags(names), strict=True))
 
 
-def count(tensor: Tensor, scale: Tensor | None = None) -> Tensor:
+def count(tensor: Tensor, edges_of: Mapping[torch.device, Tensor], scale: Tensor | None = None) -> Tensor:
     """Count the finite elements of a tensor over a scale; elements beyond 1e20 are in the outermost buckets.
 
     Returned are the number of elements in each bucket, their sum, the sum of their squares, the largest element, and
     the smallest one with its sign changed (-inf if there are none).
     """
-    edges = _edges(tensor.device)
+    edges = edges_of[tensor.device]
     sums = torch.zeros(len(EDGES) + 1, dtype=edges.dtype, device=edges.device)
     extremes = torch.full_like(sums[:2], -torch.inf)
     for piece in tensor.reshape(-1).split(_PIECE) if tensor.numel() else ():
@@ -258,9 +270,3 @@ def as_histogram(counted: Sequence[float]) -> dict[str, Any] | None:
         "bucket_limits": EDGES[first : end + 1],
         "bucket_counts": [0.0, *counts[first:end]],
     }
-
-
-@functools.lru_cache(8)
-def _edges(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return move(torch.tensor(EDGES, dtype=wide_dtype(device), device="cpu"), device)
