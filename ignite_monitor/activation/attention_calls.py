@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.activation.attention import AttentionArguments, HeadEntropy, attention_entropy
 from ignite_monitor.model.forward import after_forward, before_forward
-from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
+from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes, in_backward
 
 
 class Reason(NamedTuple):
@@ -84,7 +84,7 @@ class AttentionCalls(TorchFunctionMode):
             # made here would have none, so arguments are detached.
             try:
                 call = read(*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
-                with torch.autocast(tensors[0].device.type, enabled=False):
+                with full_precision(tensors[0].device):
                     result = call if isinstance(call, Reason) else attention_entropy(call)
             except Exception as error:  # noqa: BLE001 - training continues
                 text = f"its attention can't be measured: {type(error).__name__}: {error}"

@@ -58,18 +58,22 @@ def users_grad_mode() -> AbstractContextManager[Any]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute products of float32 in float32, neither in TF32 nor in bfloat16, without autocast."""
-    mkldnn = torch.backends.mkldnn
+    """Compute products and convolutions of float32 in float32, neither in TF32 nor in bfloat16, without autocast."""
+    mkldnn, cudnn = torch.backends.mkldnn, torch.backends.cudnn
     backends: list[Any] = [torch.backends.cuda.matmul, getattr(mkldnn, "matmul", mkldnn)]
+    backends += [getattr(cudnn, name, None) for name in ("conv", "rnn")]
     before = [(backend, backend.fp32_precision) for backend in backends if hasattr(backend, "fp32_precision")]
     try:
         legacy = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set fp32_precision
         legacy = "highest"
+    older = not hasattr(backends[-1], "fp32_precision") and cudnn.allow_tf32
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             if legacy != "highest":
                 torch.set_float32_matmul_precision("highest")
+            if older:
+                cudnn.allow_tf32 = False
             for backend, value in before:
                 if value not in ("none", "ieee"):
                     backend.fp32_precision = "ieee"
@@ -77,6 +81,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
         finally:
             if legacy != "highest":
                 torch.set_float32_matmul_precision(legacy)
+            if older:
+                cudnn.allow_tf32 = True
             for backend, value in before:
                 if legacy != "highest" or backend.fp32_precision != value:
                     backend.fp32_precision = "none"  # inherited, unless that is another value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
@@ -23,7 +23,7 @@ from ignite_monitor.model.devices import device_of, wide_dtype
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
-from ignite_monitor.model.modes import has_local_data
+from ignite_monitor.model.modes import full_precision, has_local_data
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.rcc.terms import QUANTITIES, NormSums, mean_norms, norm_sums, table_of
@@ -93,7 +93,7 @@ class LayerChanges(Comparison):
         if len(outputs) < 3:
             raise NotComparableError("no floating-point tensor is in its output")
         _check([outputs[0], outputs[0], *inputs[:1]], [*outputs[1:], *inputs[1:]])
-        with _no_autocast(outputs[0].device):
+        with full_precision(outputs[0].device):
             inputs = [item.to(_wide(inputs)) for item in inputs]
             moved = [inputs[0], inputs[0] - inputs[1]] if inputs else []
             return norm_sums(*_changes(item.to(_wide(outputs)) for item in outputs), moved, self._dims[call.name])
@@ -106,7 +106,7 @@ class LayerChanges(Comparison):
         dtype, device = _wide([*inputs, *weights.values()]), next(iter(weights.values())).device
         if call.name not in self._linear and _is_of_torch(self._reference.modules[call.name]):
             dtype = wide_dtype(device)  # a user's forward may compute in another dtype
-        with _no_autocast(device):
+        with full_precision(device):
             inputs, reference_inputs = ([x.to(dtype) for x in tensors] for tensors in (inputs, reference_inputs))
             weights, initial = (
                 {key: item.to(dtype) for key, item in tensors.items()} for tensors in (weights, initial)
@@ -227,8 +227,3 @@ def _check(values: list[Tensor], others: list[Tensor]) -> None:
 def _wide(tensors: Iterable[Tensor]) -> torch.dtype:
     """The common dtype of tensors, float32 or wider."""
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    kind = device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -15,19 +15,22 @@ SETTINGS = {
     "medium": lambda: torch.set_float32_matmul_precision("medium"),
     "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
     "inherited": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "convolutions": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32"),
     "one backend": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
 }
 NEW = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+BACKENDS = [torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul] if NEW else []
+BACKENDS += [torch.backends.cudnn.conv, torch.backends.cudnn.rnn] if NEW else []
+DEFAULTS = [backend.fp32_precision for backend in BACKENDS]
 
 
 def settings():
-    backends = [torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul] if NEW else []
-    return [backend.fp32_precision for backend in backends]
+    return [backend.fp32_precision for backend in BACKENDS]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_full_precision_leaves_the_users_settings(name):
-    if not NEW and name in ("inherited", "one backend"):
+    if not NEW and name in ("inherited", "one backend", "convolutions"):
         pytest.skip("torch has no fp32_precision")
     try:
         SETTINGS[name]()
@@ -40,12 +43,12 @@ def test_full_precision_leaves_the_users_settings(name):
         assert settings() == before
         if NEW and name == "inherited":
             torch.backends.fp32_precision = "ieee"  # a later change reaches the backends still
-            assert settings() == ["ieee"] * 3
+            assert settings()[:3] == ["ieee"] * 3
     finally:
         if NEW:
             torch.set_float32_matmul_precision("highest")
-            for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-                backend.fp32_precision = "none"
+            for backend, value in zip(BACKENDS, DEFAULTS, strict=True):
+                backend.fp32_precision = value
         else:
             torch.set_float32_matmul_precision("highest")
 
