@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import logging
@@ -16,11 +17,14 @@ from torch import nn
 from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
+    HistogramHandler,
+    MonitorEvents,
     RCCHandler,
     SpectralNormHandler,
     StaticThreshold,
     WeightUpdateHandler,
 )
+from ignite_monitor.histograms.handler import EDGES
 from tests._helpers import ListLogger, assert_same, same
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import (
@@ -84,6 +88,41 @@ def test_a_step_that_the_device_skips_leaves_no_trace_in_running_statistics(fact
         assert float(monitor.metrics["grad/skipped_count"]) == (batch is not None)
         states.append(training.state())
     assert_same(*states)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_source_that_is_not_looked_for_is_reported_once_values_are_read(listens, device):
+    training = Training(device, model=transformer(1, 8, records=False))
+    monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(1e9))
+    monitor.attach(training.trainer)
+    if listens:
+        training.trainer.add_event_handler(MonitorEvents.SPIKE_DETECTED, lambda engine: None)
+    reports = []
+
+    @training.trainer.on(Events.ITERATION_COMPLETED)
+    def read(engine):
+        monitor.on_host()
+        reports.append([item.text for item in monitor.reports if item.kind == "nonfinite_not_located"])
+
+    good, bad = batches(3, device.name), [(*item[:2], math.nan) for item in batches(2, device.name)]
+    training.trainer.run([*good, *bad], max_epochs=1)
+    assert [len(item) for item in reports[:3]] == [0, 0, 0]
+    assert sum("if SPIKE_DETECTED has a handler" in text for text in reports[-1]) == (not listens)
+
+
+def test_histograms_leave_no_edges_on_the_device(device):
+    training = Training(device, model=transformer(1, 8, records=False))
+
+    def edges():
+        tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+        return [item for item in tensors if item.device.type == device.name and item.shape == (len(EDGES),)]
+
+    during = []
+    with HistogramHandler(training.model).attach(training.trainer):
+        training.optimizer.register_step_post_hook(lambda *_: during.append(len(edges())))
+        training.trainer.run(batches(2, device.name), max_epochs=1)
+    assert during == [1, 1]
+    assert edges() == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
