@@ -71,6 +71,7 @@ class StepMeasurement:
         indices: indices of the parameters that count.
         least: number of elements that are not 0 below which the norm of a sample is no estimate; 0 without a sample.
         stepped: the parameters that steps were to move.
+        sizes: the number of elements in each sample, by index.
     """
 
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
@@ -94,7 +95,8 @@ class StepMeasurement:
             self.indices = [index for index in self.indices if id(self.samples.parameters[index]) in held]
         self.stepped = UpdatedParameters({id(self.samples.parameters[index]): index for index in self.indices})
         parts = [self.samples.take(index, self.samples.parameters[index]) for index in self.indices]
-        copies = torch.cat(parts).split(list(map(len, parts))) if parts else ()
+        self.sizes = {index: part.numel() for index, part in zip(self.indices, parts, strict=True)}
+        copies = torch.cat(parts).split([*self.sizes.values()]) if parts else ()
         self._before: dict[int, Tensor] = dict(zip(self.indices, copies, strict=True))
 
     def step_started(self, optimizer: Optimizer) -> list[int]:
@@ -115,7 +117,7 @@ class StepMeasurement:
 
     def split(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
         """Split samples of some parameters, one parameter after the other, by parameter."""
-        return flat.split([len(self._before[index]) for index in indices])  # type: ignore[no-any-return]
+        return flat.split([self.sizes[index] for index in indices])  # type: ignore[no-any-return]
 
     @property
     def keeps_no_copies(self) -> bool:

@@ -89,16 +89,19 @@ class MomentMeasurement(StepMeasurement):
         if all(moment is None for moment in momenta + squares):
             return None
         eps, correction = self._eps_and_correction(states)
-        lengths = torch.tensor([len(part) for part in self.before(members)], device="cpu")
+        lengths = torch.tensor([self.sizes[index] for index in members], device="cpu")
         min_root = (eps.nan_to_num(0.0) / correction)[move(torch.repeat_interleave(lengths), samples.device)]
         flats = _compared(self._gradient, self._elements(momenta), self._elements(squares), min_root)
-        norms = foreach_norm([part for flat in flats for part in self.split(flat, members)], 2.0, dtype=samples.dtype)
+        norms = list[Tensor]()
+        for same in (flats[:-2], flats[-2:]):  # one launch on a device takes tensors of one dtype
+            parts = [part for flat in same for part in self.split(flat, members)]
+            norms += foreach_norm(parts, 2.0, dtype=samples.dtype)
         norms += samples.norms(self.split(self.changes(members), members)).unbind()
         at = move(torch.tensor(members, device="cpu"), samples.device)
         table = samples.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members)
         if isinstance(self._made, Tensor):
             table = torch.where(move(self._made, samples.device), table, math.nan)
-        *rows, used, changes = table.unbind()
+        used, *rows, changes = table.unbind()
         few = used.square() < self.least[at]
         update_norm = (changes * samples.factors[at]).masked_fill(few, math.nan).square().sum().sqrt()
         return MomentStatistics(
@@ -141,13 +144,14 @@ class MomentMeasurement(StepMeasurement):
 
     def _vector(self, values: Sequence[Any]) -> Tensor:
         """One tensor of numbers and tensors with one element, without synchronization; NaN for anything else."""
-        scalars = []
-        for value in values:
-            if isinstance(value, Tensor) and value.numel() == 1:
-                scalars.append(value.detach().reshape(()))
-            else:
-                number = value if isinstance(value, (float, int)) else math.nan
-                scalars.append(torch.tensor(number, dtype=self.samples.dtype, device="cpu"))
+        numbers = [value if isinstance(value, (float, int)) else math.nan for value in values]
+        vector = torch.tensor(numbers, dtype=self.samples.dtype, device="cpu")
+        if not any(isinstance(value, Tensor) for value in values):
+            return move(vector, self.samples.device)
+        scalars = [
+            value.detach().reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else number
+            for value, number in zip(values, vector.unbind(), strict=True)
+        ]
         if len({scalar.device for scalar in scalars}) > 1:
             scalars = [move(scalar, self.samples.device) for scalar in scalars]
         return move(torch.stack([scalar.to(self.samples.dtype) for scalar in scalars]), self.samples.device)
@@ -163,7 +167,9 @@ def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
 
 
 def _compared(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:
-    """Numbers by element, whose norms :func:`_statistics` needs, and at last 1 where there is a gradient.
+    """First 1 where there is a gradient, then numbers by element, whose norms :func:`_statistics` needs.
+
+    All have the gradient's dtype but the last two, the parts of a product, which have the widest.
 
     ``min_root`` is the smallest root to divide by.
     """
@@ -172,7 +178,7 @@ def _compared(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tens
     ratio = gradient / root.maximum(min_root.clamp(min=torch.finfo(root.dtype).tiny).to(root.dtype))
     dominated, used = (root < min_root).to(root.dtype), (gradient != 0).to(root.dtype)
     product = gradient.to(min_root.dtype) * momentum
-    return gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt(), used
+    return used, gradient, momentum, ratio, dominated, product.clamp(min=0).sqrt(), (-product).clamp(min=0).sqrt()
 
 
 def _statistics(norms: Sequence[Tensor], eps: Tensor, correction: Tensor, counts: Tensor, few: Tensor) -> Tensor:
