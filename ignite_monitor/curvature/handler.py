@@ -116,7 +116,11 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.reset_run_state()
 
     def reset_run_state(self) -> None:
-        self._values, self._tridiagonals = {}, {}
+        self._values = {}
+
+    def clear(self, engine: Engine) -> None:
+        super().clear(engine)
+        self._tridiagonals = {}  # values of a run's last iteration may be read after its end
 
     def before_train_step(self, engine: Engine) -> None:
         parameters = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
@@ -132,7 +136,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         except Exception as error:
             if is_from_signal_handler(error):
                 raise
-            self.reset_run_state()
+            self._values, self._tridiagonals = {}, {}
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.report("not_measured", f"nothing is reported, since the loss can't be measured: {reason}")
 

@@ -11,11 +11,12 @@ import math
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    CurvatureHandler,
     GradMonitor,
     HistogramHandler,
     MonitorEvents,
@@ -123,6 +124,19 @@ def test_histograms_leave_no_edges_on_the_device(device):
         training.trainer.run(batches(2, device.name), max_epochs=1)
     assert during == [1, 1]
     assert edges() == []
+
+
+def test_curvature_is_read_after_the_run(device):
+    model = nn.Linear(3, 1).to(device.name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = CurvatureHandler(model, optimizer, loss=lambda model, x: model(x).square().mean(), lanczos_steps=4)
+    trainer = Engine(lambda engine, x: None)
+    handler.attach(trainer, Events.ITERATION_STARTED)
+    x = torch.randn(8, 3)
+    trainer.run([x.to(device.name)], max_epochs=1)
+    inputs = torch.cat([x, torch.ones(8, 1)], 1).double()
+    expected = torch.linalg.eigvalsh(2 * inputs.T @ inputs / 8)[-1].item()
+    assert handler.on_host()["curvature/hessian_max_eigenvalue"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("fused", [False, True])
