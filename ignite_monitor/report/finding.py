@@ -105,6 +105,7 @@ KINDS: dict[str, Kind] = {
 _OTHER = _symptom("", ())  # reports of other kinds
 _BEFORE = "no_gradients", "evaluation_mode", "scaler_not_given", "input_scale", "loss_scale", "clipped_away"
 """Causes that act before the first optimizer step."""
+_NONFINITE = "nonfinite_input", "nonfinite_loss", "nonfinite_forward", "nonfinite_backward"
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class Finding:
         """Return True if it is a cause of another finding, which may have been measured ``slack`` iterations before."""
         if other.kind == self.kind or self.is_symptom or self.onset > other.onset + slack:
             return False
-        if other.initially and not (self.initially or self.kind in _BEFORE):
+        is_first = self.kind in _NONFINITE and self.onset <= next(iter(other.iterations), 0)
+        if other.initially and not (self.initially or self.kind in _BEFORE or is_first):
             return False
         mutual = {*other.about.explains} & {*self.about.explained_by}
         known = {*self.about.explains} & {*other.about.explained_by}

@@ -276,6 +276,13 @@ def test_units_dead_from_the_beginning_explain_gradients_that_vanish_from_there_
     assert vanishing.action == "Probably a consequence of dead_units above."
 
 
+@pytest.mark.parametrize(("iteration", "first"), [(1, "nonfinite_loss"), (3, "exploding_gradients")])
+def test_a_loss_of_nan_explains_gradients_that_explode_with_it_but_none_from_before(iteration, first):
+    run = trained() | {"monitor/exploding_count": at(4.0), "monitor/grad_max": at(np.inf)}
+    loss = (iteration, "GradMonitor (grad)", "nonfinite_loss", "warning", "It comes from the loss", (), 1)
+    assert reported(loss, run=run).findings[0].kind == first
+
+
 def test_a_strong_weight_decay_is_named_before_the_large_steps_that_it_makes():
     decay = trained(step__parameter_norm=at(1 + 9 * 0.88**STEPS), optimizer__update_norm=at(1.3 * 0.88**STEPS))
     shrank, large = summarise("run.h5", make_run(decay)).findings
