@@ -80,4 +80,4 @@ def monitors_that_fail(request, monkeypatch):
         def fail(monitor, error):
             raise error
 
-        monkeypatch.setattr(Monitor, "_fail", fail)
+        monkeypatch.setattr(Monitor, "_survive", fail)

@@ -130,7 +130,10 @@ class EventSource:
             for reference, handler in self._listeners[moment._name_]:
                 monitor = reference()
                 if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                    monitor._guarded(handler, monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
+                    try:
+                        handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
+                    except Exception as error:  # noqa: BLE001
+                        monitor._survive(error)
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
@@ -221,7 +224,10 @@ class EventSource:
             start = functools.partial(self._on_backward, key) if has_hooks else None
             tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
-            monitor._guarded(monitor.before_train_step, engine)
+            try:
+                monitor.before_train_step(engine)
+            except Exception as error:  # noqa: BLE001
+                monitor._survive(error)
         with ExitStack() as contexts:
             if acting:
                 contexts.enter_context(self._steps.context())
@@ -229,8 +235,11 @@ class EventSource:
                 if tracker.accumulates:
                     tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
-                for context in monitor._guarded(monitor.train_step_contexts) or ():
-                    monitor._guarded(contexts.enter_context, context)
+                try:
+                    for context in monitor.train_step_contexts():
+                        contexts.enter_context(context)
+                except Exception as error:  # noqa: BLE001
+                    monitor._survive(error)
             output = original(engine, batch)
         for monitor in monitored if self._has_captured else ():
             monitor.clear(engine)
@@ -248,9 +257,14 @@ class EventSource:
 
     def _end(self, engine: Engine | None = None) -> None:
         for monitor in self.monitors:
-            if engine is not None:  # after an error the device may not answer
-                monitor._guarded(monitor.on_run_completed)
-            monitor._guarded(monitor.on_run_end)
+            if monitor._has_failed:
+                continue
+            try:
+                if engine is not None:  # after an error the device may not answer
+                    monitor.on_run_completed()
+                monitor.on_run_end()
+            except Exception as error:  # noqa: BLE001
+                monitor._survive(error)
         self._uninstall()
 
     def _interrupt(self, engine: Engine) -> None:

@@ -267,7 +267,10 @@ class Monitor(Reporter, Serializable):
     def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
         # Ignite still calls the handlers of an event that one of them removes.
         if self._attached_to() is engine:
-            self._guarded(handler, engine)
+            try:
+                handler(engine)
+            except Exception as error:  # noqa: BLE001
+                self._survive(error)
 
     def _start(self, engine: Engine) -> None:
         if self._attached_to() is not engine:  # a handler before this one has detached it
@@ -277,25 +280,20 @@ class Monitor(Reporter, Serializable):
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
         self._monitored = any(accepted) and not (self.is_finished or self._has_failed)
         if self._monitored:
-            self._guarded(self.start_iteration, engine)
+            try:
+                self.start_iteration(engine)
+            except Exception as error:  # noqa: BLE001
+                self._survive(error)
 
-    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of this monitor: an error ends its measuring, with a report, and not the training.
+    def _survive(self, error: Exception) -> None:
+        """Measure nothing more until attached again, and report the error, which ends this monitor and not training.
 
-        With other ranks the error is raised, since they would wait for this one.
+        It is raised where others than this monitor depend on it: if a handler of the user's has raised it, while a part
+        of training is changed, and with other ranks, which would wait for this one.
         """
-        if self._has_failed:
-            return None
-        try:
-            return function(*args)
-        except Exception as error:
-            of_user = self._source is not None and self._source.users_error is error
-            if of_user or not self._is_guarded or self.ranks.size > 1:
-                raise
-            return self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Measure nothing more until attached again."""
+        of_user = self._source is not None and self._source.users_error is error
+        if of_user or not self._is_guarded or self.ranks.size > 1:
+            raise error
         self._has_failed, self._monitored = True, False
         engine = self._attached_to()
         with contextlib.suppress(Exception):

@@ -31,7 +31,7 @@ MONITORS: dict[str, tuple[int, int, Make]] = {
     "GradMonitor": (40, 50, GradMonitor),
     "GradMonitor, RobustThreshold": (50, 60, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "GradMonitor, per_parameter": (99, 115, lambda m, o: GradMonitor(m, o, per_parameter=True)),
-    "WeightUpdateHandler": (126, 128, WeightUpdateHandler),
+    "WeightUpdateHandler": (127, 129, WeightUpdateHandler),
     "OptimizerStateHandler": (200, 205, OptimizerStateHandler),
     "ActivationHandler": (70, 270, lambda m, o: ActivationHandler(m, activations=True)),
     "ActivationHandler, attention": (110, 530, lambda m, o: ActivationHandler(m, activations=True, attention=True)),
