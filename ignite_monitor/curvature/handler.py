@@ -164,7 +164,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
                 direction = gradient / scale
                 unit = direction / length(direction)
                 self._values[f"along_gradient{kind}"] = unit @ product(unit)
-                start = start_vector(direction, engine.state.iteration)
+                start = start_vector(direction, seed=0)
                 self._tridiagonals[f"hessian_max_eigenvalue{kind}"] = lanczos(product, start, self.lanczos_steps)
         if is_adam or makes_step_of(self.optimizer, SGD):
             self._values["stability_threshold"] = stability_limit(self.optimizer, parameters)

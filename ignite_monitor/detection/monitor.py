@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.monitor_events import MonitorEvents, Spike, exposed_spike
-from ignite_monitor.model.modes import users_grad_mode
 from ignite_monitor.monitor.base import Monitor, check_flag
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published, is_cpu
@@ -102,7 +101,7 @@ class DetectionMonitor(CountingMonitor):
         if source is not None:
             with exposed_spike(engine, spike):
                 if callable(self.on_spike):
-                    with users_grad_mode():
+                    with source.users_code():
                         self.on_spike(engine, as_published(value))
                 source.fire(MonitorEvents.SPIKE_DETECTED)
 

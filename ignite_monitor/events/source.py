@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -137,12 +137,18 @@ class EventSource:
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
-            try:
-                with users_grad_mode():
-                    engine.fire_event(event)
-            except Exception as error:
-                self.users_error = error
-                raise
+            with self.users_code():
+                engine.fire_event(event)
+
+    @contextmanager
+    def users_code(self) -> Iterator[None]:
+        """Call code of the user's, whose errors end training."""
+        try:
+            with users_grad_mode():
+                yield
+        except Exception as error:
+            self.users_error = error
+            raise
 
     def _start_backward(self, model: int, number: int) -> set[int]:
         """Record a backward that reaches a model, by its id; return the set of its reached parameters."""
@@ -235,6 +241,8 @@ class EventSource:
                 if tracker.accumulates:
                     tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
+                if monitor._has_failed:
+                    continue
                 try:
                     for context in monitor.train_step_contexts():
                         contexts.enter_context(context)
@@ -252,20 +260,26 @@ class EventSource:
         return output
 
     def _handle_exception(self, original: Callable[..., Any], error: BaseException) -> None:
-        self._end()
-        original(error)
+        try:
+            self._end()
+        finally:
+            original(error)
 
     def _end(self, engine: Engine | None = None) -> None:
-        for monitor in self.monitors:
-            if monitor._has_failed:
-                continue
-            try:
-                if engine is not None:  # after an error the device may not answer
-                    monitor.on_run_completed()
-                monitor.on_run_end()
-            except Exception as error:  # noqa: BLE001
-                monitor._survive(error)
-        self._uninstall()
+        try:
+            for monitor in self.monitors:
+                if not monitor._has_failed:
+                    self._end_run(monitor, completed=engine is not None)
+        finally:
+            self._uninstall()
+
+    def _end_run(self, monitor: Any, completed: bool) -> None:
+        try:
+            if completed:  # after an error the device may not answer
+                monitor.on_run_completed()
+            monitor.on_run_end()
+        except Exception as error:  # noqa: BLE001
+            monitor._survive(error)
 
     def _interrupt(self, engine: Engine) -> None:
         # A run interrupted between ITERATION_STARTED and the train step continues with the train step.

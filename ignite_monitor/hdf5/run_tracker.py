@@ -70,8 +70,9 @@ class RunTracker:
         if self._trainer is not None or engine not in self._running:
             return False
         self._offsets[engine] = self._end
-        self._begin(engine, engine.state.iteration - 1)
-        self._last = engine.state.iteration + self._offset
+        iteration = int(engine.state.iteration)
+        self._begin(engine, iteration - 1)
+        self._last = iteration + self._offset
         return True
 
     def add_source(self, reports: list[Report], *, is_trainers: bool) -> None:
@@ -99,7 +100,7 @@ class RunTracker:
         """Count an iteration; the first one of a run that trains, or one that was counted before, begins a run."""
         trains = self.trains(engine)
         if trains:
-            iteration = engine.state.iteration
+            iteration = int(engine.state.iteration)  # a resumed engine may count in floats
             if self._awaits_run or iteration + self._offset <= self._last:
                 self._begin(engine, iteration - 1)
             self._last = iteration + self._offset
@@ -110,7 +111,7 @@ class RunTracker:
     def position(self, engine: Engine) -> Position:
         """Return the position of a value that an engine writes now."""
         if self._trainer is None and not self._running:
-            return self._run, self._offsets.get(engine, 0) + max(0, engine.state.iteration)
+            return self._run, self._offsets.get(engine, 0) + max(0, int(engine.state.iteration))
         if not self._awaits_run:
             return self._run, self._last
         trainer = self._running[0] if self._trainer is None else self._trainer()
@@ -166,4 +167,4 @@ def _settings_of(engine: Engine) -> list[Report]:
     versions = [f"Python {platform.python_version()}", *map(with_version, PACKAGES)]
     texts = [("run", f"{', '.join(versions)}; seed {torch.initial_seed()} of torch")]
     texts += [(monitor._title, monitor.given_arguments) for monitor in source.monitors]
-    return [Report(engine.state.iteration, name, SETTINGS, "note", text) for name, text in texts]
+    return [Report(int(engine.state.iteration), name, SETTINGS, "note", text) for name, text in texts]

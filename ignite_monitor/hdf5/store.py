@@ -109,7 +109,7 @@ class Store:
 
     def _open(self, state: State) -> FileIO:
         """Open the file with the name; if it was removed, make it anew."""
-        if self._file is not None and not self.path.exists():
+        if (self._file is not None or state == EMPTY) and not self.path.exists():
             self._replace(state, state)
         if _identity(self.path) not in self._own:
             raise FileExistsError("another program has put another file in its place")
@@ -117,7 +117,7 @@ class Store:
             with contextlib.ExitStack() as undo:
                 file = undo.enter_context(self.path.open("r+b", buffering=0))
                 with import_h5py().File(file, "r") as opened:  # by its name it may be open in this process already
-                    self._places = {name: (opened[name].id.get_offset() or 0, len(opened[name])) for name in opened}
+                    self._places = {name: _place(opened[name]) for name in ("state", *TABLES)}
                 undo.pop_all()
             self._file, self._own = file, {_identity(self.path)}
         return self._file
@@ -187,7 +187,14 @@ class Store:
                 else:
                     file.write(bytes(needed))
         except OSError as error:
+            self._new.unlink(missing_ok=True)  # it may hold the last free space
             raise OSError(error.errno, f"{error.strerror}: a larger file needs {needed / 1000:,.0f} kB") from error
+
+
+def _place(dataset: Any) -> tuple[int, int]:
+    """Offset and number of elements that can be written in place: none in a compressed dataset."""
+    offset = dataset.id.get_offset()
+    return (offset, len(dataset)) if offset else (0, 0)
 
 
 def _identity(path: Path) -> tuple[int, int]:

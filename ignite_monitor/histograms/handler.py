@@ -98,6 +98,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
             raise ValueError("Arguments include and exclude should leave a module or a parameter, but leave none")
         self._waiting_counts: dict[str, Tensor] = {}  # by name, before they are on the host
         self._histograms: dict[str, dict[str, Any]] = {}
+        self._errors: list[Exception] = []  # of hooks on forward passes
         self.reset_run_state()
 
     @property
@@ -144,7 +145,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
                         if has_local_data(tensor) and (name in counts or len(counts) < most):
                             counts[name] = count(tensor.detach(), edges)
             except Exception as error:  # noqa: BLE001
-                errors.append(error)
+                errors[:] = [error]
 
         return [eager(), after_forward(modules, count_output)] if modules else []
 
@@ -157,7 +158,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._parameters: dict[nn.Parameter, str] = {}
         self._sharded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # gradients of the first step, and scale
         self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
-        self._errors: list[Exception] = []  # of hooks on forward passes
+        self._errors.clear()  # in place: a hook may still hold the list
 
     @torch.no_grad()
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
@@ -176,7 +177,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         if not self._is_running:
             return
         if self._errors:
-            raise self._errors[0]
+            raise self._errors.pop(0)
         reshard(self.model)
         for parameter in filter(is_dtensor, self._parameters):
             gradient, scale = self._sharded.get(parameter, (parameter, None))

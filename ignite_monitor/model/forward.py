@@ -56,7 +56,7 @@ class ModuleHook:
     def raise_error(self) -> None:
         """Raise the error that a forward pass was not to see."""
         if self.error is not None:
-            raise self.error
+            raise vars(self).pop("error")  # its traceback holds this hook
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -21,6 +21,7 @@ from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model._torch import put_first
+from ignite_monitor.model.isolation import is_from_signal_handler
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor import arguments, transfer
 from ignite_monitor.monitor.arguments import NoModel, check_flag
@@ -193,7 +194,8 @@ class Monitor(Reporter, Serializable):
         if engine is None:
             return self._disconnect()
         try:
-            self.on_run_end()
+            if not self._has_failed:
+                self.on_run_end()
         finally:
             self.reset_run_state()
             self.clear(engine)
@@ -266,7 +268,7 @@ class Monitor(Reporter, Serializable):
 
     def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
         # Ignite still calls the handlers of an event that one of them removes.
-        if self._attached_to() is engine:
+        if self._attached_to() is engine and not self._has_failed:
             try:
                 handler(engine)
             except Exception as error:  # noqa: BLE001
@@ -292,7 +294,7 @@ class Monitor(Reporter, Serializable):
         of training is changed, and with other ranks, which would wait for this one.
         """
         of_user = self._source is not None and self._source.users_error is error
-        if of_user or not self._is_guarded or self.ranks.size > 1:
+        if of_user or is_from_signal_handler(error) or not self._is_guarded or self.ranks.size > 1:
             raise error
         self._has_failed, self._monitored = True, False
         engine = self._attached_to()

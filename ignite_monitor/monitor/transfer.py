@@ -61,7 +61,13 @@ def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
 def bring_to_host(monitors: Sequence[Any]) -> None:
     """Replace the published tensors of monitors by floats, in one transfer, and resolve their deferred values."""
     monitors = [monitor for monitor in monitors if not monitor._is_resolved]
-    groups = [[*(values for _, values in monitor._waiting), *monitor.deferred_tensors()] for monitor in monitors]
+    groups = []
+    for monitor in list(monitors):
+        try:
+            groups.append([*(values for _, values in monitor._waiting), *monitor.deferred_tensors()])
+        except Exception as error:  # noqa: BLE001
+            monitors.remove(monitor)
+            monitor._survive(error)
     for monitor, numbers in zip(monitors, transfer(groups), strict=True):
         waiting, monitor._waiting, monitor._is_resolved = monitor._waiting, [], True
         latest: dict[str, float] = {}
@@ -70,7 +76,10 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
         # A number that was published after a tensor of the same name stays.
         waits = [name for name in latest if isinstance(monitor.metrics.get(monitor._named(name)), Tensor)]
         monitor._put({name: latest[name] for name in waits})
-        monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
+        try:
+            monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
+        except Exception as error:  # noqa: BLE001
+            monitor._survive(error)
 
 
 class DeferredFlag:

@@ -134,6 +134,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             self._restoring.remove()
 
     def reset_run_state(self) -> None:
+        self._is_guarded = True
         self.forget()
         self._triggers.start_run()
         self._policy.rollbacks.clear()
@@ -213,8 +214,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             self._discarded_count += not (is_start or action == Action.PROBE)
             snapshot = self._choose(action, iteration, is_start)
             values["restored_iteration"] = snapshot["iteration"]
-            self._report(action, iteration, snapshot["iteration"], signals, is_start)
             self._restore(engine, snapshot, is_regime=action == Action.ADAPT)
+            self._report(action, iteration, snapshot["iteration"], signals, is_start)
         elif policy.phase == WATCHING and was_phase != WATCHING:
             self._end_recovery(iteration, is_regime=was_phase == ADAPTING)
         self.publish(count=self._count, discarded_count=self._discarded_count, **values)
@@ -259,11 +260,13 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
             self.report("rollbacks_exhausted", text, severity="problem", once=False)
 
     def _restore(self, engine: Engine, snapshot: Snapshot, *, is_regime: bool) -> None:
+        self._is_guarded = False  # training can't go on with a part of it restored
         if is_regime:
             self._triggers.reset_thresholds(self._monitors())
         else:
             self._triggers.restore_thresholds(self._monitors(), snapshot["thresholds"])
-        self._restore_state(snapshot["state"])
+        self._training.restore(snapshot["state"])
+        self._is_guarded = True
         if self._restoring is not None:
             self._restoring.remove()
         # After the user's handlers of this iteration: a schedule has made a step there.
@@ -273,12 +276,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     def _restore_again(self, state: Any) -> None:
         self._restoring.remove()
         if self._training.layout() == self._layout:
-            self._restore_state(state)
-
-    def _restore_state(self, state: Any) -> None:
-        self._is_guarded = False  # training can't go on with a part of it restored
-        self._training.restore(state)
-        self._is_guarded = True
+            self._training.restore(state)  # Ignite calls it: an error ends training
 
     def _end_recovery(self, iteration: int, *, is_regime: bool) -> None:
         if is_regime:

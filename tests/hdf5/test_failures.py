@@ -8,6 +8,7 @@ import fcntl
 import functools
 import importlib
 import logging
+import os
 import re
 import resource
 
@@ -279,3 +280,21 @@ def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, a
     for name, (steps, values) in read.items():
         assert {*values} == {step % 7 for step in steps} == {int(name.rpartition("/")[2])}
     assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
+
+
+def test_a_full_disk_keeps_no_space(path, monkeypatch, caplog):
+    """A larger file that can't be made whole is removed at once: the user's own files need what is left."""
+    caplog.set_level(logging.ERROR)
+    allocate, left = os.posix_fallocate, []
+
+    def refuse(*args):
+        if path.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*args)
+
+    def look():
+        left.append([item.name for item in path.parent.iterdir() if item.suffix == ".new"])
+
+    monkeypatch.setattr(store.os, "posix_fallocate", refuse)
+    train_with(path, look, at=250, output=lambda iteration: {f"loss{i}": iteration / 8 for i in range(300)})
+    assert left == [[]]

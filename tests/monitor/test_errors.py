@@ -1,6 +1,9 @@
 """An error of a monitor ends its measuring, and not the training."""
 
+import gc
 import logging
+import signal
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -174,12 +177,63 @@ def test_with_other_ranks_errors_end_training(ranks, monkeypatch):
 
 def test_errors_while_weights_are_restored_end_training(monkeypatch):
     def handler(model, optimizer):
-        result = RollbackHandler({"model": model, "optimizer": optimizer}, loss=lambda engine: engine.state.output)
-        monkeypatch.setattr(result._triggers, "collect", lambda *_: 1 / 0)
+        result = RollbackHandler({"model": model, "optimizer": optimizer})
+        monkeypatch.setattr(result._training, "restore", lambda state: 1 / 0)
+        monkeypatch.setattr(type(result), "start_iteration", lambda self, engine: self.request("to see it fail"))
         return result
 
     with pytest.raises(ZeroDivisionError):
         trained(StepStatsHandler, handler)
+
+
+@pytest.mark.allows_failed_monitors
+def test_errors_of_on_spike_end_training():
+    def stop(engine, norm):
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        trained(lambda m, o: GradMonitor(m, o, threshold=StaticThreshold(1e-9), on_spike=stop))
+
+
+@pytest.mark.allows_failed_monitors
+def test_errors_of_signal_handlers_end_training():
+    def interrupted(signal_number, frame):
+        raise TimeoutError("preempted")
+
+    class Signalled(Failing):
+        def fails_at(self, place):
+            if place == "TRAIN_STEP_COMPLETED":
+                signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupted)
+    try:
+        with pytest.raises(TimeoutError, match="preempted"):
+            trained(lambda m, _: Signalled(m, None))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.allows_failed_monitors
+@pytest.mark.parametrize("method", ["deferred_tensors", "resolve_deferred"])
+def test_errors_while_values_are_read_end_the_measuring_alone(method):
+    class Deferred(Failing):
+        def fails_at(self, place):
+            self._is_resolved = False
+
+    setattr(Deferred, method, fails)
+    with_values = [lambda m, _: Deferred(m, None), GradMonitor]
+    _, _, (failing, other), _ = trained(*with_values, iterations=2)
+    assert other.on_host()["grad/norm"] > 0
+    assert [report.kind for report in failing.reports] == ["failed"]
+    failing.detach()
+
+
+@pytest.mark.allows_failed_monitors
+def test_a_failed_monitor_is_not_asked_again():
+    _, _, (failing,), _ = trained(lambda m, _: Failing(m, "before_train_step"), runs=2)
+    failing.place, failing.count = "on_run_end", 2
+    failing.detach()
+    assert [report.text for report in failing.reports] == ["an error ends its measuring: RuntimeError: no memory"]
 
 
 def fails(*_):
@@ -206,3 +260,25 @@ def test_errors_in_a_forward_pass_end_the_measuring_alone(make, monkeypatch):
     assert [report.kind for report in monitor.reports] == ["failed"]
     assert "of a function" in monitor.reports[0].text
     assert [{name.partition("/")[0] for name in row} for row in rows] == [{"grad"}] * 4
+
+
+@pytest.mark.allows_failed_monitors
+@pytest.mark.parametrize("kind", ["activations", "histograms"])
+def test_the_error_of_a_forward_pass_keeps_nothing_alive(kind, monkeypatch):
+    monkeypatch.setattr(histograms, "count", fails)
+    logging.disable()  # records hold the error
+    gc.disable()
+    try:
+        for _ in range(2):  # the first use leaves cycles of torch's own
+            model = nn.Linear(3, 1)
+            monitor = activations(model, None) if kind == "activations" else HistogramHandler(model)
+            trainer = Engine(lambda engine, batch, model=model: model(batch).sum().backward())
+            monitor.attach(trainer)
+            trainer.run([torch.ones(2, 3)] * 2)
+            assert [report.kind for report in monitor.reports] == ["failed"]
+            reference = weakref.ref(model)
+            del model, monitor, trainer
+        assert reference() is None
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
