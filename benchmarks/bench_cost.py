@@ -73,11 +73,7 @@ class Setting(NamedTuple):
         return nn.Sequential(*layers)
 
 
-SMALL = Setting(24, 32, 4, 8)
-SETTINGS = {
-    "cpu": {"small": SMALL, "wide": Setting(4, 256, 8, 32)},
-    "cuda": {"small": SMALL, "large": Setting(12, 768, 16, 512)},
-}
+SETTINGS = {"cpu": {"wide": Setting(4, 256, 8, 32)}, "cuda": {"large": Setting(12, 768, 16, 512)}}
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -234,7 +230,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="first letters of the monitors to measure")
     args = parser.parse_args()
     device, rounds = args.device, args.rounds
-    settings = {"quick": Setting(2, 32, 4, 8)} if args.quick else SETTINGS[device]
+    settings = {"quick": Setting(2, 32, 4, 8)} if args.quick else {"small": Setting(24, 32, 4, 8)} | SETTINGS[device]
     if args.quick:
         rounds, args.only = 1, ["StepStats", "Healthy"]
     monitors = [name for name in MONITORS if name.startswith(tuple(args.only))]
