@@ -97,7 +97,7 @@ def make_all():
     everything = dict.fromkeys(
         ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
     )
-    everything["activations"] = {"max_over_rms": True, "max_abs": True, "dead_fraction": True, "kurtosis": True}
+    everything["activations"] = {"max_over_rms": True, "max_abs": True, "dead_fraction": True}
     never = SpikeMonitor(lambda engine: engine.state.iteration, direction="both", threshold=MeanStdThreshold(warmup=2))
 
     def loss(engine):

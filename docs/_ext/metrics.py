@@ -32,7 +32,7 @@ RANGES = (
     (r"[_/]count$|^replicas/hash/|/iterations$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
     (r"fraction$|share(/|$)|/load_entropy/|/culprit/|epsilon_dominated|/mfu$", "0 to 1"),
     (r"cosine", "−1 to 1"),
-    (r"stable_rank|^noise_scale/batch$|/kurtosis$|/max_over_rms$", "≥ 1"),
+    (r"stable_rank|^noise_scale/batch$|/max_over_rms$", "≥ 1"),
     (
         r"^loss/|^alignment/|^maxp/c/|^routing/(logit_max|margin)/|^spike/(value|(lower_)?threshold)$|^recorded/|attention_logit|/\{metric\}$",
         "any number",

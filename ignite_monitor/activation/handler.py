@@ -41,16 +41,14 @@ Metrics = Mapping[str, Any] | bool | None
 
 
 class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
-    r"""Publish statistics of module outputs, attention, parameters and gradients, by name.
+    """Publish statistics of module outputs, attention, parameters and gradients, by name.
 
     {keys}
 
     Built-in metrics, under ``True`` or as ``{"mean": True}``: ``mean``, ``std`` (of a sample), ``max_abs``,
     ``max_over_rms`` (``max_abs`` over the root mean square), ``l2_norm`` (mean norm of the vectors along the last
     dimension), ``dead_fraction`` (activations only: the fraction of units that are 0 throughout the iteration),
-    ``nonfinite_count`` (if positive, the others are not reported). Only by name, and not for differences:
-    ``kurtosis``, :math:`E[(x - \bar x)^4] / E[(x - \bar x)^2]^2`; with a dtype, True for float16,
-    ``underflow_fraction`` and ``overflow_fraction``.
+    ``nonfinite_count`` (if positive, the others are not reported).
 
     All forward passes, micro-batches and ranks of an iteration count as one batch. Passes in evaluation mode, under
     :meth:`paused`, and recomputations by activation checkpointing are not measured. Compiled models run eagerly in
@@ -124,7 +122,6 @@ class ActivationHandler(ReferenceHolder, ScaledMonitor, schema=ACTIVATION):
             "parameter_difference": ("parameter_differences", parameter_differences),
         }
         families = ["recorded", *(family for family, (_, metrics) in given.items() if metrics not in (None, False))]
-        families += ["gradient_after_clip"] if "gradient" in families else []
         families += ["attention_entropy", "attention_logit_max"] if attention else []
         super().__init__(model, prefix, families, group=group)
         check_choice("aggregate", aggregate, *AGGREGATES)

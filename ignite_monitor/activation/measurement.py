@@ -92,7 +92,7 @@ class Measurement:
             self.flush()
 
     def aggregate(self, key: str, how: str, value: Tensor, weight: float = 1.0) -> None:
-        """Aggregate a value of the widest dtype, 0-dim or power sums, with those of its key."""
+        """Aggregate a value of the widest dtype with those of its key."""
         self._waiting_values.setdefault(how, []).append((key, value, weight))
 
     def flush(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_monitor.activation.statistics import STATISTICS, kurtosis, power_sums
+from ignite_monitor.activation.statistics import STATISTICS
 from ignite_monitor.checks import check_choice
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.reference.passes import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
-KURTOSIS = "kurtosis"  # built-in metric, and the aggregation of its power sums
 RATIO = "ratio"  # of two sums
 
 
@@ -40,7 +38,6 @@ AGGREGATIONS = {
     "sum": Aggregation(_with_weights, 2, lambda rows: torch.where(rows[:, 1] > 0, rows[:, 0], math.nan)),
     "max": Aggregation(lambda v, w: v, 0, lambda rows: rows[:, 0]),
     "min": Aggregation(lambda v, w: -v, 0, lambda rows: -rows[:, 0]),
-    KURTOSIS: Aggregation(_with_weights, 5, kurtosis),
     RATIO: Aggregation(lambda v, w: v, 2, lambda rows: rows[:, 0] / rows[:, 1]),
 }
 
@@ -85,30 +82,11 @@ class Metric:
         return name in self._selection
 
 
-def underflow_fraction(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fraction of the elements, other than 0, that round to 0 in a dtype."""
-    wide = wide_dtype(tensor.device)
-    return ((tensor.to(wide) != 0) & (tensor.to(dtype).to(wide) == 0)).to(wide).mean()
-
-
-def overflow_fraction(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fraction of the elements that are finite, but round to more than the largest number of a dtype."""
-    tensor, info = tensor.to(wide_dtype(tensor.device)), torch.finfo(dtype)
-    # Conversion to float8 saturates in some versions of torch, and in others does not.
-    step = info.eps * 2.0 ** math.floor(math.log2(info.max))
-    beyond = tensor.abs() >= info.max + step / 2
-    return (beyond & tensor.isfinite()).to(tensor.dtype).mean()
-
-
-_OF_DTYPES = {"underflow_fraction": underflow_fraction, "overflow_fraction": overflow_fraction}
-
-
 class MetricSet:
     """Metrics of one kind of tensor, from the handler's argument of that name."""
 
     def __init__(self, argument: str, given: Any, aggregate: str) -> None:
         builtin = [name for name in STATISTICS if name != "dead_fraction" or argument == "activations"]
-        is_difference = argument.endswith("_differences")
         if given is True:
             given = dict.fromkeys(builtin, True)
         if not isinstance(given, Mapping):
@@ -126,17 +104,9 @@ class MetricSet:
                 )
             if metric is True and name in builtin:
                 continue
-            if metric is True and name == KURTOSIS and not is_difference:
-                self.custom[name] = Metric(power_sums)
-                self.custom[name].aggregate = KURTOSIS
-            elif metric is True or isinstance(metric, torch.dtype):
-                dtype = torch.float16 if metric is True else metric
-                if is_difference or name not in _OF_DTYPES or not dtype.is_floating_point:
-                    raise ValueError(
-                        f"Argument {argument} has no built-in {name!r} of {metric}, but {', '.join(builtin)}"
-                    )
-                self.custom[name] = Metric(functools.partial(_OF_DTYPES[name], dtype=dtype), aggregate="mean")
-            elif callable(metric) or isinstance(metric, Metric):
+            if metric is True:
+                raise ValueError(f"Argument {argument} has no built-in {name!r}, but {', '.join(builtin)}")
+            if callable(metric) or isinstance(metric, Metric):
                 self.custom[name] = metric if isinstance(metric, Metric) else Metric(metric)
             else:
                 raise TypeError(
@@ -157,13 +127,10 @@ def is_tag(name: str) -> bool:
 
 
 def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Return the value of a metric, of the device's widest dtype and, except power sums, 0-dim."""
+    """Return the value of a metric, 0-dim and of the device's widest dtype."""
     try:
         with torch.no_grad():
-            value = metric.fn(*tensors)
-            if isinstance(value, Tensor) and metric.aggregate == KURTOSIS:
-                return value
-            return as_number(value, tensors[0].device)
+            return as_number(metric.fn(*tensors), tensors[0].device)
     except Exception as error:
         shape = tuple(tensors[0].shape)
         raise FailedFunctionError(f"{description}, given a tensor of shape {shape}, failed: {error}") from error

@@ -183,34 +183,3 @@ def statistics(parts: Sequence[NamedValues]) -> NamedValues:
         sums.nonfinite / (sums.elements > 0),
     ]
     return NamedValues(names, torch.stack(values, 1).nan_to_num_(math.nan, math.nan, math.nan))
-
-
-def power_sums(tensor: Tensor) -> Tensor:
-    """Sums of the elements' first four powers, in float64 (float32 on devices without it)."""
-    wide = wide_dtype(tensor.device)
-    if tensor.dtype in WITHOUT_STATISTICS:
-        return torch.full((4,), math.nan, dtype=wide, device=tensor.device)
-    pieces = tensor.flatten().split(PIECE if tensor.is_cpu else _PIECE_ON_ACCELERATOR)
-    return _added(_power_sums(piece.to(wide)) for piece in pieces)
-
-
-def _power_sums(values: Tensor) -> Tensor:
-    square = values.square()
-    return torch.stack([values.sum(), square.sum(), torch.dot(square, values), torch.dot(square, square)])
-
-
-def kurtosis(rows: Tensor) -> Tensor:
-    r"""Kurtosis :math:`\frac{1}{n} \sum_i (x_i - \bar x)^4 / (\frac{1}{n} \sum_i (x_i - \bar x)^2)^2`; NaN if inexact.
-
-    Of a central moment that is at least the root of a rounding error of the mean fourth power half of the digits are
-    known: eight in float64, four in float32. The mean is then less than about 100 or 8 standard deviations.
-
-    Args:
-        rows: :func:`power_sums`, and the number of elements, added up over passes and ranks.
-    """
-    mean, second, third, fourth = (rows[:, :4] / rows[:, 4:]).unbind(1)
-    variance = second - mean.square()
-    central = fourth - 4 * mean * third + 6 * mean.square() * second - 3 * mean.square().square()
-    info = torch.finfo(rows.dtype)
-    exact = (central > info.eps**0.5 * fourth) & (fourth > info.tiny / info.eps)
-    return torch.where(exact, central / variance.square(), math.nan)

@@ -177,17 +177,14 @@ def gradients_of(model, x, pieces=1):
 
 @pytest.mark.parametrize("clip", [None, 0.01, 1e9])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_gradients_before_and_after_clipping_though_the_step_zeroes_them(clip, pieces):
+def test_gradients_before_clipping_though_the_step_zeroes_them(clip, pieces):
     model = mlp()
     gradients = gradients_of(model, data(), pieces)
 
     (published,) = run(model, options={"parts": pieces, "clip": clip, "zero_at": "end"}, gradients=True)
-    factor = min(1.0, (clip or 1e9) / math.sqrt(sum(g.square().sum().item() for g in gradients.values())))
     for name, gradient in gradients.items():
         wanted = expected_of_weights([gradient])
         assert part(published, f"gradient/{name}") == pytest.approx(wanted, rel=1e-4, abs=1e-9), name
-        after = expected_of_weights([gradient * factor]) if clip == 0.01 else {}
-        assert part(published, f"gradient_after_clip/{name}") == pytest.approx(after, rel=1e-4, abs=1e-9), name
 
 
 def test_gradients_that_a_backward_does_not_reach_are_not_measured_for_having_been_changed():
@@ -209,7 +206,6 @@ def test_gradients_that_a_backward_does_not_reach_are_not_measured_for_having_be
     (published,) = run(model, step, gradients=True)
     for name, gradient in truth.items():
         assert part(published, f"gradient/{name}") == pytest.approx(expected_of_weights([gradient]), rel=1e-4)
-        assert part(published, f"gradient_after_clip/{name}")["max_abs"] < 1e-2
 
 
 @pytest.mark.parametrize("scale", [1024.0, 700.3])
@@ -223,7 +219,6 @@ def test_scaled_gradients_are_unscaled_and_an_overflow_is_counted(scale):
         wanted = expected_of_weights([gradient])
         assert part(published[0], f"gradient/{name}") == pytest.approx(wanted, rel=1e-4, abs=1e-9)
         assert set(part(published[1], f"gradient/{name}")) == {"nonfinite_count"}
-    assert not part(published[0], "gradient_after_clip")
 
 
 def test_only_backwards_that_may_be_the_last_are_measured(monkeypatch):
@@ -245,7 +240,7 @@ def test_only_backwards_that_may_be_the_last_are_measured(monkeypatch):
         calls.append(len(measured))
 
     published = run(model, step, batches=5, gradients={"n": torch.norm})
-    assert calls == [20, 12, 0, 12, 8]  # four parameters, after backwards and at the step
+    assert calls == [16, 8, 0, 8, 4]  # four parameters after each backward
     for values, norms, is_known in zip(published, truth, [True, True, False, True, True], strict=True):
         wanted = {f"{name}/n": norm for name, norm in norms.items()} if is_known else {}
         assert part(values, "gradient") == pytest.approx(wanted, rel=1e-5)
@@ -587,9 +582,7 @@ def test_statistics_whose_squares_leave_the_range_of_float64_are_absent(scale):
     x = scale * torch.randn(8, 6, dtype=torch.float64)
     model = nn.Sequential(nn.Identity(), nn.Linear(6, 1).double())
     step = lambda handler, optimizer, _: model(x)  # noqa: E731
-    (published,) = run(
-        model, step, activations=dict.fromkeys(["kurtosis", "std", "max_over_rms", "max_abs", "l2_norm"], True)
-    )
+    (published,) = run(model, step, activations=dict.fromkeys(["std", "max_over_rms", "max_abs", "l2_norm"], True))
     assert part(published, "activation/0") == {"max_abs": x.abs().max().item()}
 
 
@@ -785,45 +778,6 @@ def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):
         f"ActivationHandler ({prefix}): iteration 1: {name} {reason}" for prefix in "ab" for name in ("early", "late")
     ]
     assert sorted(reported) == expected  # each handler for itself
-
-
-@pytest.mark.parametrize("dtype", [True, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_would_be_lost_in_a_dtype(dtype):
-    """Against thresholds: half the smallest number, and the middle of the largest and what would be the next one."""
-    smallest, largest = {
-        torch.float16: (2.0**-24, 65520.0),
-        torch.bfloat16: (2.0**-133, (2 - 2.0**-8) * 2.0**127),
-        torch.float8_e4m3fn: (2.0**-9, 464.0),
-        torch.float8_e5m2: (2.0**-16, 61440.0),
-    }[torch.float16 if dtype is True else dtype]
-    torch.manual_seed(0)
-    spread = torch.randn(7, 50) * 10 ** torch.empty(7, 50).uniform_(-44, 38)
-    x = torch.cat([spread, torch.zeros(1, 50), torch.full((1, 50), 1.0)])
-    weight = nn.Parameter(x)
-    model = nn.ParameterDict({"w": weight})
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    given = {"underflow_fraction": dtype, "overflow_fraction": dtype}
-    handler = ActivationHandler(model, parameters=given)
-    trainer = Engine(lambda *_: optimizer.step())
-    handler.attach(trainer)
-    trainer.run([None])
-    exact = x.double().abs()
-    assert handler.metrics == pytest.approx({
-        "parameter/w/underflow_fraction": float(((exact > 0) & (exact <= smallest / 2)).double().mean()),
-        "parameter/w/overflow_fraction": float((exact >= largest).double().mean()),
-    })  # fmt: skip
-    assert handler.metrics["parameter/w/underflow_fraction"] > 0
-
-
-def test_lost_fractions_of_activations_and_what_is_refused():
-    model = nn.Linear(4, 4)
-    handler = ActivationHandler(model, activations={"overflow_fraction": torch.float16})
-    trainer = Engine(lambda _, batch: model(batch).sum().backward())
-    handler.attach(trainer)
-    trainer.run([torch.full((2, 4), 1e9)])
-    assert handler.metrics["activation/_root_/overflow_fraction"] == 1.0
-    with pytest.raises(ValueError, match="parameter_differences"):
-        ActivationHandler(model, parameter_differences={"underflow_fraction": True}, reference="init")
 
 
 @pytest.mark.parametrize("attention", [False, True])

@@ -31,43 +31,6 @@ def measured(parts, together=True, unit=True, how="mean", **options):
     return by_name(measurement)
 
 
-@pytest.mark.parametrize("piece", [statistics.PIECE, 1000])
-def test_kurtosis_is_that_of_float64_over_micro_batches(piece, monkeypatch):
-    monkeypatch.setattr(statistics, "PIECE", piece)
-    metrics = MetricSet("activations", {"kurtosis": True}, "mean")
-    measurement = Measurement("x", metrics)
-    for name, parts in CASES.items():
-        for part in parts:
-            measurement.add(name, name, part)
-    constant = {
-        "constant": torch.full((40, 5), 0.3),
-        "nan": torch.tensor([1.0, math.nan]),
-        "complex": torch.ones(3) * 1j,
-    }
-    for name, tensor in constant.items():
-        measurement.add(name, name, tensor)
-    result = by_name(measurement)
-    for name, parts in CASES.items():
-        flat = torch.cat([part.double().flatten() for part in parts])
-        centred = flat - flat.mean()
-        truth = (centred**4).mean() / (centred**2).mean() ** 2
-        expected = {"kurtosis": truth.item()} if len(flat) > 1 and name not in ("zeros", "far from 0") else {}
-        assert result.pop(name, {}) == pytest.approx(expected, rel=1e-6), name
-    assert result == {}
-
-
-@pytest.mark.parametrize("shift", [0.0, 3.0, 100.0])
-def test_kurtosis_of_devices_without_float64(shift):
-    """Right to three digits, or absent."""
-    x = shift + randn(5000) ** 3
-    sums = torch.stack([*((x**i).sum() for i in (1, 2, 3, 4)), torch.tensor(5000.0)])
-    centred = x.double() - x.double().mean()
-    result = statistics.kurtosis(sums[None]).item()
-    assert math.isnan(result) == (shift == 100)
-    truth = ((centred**4).mean() / (centred**2).mean() ** 2).item()
-    assert math.isnan(result) or result == pytest.approx(truth, rel=2e-3)
-
-
 def by_name(measurement, rows=None):
     result = {}
     for names, values in collect_values([measurement], rows):

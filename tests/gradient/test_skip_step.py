@@ -207,5 +207,5 @@ def test_what_is_published_of_a_skipped_step_is_the_same_in_any_order_of_attachi
     first, last = published("first"), published("last")
     for one, other in zip(first, last, strict=True):
         assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
-    assert "gradient_after_clip/0.weight/norm" in first[5]
+    assert "gradient/0.weight/norm" in first[5]
     assert math.isnan(first[5].get("monitor/update_ratio_max", math.nan))

@@ -42,8 +42,7 @@ OTHER = torch.optim.SGD(nn.Linear(1, 1).parameters())
 REFUSED = [
     (ActivationHandler, TypeError, {"activations": [torch.mean, {"m": 3}, {3: torch.mean}], "aggregate": [3, torch.max],
                                     "attention": ["yes"], "scaler": [1]}),
-    (ActivationHandler, ValueError, {"activations": [{"a b": torch.mean}, {"overflow_fraction": torch.int8},
-                                                     {"underflow": True}],
+    (ActivationHandler, ValueError, {"activations": [{"a b": torch.mean}, {"underflow": True}],
                                      "parameters": [{"dead_fraction": True}], "aggregate": ["median"],
                                      "include": ["("], "activation_differences": [True], "reference": ["init"],
                                      "prefix": ["a b"]}),

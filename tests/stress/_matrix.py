@@ -335,7 +335,7 @@ def both(case: Case, rank: int | None = None, backend: str = "aot_eager") -> dic
 # The truth
 
 # Numbers of passes are compared by unit tests; all ranks are to publish the same.
-OF_PASSES = ("activation/", "gradient/", "gradient_after_clip/", "parameter/", "rcc/")
+OF_PASSES = ("activation/", "gradient/", "parameter/", "rcc/")
 # Tested against computations of their own in tests/step_stats and tests/weight_update.
 _ELSEWHERE = ("step/gradient_norm", "step/batch_rms/", "monitor/largest_weight/", "monitor/smallest_grad/")
 BOUNDS = {"spectral/error_max", "spectral/update_error_max", "spectral/iterations"}
