@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -41,7 +42,6 @@ from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 _SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
 _ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW = 6  # largest number of members of a module list that are all shown
 
 
@@ -214,12 +214,14 @@ def attach_monitors(
 def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
     """Return a function that tells whether a dashboard shows the value of a name, which follows ``start``."""
     modules = modules_by_name(model)
-    children: dict[str, list[str]] = {name: [] for name in modules}
-    for name in filter(None, modules):
-        children[name.rpartition(".")[0]].append(name)
-    blocks = _blocks_in("", modules, children)
+    lists: dict[str, list[str]] = {}
+    for name in modules:
+        if re.fullmatch(r"([^.]*[^.\d][^.]*\.)*\d+", name):  # in no other list
+            lists.setdefault(name.rpartition(".")[0], []).append(name)
+    few = [items if len(items) <= _FEW else [items[0], items[len(items) // 2], items[-1]] for items in lists.values()]
+    blocks = [*chain(*few)]
     tag_of = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
-    outline = {tag_of[name] for name in ["", *blocks, *([] if isinstance(modules[""], _LISTS) else children[""])]}
+    outline = {tag_of[name] for name in modules if name in blocks or not ("." in name or name.isdecimal())}
     starts = tuple(f"{block}." for block in blocks) or ""
     inside = {tag_of[name]: module for name, module in modules.items() if f"{name}.".startswith(starts)}
 
@@ -234,11 +236,3 @@ def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
         return metric in ("std", "max_abs") and tag in outline and len(place) < 2
 
     return is_shown
-
-
-def _blocks_in(name: str, modules: Mapping[str, nn.Module], children: Mapping[str, list[str]]) -> list[str]:
-    """Return the shown members of the module lists in a module that are in no other list."""
-    members = children[name]
-    if not isinstance(modules[name], _LISTS):
-        return [block for member in members for block in _blocks_in(member, modules, children)]
-    return members if len(members) <= _FEW else [members[0], members[len(members) // 2], members[-1]]

@@ -48,9 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         print(f"{PROGRAM}: error: {printable(str(error))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
     return code
 
 

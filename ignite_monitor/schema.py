@@ -24,9 +24,6 @@ class Key:
         when: the condition under which the key is reported; empty if every run reports it.
         nonfinite: ``"inf"`` or ``"any"`` (NaN too) if such numbers are values; else they are not reported.
         chart: title of the TensorBoard chart that shows it; empty for none.
-
-    Raises:
-        ValueError: if ``nonfinite`` is another text.
     """
 
     pattern: str
@@ -35,10 +32,6 @@ class Key:
     when: str = ""
     nonfinite: str = ""
     chart: str = ""
-
-    def __post_init__(self) -> None:
-        if self.nonfinite not in ("", "inf", "any"):
-            raise ValueError(f"Argument nonfinite should be '' or 'inf' or 'any', but given {self.nonfinite!r}")
 
     @cached_property
     def regex(self) -> str:

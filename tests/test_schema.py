@@ -229,11 +229,9 @@ def test_numbers_that_represent_missing_values(nonfinite, present):
         assert ("b" in absent) is ("unknown" in absent) is (number != 1)
 
 
-def test_a_key_of_any_length_has_a_table_and_another_nonfinite_is_refused():
+def test_a_key_of_any_length_has_a_table():
     long = Key("x" * 150, "a meaning")
     assert long.pattern in Schema("long", "long", (long,)).table()
-    with pytest.raises(ValueError, match="Argument nonfinite"):
-        replace(long, nonfinite="nan")
 
 
 def test_a_key_that_is_renamed_is_renamed_in_table_and_charts():

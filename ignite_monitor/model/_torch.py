@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,20 +151,8 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """The dictionaries of modules' own parameters and submodules; scripted modules have none, and never change."""
-    candidates = [registry for module in modules for registry in (module._parameters, module._modules)]
-    return [registry for registry in candidates if isinstance(registry, dict)]
-
-
-def registries_of_buffers(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
-    """The dictionaries of modules' own buffers, those that are not empty; scripted modules have none."""
-    candidates = [buffers_in(module) for module in modules]
-    return [registry for registry in candidates if isinstance(registry, dict) and registry]
-
-
-def buffers_of_scripted(module: nn.Module) -> list[Tensor]:
-    """The own buffers of a scripted module, which can't be replaced."""
-    return [] if isinstance(buffers_in(module), dict) else list(module.buffers(recurse=False))
+    """The dictionaries of modules' own parameters and submodules."""
+    return [registry for module in modules for registry in (module._parameters, module._modules)]
 
 
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
@@ -231,38 +218,20 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _calls_no_module(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for a function of an installed package without closure that is given tensors and numbers only."""
-    code = getattr(function, "__code__", None)
-    is_installed = code is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(code.co_filename).parts)
-    if not is_installed or function.__closure__ or hasattr(function, "__self__"):
-        return False
-    values = [*(args or ()), *(kwargs or {}).values()]
-    return all(isinstance(value, (Tensor, int, float, str, type(None))) for value in values)
-
-
 @contextlib.contextmanager
-def eager_functions(ran: Callable[[str], None], twice_differentiable: bool) -> Iterator[None]:
-    """Run compiled functions eagerly.
+def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
+    """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
-    Exceptions are FlexAttention, which would need memory for all attention weights, and functions that can call no
-    module.
-
-    Args:
-        ran: is called with the name of each function, other than a module's, that would have run compiled.
-        twice_differentiable: run functions that can call no module eagerly too.
+    ``ran`` is called with the name of each function, other than a module's, that would have run compiled.
     """
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     decide, stance = frames._callback_from_stance, frames._stance
-    calls_no_module = untraced(_calls_no_module)
 
     @untraced
     def decide_by_function(callback: Any) -> Any:
-        names = sys._getframe(1).f_locals
-        function: Any = inspect.unwrap(names["fn"])
+        function: Any = inspect.unwrap(sys._getframe(1).f_locals["fn"])
         module = str(getattr(function, "__module__", ""))
-        is_apart = not twice_differentiable and calls_no_module(function, names.get("args"), names.get("kwargs"))
-        if not (is_apart or module.startswith("torch.nn.attention")):
+        if not module.startswith("torch.nn.attention"):
             if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
                 ran(f"{module}.{getattr(function, '__qualname__', '')}")
             return decide(callback)

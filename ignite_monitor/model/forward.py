@@ -78,5 +78,5 @@ def _registered(register: Callable[..., Any], modules: Modules, hook: Any, **opt
     hook = hook if isinstance(hook, ModuleHook) else _Hook(hook, modules)
     with contextlib.ExitStack() as handles:
         for module in modules:
-            handles.callback(register(module, hook, **options).remove)  # scripted modules refuse the bound method
+            handles.callback(register(module, hook, **options).remove)
         yield

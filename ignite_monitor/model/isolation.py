@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_monitor.model._torch import buffers_of_scripted, registries_of_buffers
+from ignite_monitor.model._torch import buffers_in
 from ignite_monitor.model.names import named_modules
 
 _thread = threading.local()
@@ -84,8 +84,7 @@ def _runs_on_cudnn(module: nn.RNNBase) -> bool:
 def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
     flags = [(module, module.training) for module in modules]
-    buffers = [(registry, dict(registry)) for registry in registries_of_buffers(module for module, _ in flags)]
-    scripted = [(item, item.detach().clone()) for module, _ in flags for item in buffers_of_scripted(module)]
+    buffers = [(registry, dict(registry)) for module, _ in flags if (registry := buffers_in(module))]
     copies: dict[int, Tensor | None] = {}  # a tensor that several modules have stays one
     try:
         for registry, saved in buffers:
@@ -101,8 +100,6 @@ def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         for registry, saved in buffers:
             registry.clear()
             registry.update(saved)
-        for item, saved_item in scripted:
-            item.data.copy_(saved_item)  # no version counter changes
 
 
 def cuda_devices() -> list[torch.device]:

@@ -90,14 +90,14 @@ def full_precision(device: torch.device) -> Iterator[None]:
                         backend.fp32_precision = value
 
 
-def eager(twice_differentiable: bool = False) -> AbstractContextManager[None]:
-    """Run compiled functions eagerly, except FlexAttention and a library's that calls no module.
+def eager() -> AbstractContextManager[None]:
+    """Run compiled functions eagerly, except FlexAttention.
 
     Hooks registered after the first compiled call would not run otherwise. Nothing is compiled again. One line is
     logged for each function.
     """
     # Nothing is compiled before this import, which takes seconds.
-    return eager_functions(_log_function, twice_differentiable) if "torch._dynamo" in sys.modules else nullcontext()
+    return eager_functions(_log_function) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @functools.cache

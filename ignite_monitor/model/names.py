@@ -10,7 +10,6 @@ from numbers import Real
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -112,11 +111,8 @@ def _number(value: Any) -> float | Tensor | None:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The user's own modules by name, without wrappers, and without modules inside of scripted ones."""
-    modules = dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
-    scripted = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
-    inside = {id(inner) for module in scripted for inner in module.modules() if inner is not module}
-    return {name: module for name, module in modules.items() if id(module) not in inside}
+    """The user's own modules by name, without wrappers."""
+    return dict(named_modules(model))  # a wrapper comes before what it wraps, by the same name
 
 
 def is_layer(name: str, module: nn.Module) -> bool:

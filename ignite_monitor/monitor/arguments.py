@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from ignite.engine import Engine, Events, EventsList, State
 from ignite.engine.events import CallableEventWithFilter
 from torch import nn
@@ -35,6 +36,8 @@ def check_model(model: nn.Module) -> None:
         raise ValueError("Argument model should have parameters, but it has none")
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("Argument model has lazy modules: run one forward pass before a monitor is made")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError("Argument model has scripted modules: give those before torch.jit")
     if all(parameter.is_meta for parameter in parameters):
         raise ValueError("Argument model has no data, but lies on the meta device: materialize it first")
 
@@ -90,16 +93,13 @@ def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) ->
             raise ValueError(f"Another monitor on this engine has the prefix {taken!r}: {again} of its own")
 
 
-def check_handlers(monitor: Any, handlers: Any, engine_handlers: Any) -> None:
+def check_handlers(monitor: Any, handlers: Any) -> None:
     """Refuse handlers for other events, or that are no methods of the monitor: its events hold it weakly."""
     for event, handler in handlers:
         if not isinstance(event, (MonitorEvents, Phase)):
             raise ValueError(f"handlers() should return events of MonitorEvents, but returned {event!r}")
         if getattr(handler, "__self__", None) is not monitor:
             raise TypeError(f"handlers() should return methods of the monitor, but returned {handler!r}")
-    for event, handler in engine_handlers:
-        if event not in list(Events) or not callable(handler):
-            raise ValueError(f"engine_handlers() should return Ignite's events and functions, but returned {event!r}")
 
 
 def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithFilter]:

@@ -96,7 +96,7 @@ class Monitor(Reporter, Serializable):
         return []
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        """Return Ignite's events, with functions to call in every iteration; first, at ITERATION_STARTED."""
+        """Return Ignite's events, with functions of the engine, called first at ITERATION_STARTED."""
         return []
 
     def start_iteration(self, engine: Engine) -> None:
@@ -162,7 +162,7 @@ class Monitor(Reporter, Serializable):
         arguments.check_attachable(self, engine, replaced)
         self._has_failed = False
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
-        arguments.check_handlers(self, handlers, engine_handlers)
+        arguments.check_handlers(self, handlers)
         try:
             self.ranks.resolve()
             self._source, self._engine = EventSource.of(engine), weakref.ref(engine)
@@ -170,10 +170,9 @@ class Monitor(Reporter, Serializable):
             self._source.add(self, handlers)
             self._engine_handles.append(engine.add_event_handler(Events.ITERATION_STARTED, self._start))
             for name, handler in engine_handlers:
-                is_start = name == Events.ITERATION_STARTED
-                listener = functools.partial(self._if_attached, handler) if is_start else handler
+                listener = functools.partial(self._if_attached, handler)
                 self._engine_handles.append(engine.add_event_handler(name, listener))
-                if is_start:
+                if name == Events.ITERATION_STARTED:
                     put_first(engine, name)
         except BaseException:  # also an interrupt
             self._disconnect()
@@ -192,16 +191,16 @@ class Monitor(Reporter, Serializable):
         """Undo :meth:`attach` and :meth:`log_to`: remove all hooks, handlers, metrics and attributes."""
         engine = self._attached_to()
         if engine is None:
-            return self._disconnect()
-        try:
+            self._disconnect()
+            return
+        with contextlib.ExitStack() as stack:  # an error leaves nothing attached
+            for attribute in self.attributes:
+                stack.callback(vars(engine.state).pop, attribute, None)
+            stack.callback(self._disconnect)
+            stack.callback(self.clear, engine)
+            stack.callback(self.reset_run_state)
             if not self._has_failed:
                 self.on_run_end()
-        finally:
-            self.reset_run_state()
-            self.clear(engine)
-            self._disconnect()
-            for attribute in self.attributes:
-                vars(engine.state).pop(attribute, None)
 
     def log_to(
         self,

@@ -71,10 +71,8 @@ class ModelCalls(ModuleHook):
 
     def __enter__(self) -> None:
         if not is_compiled_in_place(self._called):  # hooks would be compiled with it
-            # Scripted modules refuse the bound methods.
-            before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
-            self._handles.append(before(self._called, self, prepend=True, with_kwargs=True))
-            self._handles.append(after(self._called, self, with_kwargs=True))
+            self._handles.append(self._called.register_forward_pre_hook(self, prepend=True, with_kwargs=True))
+            self._handles.append(self._called.register_forward_hook(self, with_kwargs=True))
 
     def __exit__(self, *error: object) -> None:
         self.release()

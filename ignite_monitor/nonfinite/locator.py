@@ -123,9 +123,8 @@ def _locate(
 
 
 def _check(root: nn.Module, calls: list[ModelCall], generators: Mapping[Any, Any]) -> None:
-    modules, places = list(root.modules()), {place: id(item) for place, item in generators.items()}
+    places = {place: id(item) for place, item in generators.items()}
     reasons = {
-        "a scripted module has no copy": any(isinstance(module, torch.jit.ScriptModule) for module in modules),
         "the model is sharded": any_dtensor(root.parameters()),
         "RNG state is kept for the CPU and CUDA only": any(
             parameter.device.type not in ("cpu", "cuda") for parameter in root.parameters()

@@ -51,10 +51,8 @@ class Reference:
         self._generators = check_generators(generators)
         check_whole(model)
         for name, module in named_modules(model):
-            # Scripted modules are optimized by their number of calls, which a copy shares.
-            replicated = isinstance(module, DataParallel) and len(module.device_ids) > 1
-            if replicated or isinstance(module, torch.jit.ScriptModule):
-                kind = "DataParallel over several devices" if replicated else "scripted module"
+            if isinstance(module, DataParallel) and len(module.device_ids) > 1:
+                kind = "DataParallel over several devices"
                 raise ValueError(f"Argument model has a {kind} {name or '_root_'!r}, which has no reference")
         self.root = unwrapped(model)
         self.is_copy = reference == "init"
@@ -188,7 +186,7 @@ def isolated_copy(model: nn.Module, loss: Callable[..., Any], generators: Iterab
     shared = [*generators, *generators_used_by(loss)]
     separate = separate_copy(model, shared)
     isolated = isolated_pass(separate, generators=shared)
-    with isolated, forbid_calls_to(model, separate), eager(twice_differentiable=True), torch.enable_grad():
+    with isolated, forbid_calls_to(model, separate), eager(), torch.enable_grad():
         yield separate
 
 

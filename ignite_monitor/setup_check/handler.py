@@ -82,7 +82,7 @@ class SetupCheck(Monitor):
         return [
             (Events.STARTED, self._on_started),
             (Events.ITERATION_STARTED, self._on_iteration_started),
-            (Events.ITERATION_COMPLETED, self.on_host),
+            (Events.ITERATION_COMPLETED, lambda engine: self.on_host()),
         ]
 
     def on_run_end(self) -> None:

@@ -109,9 +109,7 @@ def _layout(module: nn.Module, weight: EffectiveWeight) -> Callable[[Tensor], Te
 
 
 def _computed(module: nn.Module) -> Iterator[EffectiveWeight]:
-    """Yield the weights that a module, unless it is scripted, computes of its parameters, by their names in it."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return
+    """Yield the weights that a module computes of its parameters, by their names in it."""
     parametrizations = modules_in(module).get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict):
         for name, recipe in parametrizations.items():

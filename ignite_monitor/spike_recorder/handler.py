@@ -103,7 +103,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         self.count = int(state_dict["count"])
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [(Events.ITERATION_COMPLETED, self.reset_run_state)]
+        return [(Events.ITERATION_COMPLETED, lambda engine: self.reset_run_state())]
 
     def handlers(self) -> Handlers:
         return [

@@ -100,7 +100,11 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         # The engine gets a batch before it starts the iteration.
-        return [(Events.GET_BATCH_STARTED, self._data.start), (Events.GET_BATCH_COMPLETED, self._data.stop)]
+        clock = self._data
+        return [
+            (Events.GET_BATCH_STARTED, lambda engine: clock.start()),
+            (Events.GET_BATCH_COMPLETED, lambda engine: clock.stop()),
+        ]
 
     def handlers(self) -> Handlers:
         return [

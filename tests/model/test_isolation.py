@@ -132,14 +132,6 @@ def test_a_buffer_of_several_modules_is_one_in_an_isolated_pass():
     assert not total.any()
 
 
-def test_a_scripted_module_keeps_its_buffers():
-    model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    before = {name: item.clone() for name, item in model.named_buffers()}
-    with isolated_pass(model):
-        model(torch.randn(5, 3))
-    assert all(torch.equal(item, before[name]) for name, item in model.named_buffers())
-
-
 @pytest.mark.parametrize("generator", [torch.Generator(), random.Random(), np.random.default_rng()], ids=type)
 def test_generators_that_the_user_names_are_restored(generator):
     def draw():

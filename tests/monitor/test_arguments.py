@@ -118,3 +118,12 @@ def test_wrong_arguments_are_named_and_change_nothing(make, error, refused):
             with pytest.raises(error, match=rf"\b{name}\b"):
                 make(**({key: given.get(key) for key in needed} | {name: value}))
     assert footprint(trainer, model, optimizer) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 3))])
+def test_scripted_and_traced_modules_are_refused(make):
+    inner = make(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    for model in (inner, torch.nn.Sequential(inner)):
+        with pytest.raises(ValueError, match="Argument model has scripted modules"):
+            GradMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1))

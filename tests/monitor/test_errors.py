@@ -22,6 +22,7 @@ from ignite_monitor import (
     StaticThreshold,
     StepStatsHandler,
 )
+from ignite_monitor.events.source import EventSource
 from ignite_monitor.histograms import handler as histograms
 from ignite_monitor.routing import decisions
 from tests._helpers import assert_same
@@ -35,6 +36,7 @@ PLACES = (
     "OPTIMIZER_STEP_STARTED",
     "OPTIMIZER_STEP_COMPLETED",
     "TRAIN_STEP_COMPLETED",
+    "ITERATION_COMPLETED",
     "on_run_end",
 )
 
@@ -56,6 +58,9 @@ class Failing(Monitor):
             *((event, self.about) for event in (*events, MonitorEvents.OPTIMIZER_STEP_COMPLETED)),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self.completed),
         ]
+
+    def engine_handlers(self):
+        return [(Events.ITERATION_COMPLETED, lambda engine: self.fails_at("ITERATION_COMPLETED"))]
 
     def start_iteration(self, engine):
         self.count += 1
@@ -129,6 +134,15 @@ def test_training_continues_and_the_others_measure(place, caplog):
     assert not other.reports
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [str(record.exc_info[1]) for record in errors] == [f"no memory\nin {place}"]
+
+
+def test_an_error_while_it_is_detached_leaves_nothing_attached():
+    _, _, [monitor], trainer = trained(lambda model, _: Failing(model, None))
+    monitor.reset_run_state = monitor.on_run_end = lambda: 1 / 0
+    before = len(EventSource.on(trainer).monitors)
+    with pytest.raises(ZeroDivisionError):
+        monitor.detach()
+    assert (before, EventSource.on(trainer), monitor.metrics) == (1, None, {})
 
 
 @pytest.mark.allows_failed_monitors
