@@ -137,7 +137,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         (
             *("weights_shrank", "Weight decay is too strong", "step_stats"),
             *(
-                "the parameters' norm shrinks at most by {SHRINK_FACTOR:g} × in {SHRINK_ITERATIONS} iterations",
+                "the parameters' norm keeps at least two thirds in {SHRINK_ITERATIONS} iterations",
                 "",
             ),
         ),

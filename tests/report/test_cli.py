@@ -319,7 +319,7 @@ def test_demo(tmp_path, capsys):
     assert recording["rollback/count"].values[-1] >= 1
     assert len(recording["train/loss"].steps) == 200
     assert list((tmp_path / "tensorboard" / "run_2").iterdir())
-    commands = re.findall(r"^    (?:python -m ignite_monitor) (.*)$", commands, flags=re.MULTILINE)
+    commands = re.findall(rf"^    {re.escape(sys.executable)} -m ignite_monitor (.*)$", commands, flags=re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["summary", "plot"]
     for command in commands:
         assert main(command.split()) == 0
