@@ -26,10 +26,11 @@ _TITLE = "HealthyCheckpoint: iteration %d:"
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A checkpoint is saved if the last ``quiet`` iterations had no spike, the loss in the train step's output is finite,
-    and so are all tensors in ``to_save`` that were finite at the beginning. Otherwise a warning gives the reason, and
-    the checkpoint is saved after the first healthy iteration, or, if the run ends before, the newest healthy state: of
-    the last file, or until there is one, of a copy in host memory. All ranks have to call it; they save together.
+    A checkpoint is saved if the last ``quiet`` iterations had no spike and none of the monitors has failed, the loss in
+    the train step's output is finite, and so are all tensors in ``to_save`` that were finite at the beginning.
+    Otherwise a warning gives the reason, and the checkpoint is saved after the first healthy iteration, or, if the run
+    ends before, the newest healthy state: of the last file, or until there is one, of a copy in host memory. All ranks
+    have to call it; they save together.
 
     Args:
         to_save: name -> object with ``state_dict`` and ``load_state_dict``.
@@ -64,7 +65,10 @@ class HealthyCheckpoint(Checkpoint):
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
-        self._last = 0  # iteration
+        self._start_run()
+
+    def _start_run(self) -> None:
+        self._earlier.clear()
         self._due: Any = None  # event of a postponed checkpoint
         self._healthy = 0  # iteration of the newest healthy state
         self._copy: dict[str, Any] = {}  # that state, as long as it has no file
@@ -76,15 +80,18 @@ class HealthyCheckpoint(Checkpoint):
             engine: the engine that trains.
             event: the event, filtered or not.
         """
-        if not engine.has_event_handler(self._on_iteration_completed):
+        is_first = not engine.has_event_handler(self._on_iteration_completed)
+        if is_first:
+            engine.add_event_handler(Events.STARTED, self._start_run)
             engine.add_event_handler(Events.ITERATION_STARTED, self._on_iteration_started)
             engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration_completed)
-            engine.add_event_handler(Events.COMPLETED, self._save_newest)
         if event is not None:
             engine.add_event_handler(event, self)
+        if is_first:  # after the call at this event
+            engine.add_event_handler(Events.COMPLETED, self._save_newest)
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
-        is_trainer = self._spikes(engine) or self.score_function is None  # an evaluator's score is not known later
+        is_trainer = self._counting(engine) or self.score_function is None  # an evaluator's score is not known later
         trainer = self.monitors[0]._attached_to() if self.monitors else engine if is_trainer else None
         if trainer is not None:
             self.attach(trainer, None)
@@ -93,23 +100,13 @@ class HealthyCheckpoint(Checkpoint):
             self._due, self._healthy, self._copy = None, iteration, {}
             super().__call__(engine, *args, **kwargs)
         elif self._due is None:
-            if engine is trainer:
-                self._due = engine.last_event_name
-            if self._due == Events.COMPLETED:
-                self._save_newest(engine)
-            else:
-                _LOGGER.warning(f"{_TITLE} no checkpoint is saved, since %s", iteration, problem)
+            self._due = engine.last_event_name if engine is trainer else None
+            _LOGGER.warning(f"{_TITLE} no checkpoint is saved, since %s", iteration, problem)
 
     def _setup_checkpoint(self) -> dict[str, Any]:
         return self._copy or super()._setup_checkpoint()
 
     def _on_iteration_started(self, engine: Engine) -> None:
-        iteration, self._last = self._last + 1, engine.state.iteration
-        if iteration != self._last:  # another run, or one that resumes
-            self._earlier.clear()
-            self._due = None
-        if self._last <= self._healthy:
-            self._healthy, self._copy = 0, {}
         self._earlier.append(self._spikes(engine))
 
     def _on_iteration_completed(self, engine: Engine) -> None:
@@ -127,11 +124,11 @@ class HealthyCheckpoint(Checkpoint):
     def _save_newest(self, engine: Engine) -> None:
         if self._due is None:
             return
-        iteration, problem = engine.state.iteration, self._problem(engine)
-        if problem:
-            at = self._healthy
-            kept = f"the newest healthy state is that of iteration {at}" if at else "nor is another"
-            _LOGGER.warning(f"{_TITLE} this state is not saved, since %s; %s", iteration, problem, kept)
+        iteration = engine.state.iteration
+        if problem := self._problem(engine):
+            kept = f"that of iteration {self._healthy}" if self._healthy else "not known"
+            text = f"{_TITLE} this state is not saved, since %s; the newest healthy state is %s"
+            _LOGGER.warning(text, iteration, problem, kept)
         else:
             self._healthy, self._copy = iteration, {}
         if self._copy or not problem:
@@ -150,10 +147,11 @@ class HealthyCheckpoint(Checkpoint):
 
     def _problem(self, engine: Engine) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""
+        problems = [f"{item.prefix} has failed" for item in self._counting(engine) if item._has_failed]
         counts = self._spikes(engine)
         earlier = self._earlier[0] if self._earlier else counts
         spikes = [prefix for prefix in counts if float(counts[prefix]) != float(earlier.get(prefix, 0.0))]
-        problems = [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
+        problems += [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
         if (loss := loss_in(engine.state.output)) is not None and not math.isfinite(loss):
             problems.append(f"the loss is {float(loss)}")
         now = {} if problems else finite(self._training.state())
@@ -162,6 +160,9 @@ class HealthyCheckpoint(Checkpoint):
         is_any = self._ranks.any(torch.tensor(bool(problems), device=idist.device()))
         return (problems or ["another rank is not healthy"])[0] if is_any.item() else ""
 
-    def _spikes(self, engine: Engine) -> dict[str, Any]:
+    def _counting(self, engine: Engine) -> list[CountingMonitor]:
         monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
-        return {item.prefix: item.counts()[0] for item in monitors if isinstance(item, CountingMonitor)}
+        return [monitor for monitor in monitors if isinstance(monitor, CountingMonitor)]
+
+    def _spikes(self, engine: Engine) -> dict[str, Any]:
+        return {item.prefix: item.counts()[0] for item in self._counting(engine) if not item._has_failed}

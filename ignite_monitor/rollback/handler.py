@@ -32,12 +32,10 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     """Restore an in-memory snapshot when training diverges, and skip the batches seen since that snapshot (PaLM, 5.1).
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
-    first sign is restored exactly, learning rates included, and the engine continues with its data iterator. The next
-    loss tests the restored weights. If it is healthy, training was the fault: iterations that exceed the thresholds of
-    that time are discarded one by one, until eight in a row are healthy. If four tests fail, restored weights do badly
-    on new batches: training continues with these, and returns to the snapshot if the earlier data return. Non-finite
-    state is never accepted: the run ends. Triggers are thresholds that monitors reset, the loss, non-finite state and
-    :meth:`request`. No rise of a loss that changes sign or has never fallen triggers one.
+    first sign is restored exactly, learning rates included, and the engine continues with its data iterator. The losses
+    after it test the restored weights: if they do badly on the new batches too, training continues with these. Triggers
+    are thresholds that monitors reset, the loss, non-finite state and :meth:`request`. No rise of a loss that changes
+    sign or has never fallen triggers one. Non-finite state is never accepted: the run ends.
 
     {keys}
 
@@ -48,12 +46,11 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         to_save: name -> model, optimizer, scheduler, GradScaler, EMA: anything with ``state_dict`` and
             ``load_state_dict``. Engines and monitors in it are not restored.
         every: iterations between snapshots.
-        keep: number of older snapshots; the three newest ones are kept as well.
         patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
             row if losses or gradients are not finite.
         max_rollbacks: number of rollbacks within 1,000 iterations; after it a problem is reported, iterations are still
             discarded, and non-finite state ends the run.
-        where: ``"device"``, or ``"host"`` for pinned host memory.
+        where: ``"device"``, or ``"host"`` for host memory.
         loss: function of the engine that returns the loss, or None; by default ``engine.state.output``, or its item
             ``"loss"``, if that is one floating-point number.
         group: the ranks that roll back together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
@@ -76,7 +73,6 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         to_save: Mapping[str, Any],
         *,
         every: int = 12,
-        keep: int = 2,
         patience: int = 10,
         max_rollbacks: int = 3,
         where: str = "device",
@@ -88,12 +84,14 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         check_type("to_save", to_save, Mapping, "dict")
         check_choice("where", where, "device", "host")
         check_function("loss", loss, "the engine")
-        every, keep = check_count("every", every, least=1), check_count("keep", keep, least=1)
         patience = check_count("patience", patience, least=1)
         self.loss = loss
-        self.every, self.max_rollbacks = every, check_count("max_rollbacks", max_rollbacks, least=1)
+        self.every, self.max_rollbacks = (
+            check_count("every", every, least=1),
+            check_count("max_rollbacks", max_rollbacks, least=1),
+        )
         self._policy = RecoveryPolicy(patience, max_rollbacks)
-        self._snapshots, self._on_host = Snapshots(every, keep), where == "host"
+        self._snapshots, self._on_host = Snapshots(every), where == "host"
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")

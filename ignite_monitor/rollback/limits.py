@@ -11,13 +11,12 @@ FAR_PATIENCE = 3  # iterations far above the threshold, of the last PROBATION on
 
 # Snapshots
 RECENT = 3  # newest snapshots, which are always kept
-SPACING = 5  # distance of older ones, in units of ``every``
+OLDER = 2  # number of older ones
+SPACING = 5  # their distance, in units of ``every``
 CONFIRMED = 10  # times the delay of a detection: iterations after which a restored snapshot is confirmed, if not MEMORY
 
 # Policy
-TESTS = (
-    4  # failed tests after which the data have changed, and failed trainings from a snapshot before another is tried
-)
+TESTS = 4  # failed tests after which the data have changed; failed trainings before another snapshot is tried
 PROBATION = 8  # consecutive healthy iterations after which an instability is over; shortest distance of probes
 WINDOW = 1000  # iterations within which rollbacks are counted, and an accepted loss is remembered
 TRIAL = 10  # iterations of training on changed data

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
-from itertools import chain, zip_longest
-from typing import Any, cast
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
+from ignite_monitor.model._torch import modules_in, parameters_in
 from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
@@ -23,14 +22,12 @@ from ignite_monitor.rollback import limits
 
 Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds
 
-_IMMUTABLE = {float, int, bool, str, type(None)}  # deepcopy() is slower
-
 
 class Snapshots:
-    """Snapshots in order of their iterations: the newest ones, and at most ``keep`` older ones."""
+    """Snapshots in order of their iterations: the newest ones, and a few older ones."""
 
-    def __init__(self, every: int, keep: int) -> None:
-        self._every, self._keep = every, keep
+    def __init__(self, every: int) -> None:
+        self._every = every
         self.clear()
 
     def clear(self) -> None:
@@ -45,7 +42,7 @@ class Snapshots:
         older = self.all[: 1 - limits.RECENT]
         if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < limits.SPACING * self._every:
             self.all.remove(older[-1])
-        elif len(older) > self._keep:
+        elif len(older) > limits.OLDER:
             self.all.remove(older[0])
 
     def before(self, first_sign: int) -> Snapshot:
@@ -86,16 +83,18 @@ class TrainingState:
         for name, obj in kept.items():
             if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
-        self.objects = {name: _unwrapped(obj) for name, obj in kept.items()}
+        # The step hooks of a wrapper of accelerate are those of the optimizer inside of it.
+        self.objects = {
+            name: obj.optimizer if type(obj).__module__ == "accelerate.optimizer" else obj for name, obj in kept.items()
+        }
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
-        inner = map(_own_part, self.objects.values())
-        self.optimizers = [obj for obj in inner if hasattr(obj, "register_step_post_hook")]
+        self.optimizers = [obj for obj in self.objects.values() if hasattr(obj, "_optimizer_step_post_hooks")]
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
-        for name, state in self.state().items():
-            tensors = {id(tensor): tensor for _, tensor in tensors_in(state)}
+        for name, obj in self.objects.items():
             try:
-                copy.deepcopy(state, tensors)  # of all but the tensors
+                state = _state_of(obj)
+                copy.deepcopy(state, {id(tensor): tensor for _, tensor in tensors_in(state)})  # of all but the tensors
             except Exception as error:
                 text = f"Argument to_save should hold objects whose state can be copied, but {name!r}: {error}"
                 raise TypeError(text) from error
@@ -128,36 +127,24 @@ def public(obj: object) -> dict[str, Any]:
     return {name: value for name, value in vars(obj).items() if not name.startswith("_")}
 
 
-def clone(value: Any, on_host: bool = False, into: Any = None, copies: dict[int, Tensor] | None = None) -> Any:
-    """Copy containers with their tensors, to host memory if asked; the tensors of ``into`` that fit are used.
+def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
+    """Copy containers and their tensors, each once, to host memory if asked.
 
-    Every tensor is copied once; ``copies`` has the copies by the tensors' ids.
+    The tensors of ``into`` that fit those at the same places are used.
     """
-    kind, copies = type(value), {} if copies is None else copies
-    if kind in (dict, OrderedDict):
-        known = into if isinstance(into, dict) else {}
-        return kind([(key, clone(item, on_host, known.get(key), copies)) for key, item in value.items()])
-    if kind in (list, tuple):
-        others = into[: len(value)] if isinstance(into, (list, tuple)) else ()
-        return kind([clone(item, on_host, other, copies) for item, other in zip_longest(value, others)])
-    if not isinstance(value, Tensor):
-        return value if kind in _IMMUTABLE else copy.deepcopy(value)
-    if id(value) not in copies:
-        copies[id(value)] = _cloned(value, on_host, into)
-    return copies[id(value)]
+    current, copies = dict(tensors_in(into)), dict[int, Any]()
+    for path, tensor in tensors_in(value):
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _cloned(tensor, on_host, current.get(path))
+    return copy.deepcopy(value, copies)
 
 
-def _cloned(value: Tensor, on_host: bool, into: Any) -> Tensor:
-    fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
-    if fits and into.layout == value.layout == torch.strided and 0 not in into.stride():  # 0: expanded
-        local(into).detach().copy_(local(value))
-        return cast(Tensor, into)
-    if not on_host or value.is_cpu:
-        return (value.detach() if value.requires_grad else value).clone()
-    pinned = value.is_cuda and type(value) in (Tensor, nn.Parameter)
-    copied = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
-    local(copied).copy_(local(value).detach())
-    return copied
+def _cloned(value: Tensor, on_host: bool, into: Tensor | None) -> Tensor:
+    value = value.detach()
+    if into is None or (into.shape, into.dtype, into.layout) != (value.shape, value.dtype, torch.strided):
+        return value.to("cpu" if on_host else (value if into is None else into).device, copy=True)
+    local(into).detach().copy_(local(value))
+    return into
 
 
 def finite(state: Any) -> dict[str, bool]:
@@ -170,53 +157,25 @@ def finite(state: Any) -> dict[str, bool]:
 
 def _state_of(obj: Any) -> Any:
     """The state itself, nothing copied; of modules every tensor under all its names, buffers of no state_dict too."""
-    if isinstance(obj, nn.Module):
-        tensors, extra = dict[str, Tensor](), dict[str, Any]()
-        for path, module in obj.named_modules():
-            own = chain(parameters_in(module).items(), buffers_in(module).items())
-            tensors |= {f"{path}.{name}".strip("."): tensor for name, tensor in own if tensor is not None}
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                extra[path] = module.get_extra_state()
-        return {"tensors": tensors, "extra": extra}
-    own = _own_part(obj)
-    if own is obj:
+    if not isinstance(obj, nn.Module):
         return obj.state_dict()
-    # Its state_dict() needs a collective. Every step copies the options of its groups into those of this rank's part.
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
-    return {"state": own.state_dict()["state"], "param_groups": groups}
+    named = obj.named_parameters(remove_duplicate=False), obj.named_buffers(remove_duplicate=False)
+    return dict(chain(*named))
 
 
 def _restore(obj: Any, state: Any) -> None:
     current = _state_of(obj)
     if isinstance(obj, nn.Module):
-        for name, tensor in clone(state["tensors"], into=current["tensors"]).items():
-            known = current["tensors"].get(name)
-            if isinstance(known, nn.Parameter) and tensor is not known:  # of another shape or dtype
-                known.data = tensor
-            elif tensor is not known:
-                path, _, leaf = name.rpartition(".")
-                setattr(obj.get_submodule(path), leaf, tensor)
-        for name, extra in clone(state["extra"]).items():
-            obj.get_submodule(name).set_extra_state(extra)
-    elif isinstance(obj, Optimizer) and type(own := _own_part(obj)).state_dict is Optimizer.state_dict:
+        for name, tensor in clone(state, into=current).items():
+            if name in current and tensor is not current[name]:  # of another shape or dtype
+                current[name].data = tensor
+    elif isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
         # In place, since load_state_dict() may change dtypes.
-        parameters = dict(enumerate(p for group in own.param_groups for p in group["params"]))
+        parameters = dict(enumerate(p for group in obj.param_groups for p in group["params"]))
         restored = clone(state, into=current)
-        own.state.clear()
-        own.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
+        obj.state.clear()
+        obj.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
         for group, saved in zip(obj.param_groups, restored["param_groups"], strict=False):
             group.update({key: value for key, value in saved.items() if key != "params"})
     elif state:  # a disabled GradScaler has nothing to load
         obj.load_state_dict(clone(state))
-
-
-def _own_part(obj: Any) -> Any:
-    """Return the optimizer of this rank's part inside of a ZeroRedundancyOptimizer; other objects as they are."""
-    return obj.optim if hasattr(obj, "consolidate_state_dict") else obj
-
-
-def _unwrapped(obj: Any) -> Any:
-    """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
-    inner = getattr(obj, "optimizer", None)
-    is_wrapper = isinstance(obj, Optimizer) and isinstance(inner, Optimizer)
-    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(obj) else obj

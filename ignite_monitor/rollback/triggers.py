@@ -16,8 +16,6 @@ from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
-_LARGEST = 1e100  # losses whose squares are far from overflow
-
 
 class LossThreshold:
     r"""Threshold of the loss, the smaller one of a threshold for jumps and one for slow growth.
@@ -58,8 +56,6 @@ class LossThreshold:
 
     def observe(self, loss: float) -> None:
         """Update the statistics."""
-        if abs(loss) > _LARGEST:
-            return
         decay, delta = 1.0 - 1.0 / limits.MEMORY, loss - self.mean
         self.count, self.weight = self.count + 1, decay * self.weight + 1.0
         self.mean += delta / self.weight

@@ -23,8 +23,7 @@ from ignite_monitor.model.isolation import capture_rng_state, in_second_pass
 from ignite_monitor.model.modes import has_local_data, in_backward
 from ignite_monitor.model.names import learning_rates
 from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
-from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.spike_recorder.record import CannotBeSavedError, KeptBatch, write
+from ignite_monitor.spike_recorder.record import KeptBatch, write
 
 
 class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
@@ -45,15 +44,11 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         directory: directory of the files, created with the first one. Recorders, ranks and runs may share it.
         keep: largest number of files of this recorder, at least 1.
         batch: whether to save the batch: tensors, numbers, strings, and containers of them. A batch with other types,
-            or that the train step changes in place, is not saved, with one warning.
-        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
-
-    Attributes:
-        largest_batch: largest size of a saved batch in bytes, by default 256 MiB.
+            that the train step changes in place, or of more than 256 MiB, is not saved, with one warning.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``keep`` is less than 1, or ``directory`` is a file.
+        ValueError: if ``keep`` is less than 1.
 
     Examples:
         .. code-block:: python
@@ -65,8 +60,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     _state_dict_all_req_keys = ("count",)
 
-    largest_batch: int = 2**28
-
     def __init__(
         self,
         monitor: Monitor,
@@ -74,15 +67,11 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         *,
         keep: int = 20,
         batch: bool = True,
-        group: Group = None,
     ) -> None:
         if not isinstance(monitor, Monitor) or not hasattr(monitor, "flag"):
             raise TypeError(f"Argument monitor should be a GradMonitor or a SpikeMonitor, but given {type(monitor)}")
-        super().__init__(NoModel(), f"{monitor.prefix}_record", group=group)
-        if not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(f"Argument directory should be a str or a path, but given {type(directory)}")
-        if Path(directory).exists() and not Path(directory).is_dir():
-            raise ValueError(f"Argument directory should be a directory, but {os.fspath(directory)!r} is a file")
+        super().__init__(NoModel(), f"{monitor.prefix}_record")
+        check_type("directory", directory, (str, os.PathLike), "str or path")
         check_type("batch", batch, bool, "bool")
         self.monitor = monitor
         self.directory = Path(directory)
@@ -163,20 +152,20 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "culprits": {str(name): float(share) for name, share in spike.culprits.items()},
             "source": None if spike.source is None else spike.source._asdict(),
             "lr": numbers if numbers and len(numbers) == len(rates) else None,
-            "batch": self._saved("batch", lambda: self._batch and self._batch.save(self.largest_batch)),
+            "batch": self._saved("batch", lambda: self._batch and self._batch.save()),
             "losses": self._saved("losses", self._joined_losses),
             "random_state": self._rng_state,
         }
 
     def _joined_losses(self) -> Tensor | None:
         if any(losses.is_complex() or not has_local_data(losses) for losses in self._losses):
-            raise CannotBeSavedError("they are no dense real tensors")
+            raise ValueError("they are no dense real tensors")
         return torch.cat(self._losses).as_subclass(Tensor).cpu() if self._losses else None
 
     def _saved(self, name: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except Exception as error:  # noqa: BLE001 - a user's objects may fail in any way; other fields are recorded
-            reason = error if isinstance(error, CannotBeSavedError) else f"{type(error).__name__}: {error}"
-            self.report(f"{name}_not_recorded", f"the {name} of a spike can't be recorded: {reason}; reported once")
+            text = f"the {name} of a spike can't be recorded: {type(error).__name__}: {error}; reported once"
+            self.report(f"{name}_not_recorded", text)
             return None

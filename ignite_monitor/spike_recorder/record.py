@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
 import zipfile
@@ -22,6 +21,7 @@ from ignite_monitor.model.modes import has_local_data
 
 _FORMAT = "ignite_monitor spike"
 _VERSION = 2
+_LARGEST = 2**28  # bytes of a batch
 ENDING = ".spike.pt"
 """End of the names of spike files."""
 
@@ -40,7 +40,7 @@ class SpikeRecord:
         culprits: parameter -> share of the excess; empty without thresholds of single tensors.
         source: source of a non-finite value, a dictionary of ``name``, ``kind`` and ``text``; None if not located.
         lr: learning rate of each parameter group of the monitor's optimizer; None if a group has none.
-        batch: the batch: tensors on the CPU, mappings and dataclasses as dictionaries, named tuples as tuples; None if
+        batch: the batch: tensors on the CPU, mappings as dictionaries, named tuples as tuples; None if
             it was not saved.
         losses: loss of every sample that the train step has recorded before the spike, on the CPU; else None.
         random_state: RNG state of torch, Python and NumPy before the train step.
@@ -90,13 +90,6 @@ def load_spike(path: str | os.PathLike[str]) -> SpikeRecord:
     Raises:
         OSError: if the file can't be read.
         ValueError: if it is no spike file, or is damaged.
-
-    Examples:
-        .. code-block:: python
-
-            spike = load_spike("spikes/grad-00000079-rank0.spike.pt")
-            spike.restore_random_state()  # and with weights from before the step
-            loss = criterion(model(spike.batch[0]), spike.batch[1])
     """
     path = os.fspath(path)
     content = Path(path).read_bytes()
@@ -163,10 +156,6 @@ def write(directory: Path, name: str, values: Mapping[str, Any]) -> Path:
     raise AssertionError
 
 
-class CannotBeSavedError(Exception):
-    """A batch or a part of it can't be saved; the message gives the reason."""
-
-
 class KeptBatch:
     """References to the tensors of a batch, in containers of their own; copied only when saved."""
 
@@ -174,13 +163,13 @@ class KeptBatch:
         self._versions: list[tuple[Tensor, int]] = []
         self._batch = self._keep(batch)
 
-    def save(self, largest: int) -> Any:
-        """Copy the batch to the CPU, unless it has more bytes, was changed in place, or holds other types."""
+    def save(self) -> Any:
+        """Copy the batch to the CPU; ValueError if it is too large, was changed in place, or holds other types."""
         if any(version(tensor) != kept for tensor, kept in self._versions):
-            raise CannotBeSavedError("the train step changes it in place")
-        size = sum(tensor.numel() * tensor.element_size() for tensor, _ in self._versions if not tensor.is_sparse)
-        if size > largest:
-            raise CannotBeSavedError(f"{size / 2**20:,.0f} MiB exceed the limit of {largest / 2**20:,.0f} MiB")
+            raise ValueError("the train step changes it in place")
+        size = sum(tensor.numel() * tensor.element_size() for tensor, _ in self._versions)
+        if size > _LARGEST:
+            raise ValueError(f"{size / 2**20:,.0f} MiB exceed the limit of {_LARGEST / 2**20:,.0f} MiB")
         return _copy(self._batch)
 
     def _keep(self, value: Any) -> Any:
@@ -188,17 +177,13 @@ class KeptBatch:
             self._versions.append((value, version(value)))
         elif isinstance(value, (tuple, list)):
             return (list if isinstance(value, list) else tuple)(map(self._keep, value))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
         return {key: self._keep(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        if type(value) is Tensor and value.is_sparse:
-            return value.detach().cpu()
         if not has_local_data(value):
-            raise CannotBeSavedError(f"it holds a {type(value).__name__} that is not a single dense array")
+            raise ValueError(f"it holds a {type(value).__name__} that is not a single dense array")
         # Cloned, since torch.save writes the whole storage of a view.
         return value.detach().as_subclass(Tensor).cpu().clone()
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
@@ -207,6 +192,4 @@ def _copy(value: Any) -> Any:
         return {_copy(key): _copy(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(map(_copy, value))
-    if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
-        return _copy(value.item())
-    raise CannotBeSavedError(f"it holds a {type(value).__name__}; only tensors, numbers and strings can be saved")
+    raise ValueError(f"it holds a {type(value).__name__}; only tensors, numbers and strings can be saved")

@@ -119,7 +119,7 @@ def test_it_continues_from_its_state(cut):
 
 @pytest.mark.parametrize(("first_sign", "restored"), [(100, 95), (97, 90), (95, 85), (91, 80), (40, 0)])
 def test_the_restored_snapshot_is_older_than_the_first_sign_by_more_than_the_delay(first_sign, restored):
-    snapshots = Snapshots(every=5, keep=20)
+    snapshots = Snapshots(every=5)
     snapshots.all = [{"iteration": i, "thresholds": i} for i in range(0, 101, 5)]
     snapshots.start(100, first_sign)
     assert [snapshots.choose(100, candidate)["iteration"] for candidate in (0, 1)] == [restored, max(0, restored - 5)]
