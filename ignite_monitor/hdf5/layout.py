@@ -3,18 +3,18 @@
 ========== ===================================================================================================
 ``state``  the numbers of rows, values and bytes of lines that count, the CRC-32 of each, and of these six; in a
            second row, those of the last time at which all was on the disk, which hold after a loss of power
-``rows``   one row per write: ``step``; ``iteration`` of the training, or in rows from before the run's first
-           iteration, ``-1 - iteration`` of the last one known; ``time`` in milliseconds since 1970; number of
+``rows``   one row per write: ``step``; ``iteration`` of the training; ``time`` in milliseconds since 1970; number of
            the ``run``; ``end``, the number of values up to the end of the row
 ``values`` pairs of the number of a ``name``, and a ``value`` in float64
-``lines``  JSON lines: ``["name", number, name, kind, root]``, ``["run", number, offset, after]`` and
+``lines``  JSON lines: ``["name", number, name, kind, root, trains]``, ``["run", number, offset, after]`` and
            ``["report", run, iteration, monitor, kind, severity, text, names]``; the last of a number is valid
 ========== ===================================================================================================
 
 ``kind`` of a name is the schema kind of the monitor that publishes it, ``"user"`` for any other name; the monitor's key
-is what follows ``root/`` in it. A run of the training is recorded when it begins: ``offset`` is the number of
-iterations before the engine's own, and ``after`` the iteration after which the run replaces earlier ones, -1 for all,
-2**62 for none. Rows and reports may have the number of a run that has not begun.
+is what follows ``root/`` in it; ``trains`` tells names of the trainer from those of other engines. A run of the trainer
+is recorded when it begins: ``offset`` is the number of iterations before the trainer's own, and ``after`` the iteration
+after which the run replaces earlier ones, -1 for all, 2**62 for none. Rows and reports may have the number of a run
+that has not begun.
 
 Datasets are contiguous and larger than what counts while the file is written, and compressed with deflate afterwards.
 Nothing that counts is ever changed: rows and reports that a later run replaces are dropped by the reader
@@ -27,6 +27,7 @@ and sizes are therefore checked before data is read, and the data before anythin
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 8
+VERSION = 9
 DEFLATE_RATIO = 1032  # the largest that deflate reaches
 BLOCK = 2**16  # values
 ENDLESS = 2**62  # iterations
@@ -68,13 +69,23 @@ EMPTY: State = dict.fromkeys(TABLES, (0, 0))
 Position = tuple[int, int]
 """Place of a value or report: the number of the run, and the iteration of the training."""
 
+FIELDS: dict[str, list[type]] = {
+    "name": [int, str, str, str, bool],
+    "run": [int, int, int],
+    "report": [int, int, str, str, str, str, list],
+}
+"""Fields of each kind of lines."""
+
+_LOGGER = logging.getLogger(__name__)
+
 
 class Name(NamedTuple):
-    """A name, the schema kind of the monitor that publishes it, and what precedes the monitor's key in it."""
+    """A name, the schema kind of the monitor that publishes it, what precedes the monitor's key, and whose it is."""
 
     name: str
     kind: str = "user"
     root: str = ""
+    trains: bool = True
 
 
 class Run(NamedTuple):
@@ -159,11 +170,12 @@ class Contents:
 
     Attributes:
         state: sizes and checksums.
+        is_cut: True if the newest state does not hold, and ``state`` is that of the last time all was on the disk.
         names: all names.
         reports: all reports, in order.
         begun: the number of runs that have begun.
         runs: these, and if rows or reports wait for one more, one that replaces nothing.
-        rows: the rows, those that were written before their run began with the iteration at which it starts.
+        rows: the rows.
     """
 
     def __init__(self, h5py: Any, file: Any) -> None:
@@ -171,29 +183,23 @@ class Contents:
         for name, (dtype, chunk) in {"state": (np.dtype("<i8"), 0), **TABLES}.items():
             _check_dataset(h5py, file, name, dtype, chunk)
         _check(len(file["state"]) == 14, "the state has another size")
-        latest, on_disk = file["state"][()].reshape(2, 7)
-        self.state = self._state(latest) or self._state(on_disk) or {}
+        latest, on_disk = map(self._state, file["state"][()].reshape(2, 7))
+        self.is_cut, self.state = not latest, latest or on_disk or {}
         _check(bool(self.state), "a checksum is wrong")
 
         names, runs, self.reports = _parsed(np.concatenate([*self.blocks("lines"), np.empty(0, "u1")]).tobytes())
-        self.names, self.begun = list(names.values()), len(runs)
+        self.names, self.runs, self.begun = list(names.values()), list(runs.values()), len(runs)
         _check([*names] == [*range(len(names))] and [*runs] == [*range(len(runs))], "names or runs are missing")
         _check(len({name.name for name in self.names}) == len(names), "a name is there twice")
 
         self.rows = np.concatenate([*self.blocks("rows"), np.empty(0, ROW)])
-        numbers, ends = self.rows["run"], np.append(0, self.rows["end"])
+        ends = np.append(0, self.rows["end"])
         is_whole = bool((ends[1:] > ends[:-1]).all()) and ends[-1] == self.state["values"][0]
-        _check(is_whole and _are_within(numbers, len(runs) + 1), "rows and values do not agree")
-        reported = [report.run for report in self.reports]
-        _check(_are_within(np.array(reported, np.int64), len(runs) + 1), "a report has a run that does not exist")
-
-        self.runs = list(runs.values())
-        if len(runs) in numbers or len(runs) in reported:
+        _check(is_whole, "rows and values do not agree")
+        numbers = np.append(self.rows["run"], np.array([report.run for report in self.reports], np.int64))
+        _check(_are_within(numbers, len(runs) + 1), "rows or reports have a run that does not exist")
+        if len(runs) in numbers:
             self.runs.append(Run(self.runs[-1].offset if runs else 0, ENDLESS))
-        early = np.flatnonzero(self.rows["iteration"] < 0)
-        after = np.array([run.after for run in self.runs], np.int64)[numbers[early]]
-        last = ~self.rows["iteration"][early]
-        self.rows["iteration"][early] = np.where(after < ENDLESS, np.maximum(after, 0), last)
 
     def blocks(self, name: str) -> Iterator[NDArray[Any]]:
         """Read a dataset in blocks, to hold one of them in memory."""
@@ -237,7 +243,10 @@ def opened(path: Path) -> Iterator[Contents]:
             # A text would be in a heap without a checksum, in which HDF5 can loop for ever if it is damaged.
             is_number = file.attrs.get_id("version").dtype.kind in "iu"
             _check(is_number and file.attrs["version"] == VERSION, f"only files of version {VERSION} can be read")
-            yield Contents(h5py, file)
+            contents = Contents(h5py, file)
+            if contents.is_cut:
+                _LOGGER.warning("The end of %s is damaged; what was written last is left out.", printable(str(path)))
+            yield contents
     except BlockingIOError:
         raise BlockingIOError(f"{printable(str(path))} is being written by a program other than HDF5Logger") from None
     except MemoryError:
@@ -286,25 +295,20 @@ def _parsed(lines: bytes) -> tuple[dict[int, Name], dict[int, Run], list[Recorde
     runs: dict[int, Run] = {}
     reports = []
     for line in lines.splitlines():
-        what, number, *fields = json.loads(line)
+        what, *fields = json.loads(line)
+        _check([*map(type, fields)] == FIELDS[what], "a line holds something else")
+        _check(all(-1 <= field <= ENDLESS for field in fields if isinstance(field, int)), "a number is not possible")
+        number, *rest = fields
         if what == "name":
-            names[number] = Name(*map(_text, fields))
+            names[number] = Name(*rest)
         elif what == "run":
-            runs[number] = Run(*(_count(field, -1) for field in fields))
+            runs[number] = Run(*rest)
         else:
-            iteration, *texts, things = fields
-            monitor, kind, severity, text = (printable(_text(it)) for it in texts)
-            shown = tuple(printable(_text(name)) for name in things)
-            _check(what == "report" and severity in SEVERITIES, "lines hold something else")
-            reports.append(RecordedReport(_count(iteration), monitor, kind, severity, text, shown, _count(number)))
+            iteration, *texts, things = rest
+            monitor, kind, severity, text = map(printable, texts)
+            _check(
+                severity in SEVERITIES and all(isinstance(it, str) for it in things), "a report holds something else"
+            )
+            things = tuple(map(printable, things))
+            reports.append(RecordedReport(iteration, monitor, kind, severity, text, things, number))
     return names, runs, reports
-
-
-def _text(value: Any) -> str:
-    _check(isinstance(value, str), "names and reports should hold texts")
-    return str(value)
-
-
-def _count(value: Any, least: int = 0) -> int:
-    _check(type(value) is int and least <= value <= ENDLESS, "runs and reports should hold possible numbers")
-    return int(value)

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ignite.engine.events import RemovableEventHandle
 from ignite.handlers.base_logger import BaseLogger, BaseOptimizerParamsHandler, BaseOutputHandler
 
 from ignite_monitor.checks import check_choice, check_count, check_type
+from ignite_monitor.events.hooks import remove_all
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.hdf5.layout import Name, check_regular, import_h5py, one_line, printable
 from ignite_monitor.hdf5.run_tracker import RunTracker
@@ -27,6 +27,9 @@ from ignite_monitor.hdf5.writer import Writer
 from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.loggers import Values
 from ignite_monitor.monitor.reports import Report
+
+ATTACHED, MONITORED, NAMED = range(3)
+"""How it is known which engine trains: it was attached, its monitors write, or the constructor was told."""
 
 
 class HDF5Logger(BaseLogger):
@@ -41,21 +44,19 @@ class HDF5Logger(BaseLogger):
         path: the file, in an existing directory.
         mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
             of the trainer that resumes from iteration n replaces what the file holds after n.
-        trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger,
-            which is right if no engine of an evaluation has monitors.
-            Values of other engines, as of an evaluator, are placed at its iteration, and not written under its names.
-            Without a trainer, values are placed at the iteration of the engine within whose run they are written, else
-            of their own engine, and a resumed run replaces none.
+        trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger
+            or, in a new file, for the only engine to which the logger is attached.
+            Values of other engines, as of an evaluator, are placed at its iteration. A name belongs to the trainer or
+            to other engines, whoever writes it first: values of the other kind are left out, with one warning.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
-        ranks: ``"first"``: rank 0 writes. ``"all"``: each rank writes a file of its own, rank 1 ``run.rank1.h5`` beside
-            ``run.h5``, and so on.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``mode`` or ``ranks`` is another, or the file to be continued is damaged or not HDF5Logger's; by
-            ``log_to``, if a second engine has monitors and ``trainer`` does not say which one trains.
+        ValueError: if ``mode`` is another, or the file to be continued is damaged or not HDF5Logger's; by ``log_to``
+            and ``attach``, if it is not known which engine trains.
         FileExistsError: if the file is there already, in mode ``"x"``.
         FileNotFoundError: if its directory is not there.
+        PermissionError: if the file can't be written.
         BlockingIOError: if another logger is writing it.
         ModuleNotFoundError: if h5py is not installed.
 
@@ -79,38 +80,35 @@ class HDF5Logger(BaseLogger):
         *,
         trainer: Engine | None = None,
         flush_every: int = 50,
-        ranks: str = "first",
     ) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
         check_choice("mode", mode, "x", "w", "a")
-        check_choice("ranks", ranks, "first", "all")
         check_count("flush_every", flush_every, least=1)
         if trainer is not None:
             check_type("trainer", trainer, Engine, "ignite.engine.Engine")
-        self.path, self._rank = Path(os.path.realpath(os.fspath(path))), idist.get_rank()
-        if self._rank and ranks == "all":
-            self.path = self.path.with_stem(f"{self.path.stem}.rank{self._rank}")
+        self.path = Path(os.path.realpath(os.fspath(path)))
         self.logger = logging.getLogger(f"{type(self).__module__}.{type(self).__name__}")
-        self._is_named = trainer is not None
-        self._engines: weakref.WeakKeyDictionary[Engine, list[RemovableEventHandle]] = weakref.WeakKeyDictionary()
+        self._continues = mode == "a"
+        self._trainer: weakref.ref[Engine] | None = None
+        self._knowledge = ATTACHED  # of the trainer
+        self._handles: list[RemovableEventHandle] = []
         self._logged: set[str] = set()
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._is_closed = False
         self._writer: Writer | None = None
-        if self._rank == 0 or ranks == "all":
+        if idist.get_rank() == 0:
             self._writer = _open(self.path, mode, flush_every, self.logger)
             self._tracker = RunTracker(self._writer)
             # Also where a program or a child process ends without closing: atexit does not run in the child.
             self._finalizer = Finalize(self, _finish, (self._writer, self._tracker), exitpriority=10)
-            if trainer is not None:
-                self._tracker.set_trainer(trainer)
-                self._add_handlers(trainer)
+        if trainer is not None:
+            self._admit(trainer, NAMED)
 
     def attach(
         self, engine: Engine, log_handler: Callable[..., Any], event_name: Any, *args: Any, **kwargs: Any
     ) -> RemovableEventHandle:
-        self._add_handlers(engine)
+        self._admit(engine, ATTACHED)
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def keep_reports(self, reports: list[Report], engine: Engine) -> None:
@@ -121,44 +119,28 @@ class HDF5Logger(BaseLogger):
             engine: the engine that the monitor is attached to.
 
         Raises:
-            ValueError: if another engine has monitors, and the logger's ``trainer`` does not say which one trains.
+            ValueError: if another engine may be the one that trains.
         """
-        if self._writer is None:
-            return
-        with self._one_thread:
-            if not self._tracker.knows_trainer:
-                self._tracker.set_trainer(engine)
-            elif not self._is_named and not self._tracker.trains(engine):
-                raise ValueError(
-                    f"HDF5Logger ({printable(str(self.path))}) records one training, and has the monitors of another "
-                    "engine. For a second training make a logger with another path; if this engine runs within a "
-                    "training, name the one that trains: HDF5Logger(path, trainer=trainer)"
-                )
-            self._add_handlers(engine)
-            self._tracker.add_source(reports, is_trainers=self._tracker.trains(engine))
+        is_trainers = self._admit(engine, MONITORED)
+        if self._writer is not None:
+            with self._one_thread:
+                self._tracker.add_source(reports, is_trainers=is_trainers)
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
-        if self._writer is None or not self._writer.is_own:  # a forked process may hold a lock of another thread
-            return
-        with self._one_thread:
-            if self._writer is not None:
+        if self._writer is not None and self._writer.is_own:  # a forked process may hold a lock of another thread
+            with self._one_thread:
                 self._tracker.take_reports()
                 self._writer.flush()
 
     def close(self) -> None:
         """Write the values that are in memory, and release the file. Later values are lost, with one warning."""
         self._is_closed = True
-        if self._writer is None or not self._writer.is_own:
-            return
-        with self._one_thread:
-            writer, self._writer = self._writer, None
-            if writer is not None:
+        if self._writer is not None and self._writer.is_own:
+            with self._one_thread:
                 self._finalizer.cancel()
-                for handle in chain.from_iterable(self._engines.values()):
-                    handle.remove()
-                self._engines.clear()
-                _finish(writer, self._tracker)
+                remove_all(self._handles)
+                _finish(self._writer, self._tracker)
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)
@@ -166,11 +148,33 @@ class HDF5Logger(BaseLogger):
     def _create_opt_params_handler(self, *args: Any, **kwargs: Any) -> OptimizerParamsHandler:
         return OptimizerParamsHandler(*args, **kwargs)
 
+    def _admit(self, engine: Engine, knowledge: int) -> bool:
+        """Take an engine as the trainer, if none is known, or as another one; return True if it is the trainer.
+
+        Raises:
+            ValueError: if another engine may be the one that trains.
+        """
+        if self._trainer is None and (knowledge or not self._continues):
+            self._trainer = weakref.ref(engine)
+            if self._writer is not None:
+                self._tracker.trainer = self._trainer
+                self._add_handlers(engine)
+        if self._trainer is not None and self._trainer() is engine:
+            self._knowledge = max(self._knowledge, knowledge)
+            return True
+        if self._trainer is None or self._knowledge <= knowledge:
+            raise ValueError(
+                f"HDF5Logger ({printable(str(self.path))}) records one training, and which engine trains is not known. "
+                "Name it: HDF5Logger(path, trainer=trainer), or call log_to of its monitors first. A second training "
+                "needs a file of its own"
+            )
+        return False
+
     def _is_writing(self) -> bool:
         """Return False on ranks that do not write, in forked processes and, with a warning, after a close."""
         if self._is_closed:
             self._log_once("the logger is closed; nothing is written. Close it after the last run.")
-        return self._writer is not None and self._writer.is_own
+        return not self._is_closed and self._writer is not None and self._writer.is_own
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:
@@ -193,61 +197,42 @@ class HDF5Logger(BaseLogger):
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on
             self._log_once(f"can't write what was given in this form: {one_line(error)}.")
             return
+        trains = self._admit(engine, ATTACHED)  # a handler may have been attached to the engine without the logger
+        writer = self._writer
+        if not numbers or writer is None:
+            return
         with self._one_thread:
-            if numbers and self._writer is not None:
-                self._add_handlers(engine)
-                if self._writer.last and not self._tracker.knows_trainer:
-                    text = "a run that resumes replaces no values, since no trainer is known: "
-                    self._log_once(text + "HDF5Logger(path, 'a', trainer=trainer).")
-                trains = self._tracker.trains(engine)
-                numbered, shared = self._writer.numbered(engine, tag, numbers, make_origin, trains=trains)
-                if shared and trains and self._tracker.keep_apart(engine):
-                    text = "a second engine trains and writes the same names; its iterations follow the first one's: "
-                    self._log_once(text + "give each training a file of its own, or name the trainer.")
-                elif shared and self._tracker.knows_trainer and not trains:
-                    numbered = {number: value for number, value in numbered.items() if number not in shared}
-                    text = f"values of another engine are not written under names of the trainer (tag {tag!r}): "
-                    self._log_once(text + "give each training a file of its own, and each engine a tag of its own.")
-                self._writer.add(step, numbered, self._tracker.position(engine))
-                if self._writer.is_time():
-                    self.flush()
+            if writer.add(step, self._tracker.position(), tag, numbers, make_origin, trains=trains):
+                text = "the trainer and another engine write the same names; those of the second one are not written"
+                self._log_once(f"{text} (tag {tag!r}): give each engine a tag of its own.")
+            if not trains:
+                writer.iterations += 1
+            if writer.is_time():
+                self.flush()
 
     def _skip(self, name: str, value: Any) -> None:
         kind = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"of type {type(value).__name__}"
         self._log_once(f"can't write {printable(name)}, a value {kind}.")
 
-    def _add_handlers(self, engine: Engine) -> None:
-        if engine not in self._engines and self._writer is not None:
-            handles = self._engines[engine] = []
-            for event, handler in (
-                (Events.STARTED, self._start),
-                (Events.ITERATION_STARTED, self._start_iteration),
-                (Events.COMPLETED, self._complete),
-                (Events.TERMINATE, self._complete),
-            ):
-                handles.append(engine.add_event_handler(event, handler))
-                if event in (Events.STARTED, Events.ITERATION_STARTED):
-                    put_first(engine, event)  # or values of these events would belong to the run before
+    def _add_handlers(self, trainer: Engine) -> None:
+        for event, handler in (
+            (Events.STARTED, self._start),
+            (Events.ITERATION_STARTED, self._start_iteration),
+            (Events.COMPLETED, self.flush),
+            (Events.TERMINATE, self.flush),
+        ):
+            self._handles.append(trainer.add_event_handler(event, handler))
+            if event in (Events.STARTED, Events.ITERATION_STARTED):
+                put_first(trainer, event)  # or values of these events would belong to the run before
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self) -> None:
         with self._one_thread:
-            if self._writer is not None and self._tracker.start(engine):
-                text = "engines run in turn, and each counts iterations of its own, since no trainer is known: "
-                self._log_once(text + "HDF5Logger(path, trainer=trainer).")
+            self._tracker.start()
 
-    def _complete(self, engine: Engine) -> None:
+    def _start_iteration(self, trainer: Engine) -> None:
         with self._one_thread:
-            if self._writer is not None:
-                self._tracker.leave(engine)
-        self.flush()
-
-    def _start_iteration(self, engine: Engine) -> None:
-        with self._one_thread:
-            if self._writer is not None:
-                self._writer.iterations += 1
-                self._tracker.start_iteration(engine)
-                if self._tracker.take_reports() or self._writer.is_time():
-                    self.flush()
+            if self._tracker.start_iteration(trainer):
+                self.flush()
 
 
 def _finish(writer: Writer, tracker: RunTracker) -> None:

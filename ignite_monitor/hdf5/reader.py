@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ignite_monitor.checks import check_count, check_pattern
-from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Contents, Name, RecordedReport, Run, opened
+from ignite_monitor.checks import check_pattern
+from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Contents, Name, RecordedReport, opened
 
 Part = tuple[NDArray[np.intp], NDArray[np.float64]]
 """Numbers of rows, and the values of a name in these rows."""
@@ -67,9 +67,7 @@ class Recording(dict[str, Series]):
         return values
 
 
-def read_hdf5(
-    path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None, *, before_run: int | None = None
-) -> Recording:
+def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
     """Read a file that an :class:`~ignite_monitor.HDF5Logger` has written or is writing.
 
     Values and reports that a later run has replaced are not returned: those after the iteration from which a run was
@@ -78,16 +76,15 @@ def read_hdf5(
     Args:
         path: the file.
         metrics: a regular expression; only values of names in which it is found are kept in memory.
-        before_run: number of a run; read what the file held before this run. None for everything.
 
     Returns:
         A mapping: name -> (steps, values), two NumPy arrays of int64 and float64. Its list ``reports`` holds what
         monitors have reported, with the fields iteration, monitor, kind, severity, text, names and run.
 
     Raises:
-        TypeError: if ``path`` is no path, ``metrics`` no regular expression, or ``before_run`` no integer.
+        TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
         FileNotFoundError: if the file does not exist.
-        ValueError: if ``before_run`` is negative, or the file is damaged, or was not written by HDF5Logger.
+        ValueError: if the file is damaged, or was not written by HDF5Logger.
         BlockingIOError: if a program other than HDF5Logger is writing it.
         ModuleNotFoundError: if h5py is not installed.
 
@@ -99,24 +96,21 @@ def read_hdf5(
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
     pattern = check_pattern("metrics", metrics)
-    if before_run is not None:
-        check_count("before_run", before_run, least=0)
     with opened(Path(path)) as contents:
-        return _read(contents, pattern, contents.runs[:before_run])
+        return _read(contents, pattern)
 
 
-def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) -> Recording:
+def _read(contents: Contents, pattern: re.Pattern[str] | None) -> Recording:
     """Read the current values of the names in which a pattern is found.
 
     Values between two iterations, as at the start of an epoch, are replaced only if the later run has written them
     again.
     """
     rows = contents.rows
-    # For each run, and one more for the rows of all excluded runs: the iteration after which it replaces earlier
-    # ones, and the last iteration of its own that no later run replaces.
-    after = np.array([*(run.after for run in runs), -2], np.int64)
-    limits = np.append(np.minimum.accumulate([ENDLESS, *after[-2::-1]])[-2::-1], -2)
-    run, iteration = np.minimum(rows["run"], len(runs)), rows["iteration"]
+    # For each run: the iteration after which it replaces earlier ones, and the last one that no later run replaces.
+    after = np.array([*(run.after for run in contents.runs), ENDLESS], np.int64)
+    limits = np.minimum.accumulate(after[:0:-1])[::-1]
+    run, iteration = rows["run"], rows["iteration"]
     is_kept = iteration <= limits[run]
     is_between = is_kept & ((iteration == limits[run]) | (iteration == after[run]))
     wanted = np.array([pattern is None or pattern.search(name.name) is not None for name in contents.names], bool)
@@ -129,7 +123,7 @@ def _read(contents: Contents, pattern: re.Pattern[str] | None, runs: list[Run]) 
             part = order[begin:end]
             part = part[_newest(rows, which[part], is_between[which[part]])]
             parts[name] = which[part], values[part]
-    reports = [it for it in contents.reports if it.iteration <= limits[min(it.run, len(runs))]]
+    reports = [it for it in contents.reports if it.iteration <= limits[it.run]]
     last_run = {it[:6]: it.run for it in reports}  # that has made it
     return Recording(rows, parts, [it for it in reports if last_run[it[:6]] == it.run])
 

@@ -1,4 +1,4 @@
-"""Runs of a training, settings of a run, and reports of monitors."""
+"""Runs of the trainer, their settings, and reports of monitors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("ignite-monitor", "torch", "pytorch-ignite", "numpy")
 
 @dataclass
 class _Source:
-    """Reports of a monitor, which appends to them, or the settings of an engine."""
+    """Reports of a monitor, which appends to them."""
 
     reports: list[Report]
     is_trainers: bool
@@ -27,144 +27,88 @@ class _Source:
 
 
 class RunTracker:
-    """Says to which run and iteration of the training a value belongs; gives each report to the writer once.
+    """Says to which run and iteration of the trainer a value belongs; gives each report to the writer once.
 
-    The engine that trains is the trainer or, while none is known, the outermost engine that runs. Its first iteration
-    begins a run in the file. What is written before, as by an evaluation at the start, has the number of the run to
-    come. It is read as written at the start of that run; if the run never begins, at the last iteration known when it
-    was written.
+    A run begins with its first iteration: handlers may load a checkpoint before. What is written earlier, as by an
+    evaluation at the start, has the number of the run to come.
     """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._trainer: weakref.ref[Engine] | None = None
-        self._running: list[Engine] = []  # each within the run of the one before
-        self._trained: weakref.ref[Engine] | None = None  # the last engine that has begun a run
-        self._offsets: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # of engines that train
-        self._offset, self._last = writer.offset, writer.last  # iterations before its own; its last one, with these
-        self._end = self._last  # largest last iteration of runs that have ended
+        self.trainer: weakref.ref[Engine] | None = None
+        self._offset = writer.offset  # iterations before the trainer's own
+        self._last = 0  # its last iteration, with these
         self._has_begun = False  # a run in this session
-        self._awaits_run = True  # until its first iteration: handlers may load a checkpoint before
+        self._awaits_run = True
         self._sources: dict[int, _Source] = {}  # by the list's id
-        self._settings: list[_Source] = []
-        self._described: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose settings this run has
-
-    @property
-    def knows_trainer(self) -> bool:
-        """True if the engine that trains was named, or has monitors."""
-        return self._trainer is not None
-
-    def set_trainer(self, trainer: Engine) -> None:
-        """Name the engine that trains; what ran before does not move its iterations."""
-        self._trainer = weakref.ref(trainer)
-        self._offset, self._last = self._writer.offset, self._writer.last
-
-    def trains(self, engine: Engine) -> bool:
-        """Check whether an engine is the trainer or, while none is known, the outermost one that runs."""
-        if self._trainer is not None:
-            return self._trainer() is engine
-        return not self._running or self._running[0] is engine
-
-    def keep_apart(self, engine: Engine) -> bool:
-        """Place the run of an engine after all before it, if it trains and no trainer is known; return True if so."""
-        if self._trainer is not None or engine not in self._running:
-            return False
-        self._offsets[engine] = self._end
-        iteration = int(engine.state.iteration)
-        self._begin(engine, iteration - 1)
-        self._last = iteration + self._offset
-        return True
 
     def add_source(self, reports: list[Report], *, is_trainers: bool) -> None:
         """Add the reports of a monitor of the trainer or of another engine, unless they are known."""
         self._sources.setdefault(id(reports), _Source(reports, is_trainers))
 
-    def start(self, engine: Engine) -> bool:
-        """Follow a run of an engine; return True if it trains as another engine has, while no trainer is known."""
-        self.leave(engine)  # a run that ended by an exception
-        self._running.append(engine)
-        if not self.trains(engine):
-            return False
-        if not self._awaits_run:
-            self.take_reports()
-            self._described.clear()
+    def start(self) -> None:
+        """Await a run of the trainer."""
+        self.take_reports()
         self._awaits_run = True
-        return self._trainer is None and self._trained is not None and self._trained() is not engine
 
-    def leave(self, engine: Engine) -> None:
-        """End the run of an engine, and those within it."""
-        if engine in self._running:
-            del self._running[self._running.index(engine) :]
+    def start_iteration(self, trainer: Engine) -> bool:
+        """Count an iteration, whose run may begin with it; return True if it is time to write.
 
-    def start_iteration(self, engine: Engine) -> None:
-        """Count an iteration; the first one of a run that trains, or one that was counted before, begins a run."""
-        trains = self.trains(engine)
-        if trains:
-            iteration = int(engine.state.iteration)  # a resumed engine may count in floats
-            if self._awaits_run or iteration + self._offset <= self._last:
-                self._begin(engine, iteration - 1)
-            self._last = iteration + self._offset
-        if engine not in self._described:
-            self._described.add(engine)
-            self._settings.append(_Source(_settings_of(engine), trains))
+        An iteration that was counted before begins a run too.
+        """
+        iteration = int(trainer.state.iteration)  # a resumed engine may count in floats
+        is_first = self._awaits_run
+        if is_first or iteration + self._offset <= self._last:
+            self._begin(iteration - 1)
+        is_urgent = self.take_reports()  # those of other engines belong to the iteration before
+        self._last, self._awaits_run = iteration + self._offset, False
+        for name, text in _settings_of(trainer) if is_first else ():
+            self._writer.add_report(self.position(), name, SETTINGS, "note", text, ())
+        self._writer.iterations += 1
+        return is_urgent or self._writer.is_time()
 
-    def position(self, engine: Engine) -> Position:
-        """Return the position of a value that an engine writes now."""
-        if self._trainer is None and not self._running:
-            return self._run, self._offsets.get(engine, 0) + max(0, int(engine.state.iteration))
+    def position(self) -> Position:
+        """Return the position of a value that is written now."""
         if not self._awaits_run:
-            return self._run, self._last
-        trainer = self._running[0] if self._trainer is None else self._trainer()
-        iteration = 0 if trainer is None or self._has_begun else trainer.state.iteration
-        return self._run, ~(iteration + self._offset if iteration > 0 else self._last)
+            return self._writer.runs - 1, self._last
+        trainer = None if self.trainer is None else self.trainer()
+        iteration = 0 if trainer is None else int(trainer.state.iteration)
+        return self._writer.runs, iteration + self._offset if iteration > 0 else self._last
 
     def take_reports(self, *, at_end: bool = False) -> bool:
         """Give new reports to the writer, once their run has begun; return True if one is a problem."""
         is_urgent = False
         if at_end or not self._awaits_run:
-            for source in [*self._settings, *self._sources.values()]:
+            run, last = self.position()
+            for source in self._sources.values():
                 while source.count < len(source.reports):
                     report = source.reports[source.count]
                     source.count += 1
-                    iteration = max(0, report.iteration) + self._offset if source.is_trainers else self._last
-                    self._writer.add_report((self._run, iteration), *report[1:])
+                    iteration = max(0, report.iteration) + self._offset if source.is_trainers else last
+                    self._writer.add_report((run, iteration), *report[1:])
                     is_urgent |= report.severity == "problem"
-            self._settings.clear()
         return is_urgent
 
-    @property
-    def _run(self) -> int:
-        """Number of the run in progress, or of the one to come."""
-        return self._writer.runs - (not self._awaits_run)
+    def _begin(self, start: int) -> None:
+        """Begin a run after an iteration of the trainer.
 
-    def _begin(self, engine: Engine, start: int) -> None:
-        """Begin a run after an iteration of the engine.
-
-        A run of the trainer from the beginning is added to the session's earlier ones. Any other replaces what the file
-        holds after that iteration, and the session's first one everything if it is from the beginning. While no trainer
-        is known, iterations are the engine's own, and nothing is replaced.
+        A run from the beginning is added to the session's earlier ones. Any other replaces what the file holds after
+        that iteration, and the session's first one everything if it is from the beginning.
         """
-        self._end = max(self._end, self._last)
-        after = ENDLESS
-        if self._trainer is None:
-            self._offset = self._offsets.get(engine, 0)
-        elif start == 0 and not self._has_begun:
+        after = start + self._offset
+        if start == 0 and not self._has_begun:
             self._offset, after = 0, -1
         elif start == 0 and self._awaits_run:
-            self._offset = self._last
-        else:
-            after = start + self._offset
-        self._offsets[engine], self._trained = self._offset, weakref.ref(engine)
+            self._offset, after = self._last, ENDLESS
         self._writer.begin_run(Run(self._offset, after))
-        self._awaits_run, self._has_begun = False, True
+        self._has_begun = True
 
 
-def _settings_of(engine: Engine) -> list[Report]:
-    """Describe an engine whose run starts; empty if no monitor is attached to it."""
-    source = EventSource.on(engine)
+def _settings_of(trainer: Engine) -> list[tuple[str, str]]:
+    """Versions, and the arguments of each monitor; empty if there are no monitors."""
+    source = EventSource.on(trainer)
     if source is None or not source.monitors:
         return []
     versions = [f"Python {platform.python_version()}", *map(with_version, PACKAGES)]
     texts = [("run", f"{', '.join(versions)}; seed {torch.initial_seed()} of torch")]
-    texts += [(monitor._title, monitor.given_arguments) for monitor in source.monitors]
-    return [Report(int(engine.state.iteration), name, SETTINGS, "note", text) for name, text in texts]
+    return texts + [(monitor._title, monitor.given_arguments) for monitor in source.monitors]

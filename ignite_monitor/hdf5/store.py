@@ -29,6 +29,7 @@ except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment, unused-ignore]
 
 SYNC_EVERY = 10.0  # seconds
+ZEROS = bytes(1 << 16)
 LIBVER = ("v110", "v110")  # the format of HDF5 1.10 has checksums for all but the data
 
 
@@ -63,6 +64,7 @@ class Store:
             self._new.unlink(missing_ok=True)  # of a killed writer
             if mode == "w" or not path.exists():
                 self._replace(EMPTY, EMPTY)
+            path.open("r+b").close()  # or what is written to it would be lost
             self._own = {_identity(path)}
             undo.pop_all()
 
@@ -182,10 +184,8 @@ class Store:
             with self._new.open("wb") as file:
                 file.write(image)
                 file.flush()
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, needed)
-                else:
-                    file.write(bytes(needed))
+                for _ in range(0, needed, len(ZEROS)):  # not all file systems can allocate space without writing
+                    file.write(ZEROS)
         except OSError as error:
             self._new.unlink(missing_ok=True)  # it may hold the last free space
             raise OSError(error.errno, f"{error.strerror}: a larger file needs {needed / 1000:,.0f} kB") from error

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,14 +47,14 @@ class Writer:
                     pass
             undo.pop_all()
         self._pending = Pending(contents.state)
-        self._numbers = {name.name: number for number, name in enumerate(contents.names)}
+        self._names = {name.name: (number, name.trains) for number, name in enumerate(contents.names)}
         self.runs = contents.begun  # number of runs that have begun
         for run in contents.runs[self.runs :]:
             self.begin_run(run)
         self.offset = contents.runs[-1].offset if contents.runs else 0  # of the last run in the file
-        self.last = int(contents.rows["iteration"][-1]) if len(contents.rows) else 0  # iteration in the file
-        self._known: weakref.WeakKeyDictionary[Any, dict[tuple[str | None, str], int]] = weakref.WeakKeyDictionary()
-        self._owners: dict[int, weakref.ref[Any]] = {}  # number of a name -> the last engine that trains to write it
+        self._known: dict[
+            tuple[str | None, str], tuple[int, bool]
+        ] = {}  # tag and name -> number, and whether it trains
         self._lost: int | None = None  # values that no longer fitted in memory; None while writing works
         self._flush_every = flush_every
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
@@ -75,38 +74,37 @@ class Writer:
         """Return True if rows should be written: after enough iterations or seconds."""
         return self.iterations >= self._distance or time.monotonic() - self._written > SECONDS
 
-    def numbered(
+    def add(
         self,
-        engine: Any,
+        step: int,
+        position: Position,
         tag: str | None,
         numbers: dict[str, float],
         make_origin: Callable[[str], Name],
         *,
         trains: bool,
-    ) -> tuple[dict[int, float], set[int]]:
-        """Return number of name -> value, and which names were written by another engine that trained.
+    ) -> bool:
+        """Take a row of the trainer or of another engine; return True if names are left out, which the other kind has.
 
-        Empty if writing has failed for so long that memory is used up. Origins are made of new names.
+        Origins are made of new names.
         """
         if not self._has_room(len(numbers)):
-            return {}, set()
-        if (known := self._known.get(engine)) is None:
-            known = self._known[engine] = {}
-        for name in numbers:
-            if (tag, name) not in known:
-                known[tag, name] = self._number_of(tag, name, make_origin)
-        values, own = {known[tag, name]: value for name, value in numbers.items()}, weakref.ref(engine)
-        shared = {number for number in values if self._owners.get(number, own) is not own}
-        if trains:
-            self._owners.update(dict.fromkeys(values, own))
-        return values, shared
-
-    def add(self, step: int, values: dict[int, float], position: Position) -> None:
-        """Take a row."""
+            return False
+        values: dict[int, float] = {}
+        is_shared = False
+        for name, value in numbers.items():
+            if (known := self._known.get((tag, name))) is None:
+                known = self._known[tag, name] = self._find(tag, name, make_origin, trains)
+            number, is_trainers = known
+            if is_trainers == trains:
+                values[number] = value
+            else:
+                is_shared = True
         if values:
             run, iteration = position
             self._pending.rows.append(((step, iteration, int(1000 * time.time()), run, 0), values))
             self._pending.count += len(values)
+        return is_shared
 
     def add_report(self, position: Position, *parts: Any) -> None:
         """Take a report: monitor, kind, severity, text, names."""
@@ -165,11 +163,11 @@ class Writer:
         lines = np.frombuffer("".join(self._pending.lines).encode("ascii"), np.uint8)
         return {"rows": rows, "values": values, "lines": lines}
 
-    def _number_of(self, tag: str | None, name: str, make_origin: Callable[[str], Name]) -> int:
+    def _find(self, tag: str | None, name: str, make_origin: Callable[[str], Name], trains: bool) -> tuple[int, bool]:
         full = name if tag is None else f"{tag}/{name}" if name else tag
         full = json.loads(json.dumps(full))  # two surrogates may be one character when they are read
-        if full not in self._numbers:
+        if full not in self._names:
             # The line first: an interrupt in between leaves the number for the next name, whose line is then valid.
-            self._add_line("name", len(self._numbers), *make_origin(name)._replace(name=full))
-            self._numbers[full] = len(self._numbers)
-        return self._numbers[full]
+            self._add_line("name", len(self._names), *make_origin(name)._replace(name=full, trains=trains))
+            self._names[full] = len(self._names), trains
+        return self._names[full]

@@ -52,8 +52,8 @@ def fail(path: Path) -> None:
         atexit._run_exitfuncs()
 
 
-def log_on_rank(path: Path, rank: int, ranks: str) -> None:
-    """One of two ranks: both attach the logger and compute; the first writes, or each its own file."""
+def log_on_rank(path: Path, rank: int) -> None:
+    """One of two ranks: both attach the logger and compute; the first writes."""
     distributed.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=2)
     engine = Engine(lambda engine, batch: float(batch + 10 * rank))
     Average().attach(engine, "average")
@@ -61,7 +61,7 @@ def log_on_rank(path: Path, rank: int, ranks: str) -> None:
     monitor.attach(engine)
     monitor.report("own", f"rank {rank}")
     monitor.report("shared", "all ranks")
-    with HDF5Logger(path, ranks=ranks) as logger:
+    with HDF5Logger(path) as logger:
         logger.attach_output_handler(engine, Events.ITERATION_COMPLETED, tag="train", output_transform=lambda x: x)
         logger.attach_output_handler(engine, Events.EPOCH_COMPLETED, tag="train", metric_names=["average"])
         monitor.log_to(logger, engine)

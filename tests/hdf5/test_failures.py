@@ -11,7 +11,10 @@ import logging
 import os
 import re
 import resource
+import tempfile
+from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from ignite.engine import Events
@@ -184,7 +187,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("call", [2, 3, 5])
-@pytest.mark.parametrize("name", ["os.replace", "Store._write", "Store._replace", "os.posix_fallocate"])
+@pytest.mark.parametrize("name", ["os.replace", "Store._write", "Store._replace", "Store._make_room"])
 def test_one_failure_loses_nothing(path, monkeypatch, caplog, name, call):
     owner, _, last = name.rpartition(".")
     owner = getattr(store, owner)
@@ -230,7 +233,7 @@ WHERE = [
     "store.Store.append",
     "writer.Writer._additions",
     "writer.np.cumsum",
-    "writer.Writer._number_of",
+    "writer.Writer._find",
     "writer.Writer._add_line",
 ]
 
@@ -259,7 +262,7 @@ def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, a
             raise KeyboardInterrupt
         return result
 
-    with HDF5Logger(path, flush_every=10) as logger:
+    with HDF5Logger(path, flush_every=10, trainer=engine) as logger:
         log_output(logger, engine, tag=None)
         engine.add_event_handler(
             Events.ITERATION_STARTED(once=45), lambda: monkeypatch.setattr(target, name, interrupt)
@@ -282,19 +285,51 @@ def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, a
     assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
 
 
-def test_a_full_disk_keeps_no_space(path, monkeypatch, caplog):
+def test_a_full_disk_keeps_no_space(path, caplog):
     """A larger file that can't be made whole is removed at once: the user's own files need what is left."""
     caplog.set_level(logging.ERROR)
-    allocate, left = os.posix_fallocate, []
-
-    def refuse(*args):
-        if path.exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        allocate(*args)
+    left, limits = [], contextlib.ExitStack()
 
     def look():
+        limits.enter_context(file_size(300_000))
         left.append([item.name for item in path.parent.iterdir() if item.suffix == ".new"])
 
-    monkeypatch.setattr(store.os, "posix_fallocate", refuse)
-    train_with(path, look, at=250, output=lambda iteration: {f"loss{i}": iteration / 8 for i in range(300)})
-    assert left == [[]]
+    with limits:
+        train_with(path, look, at=[101, 250], output=lambda iteration: {f"loss{i}": iteration / 8 for i in range(300)})
+    assert left == [[], []]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_a_file_that_can_not_be_written_is_not_continued():
+    """Said by the constructor, and not when all values are lost."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / "run.h5"
+        run(path, 3)
+        path.chmod(0o444)
+        path.parent.chmod(0o777)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError, match=r"Can't write .*run\.h5"):
+                HDF5Logger(path, "a")
+        finally:
+            os.seteuid(0)
+        assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
+
+
+def test_a_damaged_end_is_said(path, monkeypatch, caplog):
+    """After a kill, what was on the disk some seconds before may be all that holds."""
+    engine, logger = engine_of(), HDF5Logger(path, flush_every=5)
+    log_output(logger, engine)
+    monkeypatch.setattr(store, "SYNC_EVERY", 0.0)
+    engine.add_event_handler(Events.ITERATION_STARTED(once=50), lambda: monkeypatch.undo())
+    engine.run(range(100))
+    with h5py.File(path) as file:
+        place, count = file["values"].id.get_offset(), int(file["state"][8])
+    assert 40 < count < 60
+    data = bytearray(path.read_bytes())
+    data[place + 12 * 60 + 6] ^= 1
+    copy = path.with_name("copy.h5")
+    copy.write_bytes(data)
+    assert read_hdf5(copy)["train/loss"].steps.tolist() == [*range(1, count + 1)]
+    assert caplog.messages == [f"The end of {copy} is damaged; what was written last is left out."]
+    logger.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -20,9 +19,8 @@ from ignite.metrics import Average
 
 from ignite_monitor import ActivationHandler, GradMonitor, HDF5Logger, SetupCheck, read_hdf5
 from ignite_monitor.hdf5 import layout, writer
-from ignite_monitor.report.run import Run
 from tests._helpers import footprint, make_batches, make_trainer
-from tests.hdf5._runs import as_lists, engine_of, log_output, run
+from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 
 # What Ignite's loggers can do
 
@@ -208,7 +206,7 @@ def test_nothing_is_kept_of_evaluators_that_are_gone(path):
 
         trainer.run(range(20))
         gc.collect()
-        assert len(logger._writer._known) == 0
+        assert len(logger._writer._known) == 1
     assert read_hdf5(path).iterations("valid/loss").tolist() == list(range(1, 21))
 
 
@@ -217,8 +215,8 @@ def test_closing_leaves_nothing_behind_but_what_was_attached(path, caplog):
     before = footprint(trainer, model, optimizer)
     monitor = GradMonitor(model, optimizer)
     logger = HDF5Logger(path, "a")
-    handle = log_output(logger, trainer)
     monitor.log_to(logger, trainer)
+    handle = log_output(logger, trainer)
     monitor.attach(trainer)
     trainer.run(make_batches(3))
     logger.close()
@@ -299,12 +297,39 @@ def test_new_evaluators_are_no_second_training(path, caplog):
     assert as_lists(path)["train/loss"] == ([*range(1, 16)], [i / 8 for i in range(1, 16)])
     assert read_hdf5(path).iterations("valid/loss").tolist() == [5, 10, 15]
     [warning] = caplog.messages
-    assert "not written under names of the trainer (tag 'train'): give each training a file of its own" in warning
+    assert "those of the second one are not written (tag 'train'): give each engine a tag of its own" in warning
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_a_name_belongs_to_the_trainer_or_to_other_engines(path, caplog, evaluates_first):
+    """Whoever writes it first, in a resumed run too: values of both are never mixed."""
+    for start in (0, 3):
+        trainer, evaluator = engine_of(lambda i: {"loss": float(i)}), engine_of(lambda _: {"loss": -1.0})
+        with HDF5Logger(path, "a", trainer=trainer) as logger:
+            log_output(logger, trainer)
+            log_output(logger, evaluator, Events.COMPLETED)
+            event = Events.EPOCH_COMPLETED if start or not evaluates_first else Events.STARTED
+            trainer.add_event_handler(event, lambda _, own=evaluator: own.run(range(2)))
+            resume(trainer, start, 6)
+    expected = [-1.0, -1.0] if evaluates_first else [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert read_hdf5(path)["train/loss"].values.tolist() == expected
+    assert caplog.text.count("write the same names") == 2
+
+
+def test_an_evaluator_at_the_end_has_the_trainers_iteration(path):
+    trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
+    with HDF5Logger(path, trainer=trainer) as logger:
+        log_output(logger, evaluator, Events.COMPLETED, tag="valid")
+        for event in (Events.EPOCH_COMPLETED, Events.COMPLETED):
+            trainer.add_event_handler(event, lambda: evaluator.run(range(2)))
+        trainer.run(range(5), max_epochs=2)
+        evaluator.run(range(2))
+    assert read_hdf5(path).iterations("valid/accuracy").tolist() == [5, 10, 10, 10]
 
 
 def test_engines_in_threads_of_their_own(path):
-    with HDF5Logger(path, flush_every=2) as logger:
-        engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
+    engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
+    with HDF5Logger(path, flush_every=2, trainer=engines[0]) as logger:
         for number, engine in enumerate(engines):
             log_output(logger, engine, tag=str(number))
         threads = [threading.Thread(target=engine.run, args=(range(40),)) for engine in engines]
@@ -324,8 +349,8 @@ def test_without_h5py(path, monkeypatch):
             use(path)
 
 
-def test_reports_and_settings_of_an_evaluators_monitor(path):
-    """They belong to the trainer's run and iteration; settings are returned once per run."""
+def test_reports_of_an_evaluators_monitor(path):
+    """They belong to the trainer's run and iteration."""
     trainer, evaluator, monitor = engine_of(), engine_of(), GradMonitor(torch.nn.Linear(1, 1))
     trainer.add_event_handler(Events.STARTED, lambda: evaluator.run(range(1)))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), lambda: evaluator.run(range(9)))
@@ -338,9 +363,6 @@ def test_reports_and_settings_of_an_evaluators_monitor(path):
             trainer.run(range(10), max_epochs=1)
     recording = read_hdf5(path)
     assert [(it.kind, it.iteration, it.run) for it in recording.reports if it.kind == "nine"] == [("nine", 5, 0)]
-    assert [(it.monitor, it.iteration, it.run) for it in recording.settings] == [
-        (name, start, run) for run, start in enumerate((1, 11)) for name in ("run", "GradMonitor (grad)")
-    ]
 
 
 def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
@@ -365,48 +387,3 @@ def test_versions_seed_and_arguments_are_recorded_apart_from_reports(tmp_path):
     assert f"torch {torch.__version__.partition('+')[0]}" in versions
     assert "seed 17 " in versions
     assert arguments == "model=Linear, optimizer=SGD, on_spike='skip', prefix='g'"
-
-
-@pytest.mark.parametrize("ends", ["", "terminated", "failed"])
-def test_without_a_trainer_an_evaluator_within_a_run_is_placed_there(path, caplog, ends):
-    """However the evaluator's runs end, and although its values were the first that were to be logged."""
-    trainer, evaluator = engine_of(lambda i: {"loss": float(i)}), engine_of(lambda i: {"accuracy": float(i)})
-    with HDF5Logger(path) as logger:
-        log_output(logger, evaluator, Events.ITERATION_COMPLETED, tag="valid")
-        log_output(logger, trainer)
-
-        @trainer.on(Events.EPOCH_COMPLETED)
-        def evaluate():
-            with contextlib.suppress(ZeroDivisionError):
-                evaluator.run(range(3))
-
-        @evaluator.on(Events.ITERATION_COMPLETED(event_filter=lambda _, i: i == 2))
-        def end():
-            if ends == "terminated":
-                evaluator.terminate()
-            if ends == "failed":
-                raise ZeroDivisionError
-
-        trainer.run(range(5), max_epochs=2)
-    recording = read_hdf5(path)
-    (trained,) = [name for name in recording if name.endswith("loss")]
-    assert recording.iterations(trained).tolist() == [*range(1, 11)]
-    expected = {"": [5] * 3 + [10] * 3, "terminated": [5] * 2 + [10] * 2, "failed": [5] * 2}
-    assert recording.iterations("valid/accuracy").tolist() == expected[ends]
-    assert "in turn" not in caplog.text
-
-
-def test_engines_that_run_in_turn_are_told_to_name_the_trainer(path, caplog):
-    trainer, evaluator = engine_of(lambda _: {"loss": 1.0}), engine_of(lambda _: {"loss": 2.0})
-    with HDF5Logger(path) as logger:
-        log_output(logger, trainer, tag="train")
-        log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid")
-        for epoch in range(1, 4):
-            trainer.run(range(5), max_epochs=epoch)
-            evaluator.run(range(3))
-    recording = read_hdf5(path)
-    assert recording.iterations("train/loss").tolist() == [*range(1, 16)]
-    assert recording.iterations("valid/loss").tolist() == [3, 3, 3]
-    assert caplog.text.count("in turn") == 1
-    assert "HDF5Logger(path, trainer=trainer)" in caplog.text
-    assert [it.name for it in Run(recording).losses] == ["train/loss"]

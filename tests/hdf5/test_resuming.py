@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 
-import numpy as np
 import pytest
 from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
 
 from ignite_monitor import HDF5Logger, Monitor, read_hdf5
-from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.base import NoModel
 from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 
@@ -49,7 +47,7 @@ def test_a_handler_that_resumes_when_the_run_has_started(path, has_monitor, even
     for start, value in ((0, 1.0), (10, 2.0)):
         engine = engine_of(lambda _, value=value: {"loss": value})
         Monitor(NoModel(), "own").attach(engine) if has_monitor else None
-        with HDF5Logger(path, "a") as logger:
+        with HDF5Logger(path, "a", trainer=engine) as logger:
             log_output(logger, engine, event, output_transform=lambda _, value=value: {"loss": value})
             engine.add_event_handler(
                 Events.STARTED, lambda engine=engine, start=start: vars(engine.state).update(iteration=start)
@@ -100,7 +98,7 @@ def test_other_events_of_a_resumed_run_are_those_of_an_uninterrupted_one(path, e
 @pytest.mark.parametrize("start", [None, 0, 40])
 @pytest.mark.parametrize("loaded", [0, 60])
 def test_an_evaluation_without_training_replaces_nothing(path, loaded, start):
-    """Its values are those of the iteration that the trainer has loaded, else of the last one, in any later run."""
+    """Its values are those of the trainer's iteration: the one that it has loaded, or 0."""
 
     def session(value, train):
         trainer, evaluator = engine_of(lambda _: {"loss": value}), engine_of(lambda _: {"accuracy": value})
@@ -123,27 +121,13 @@ def test_an_evaluation_without_training_replaces_nothing(path, loaded, start):
     session(1.0, lambda trainer, _: trainer.run(range(100)))
     read = session(2.0, evaluate)
     assert read["train/loss"] == ([*range(1, 101)], [1.0] * 100)
-    assert read_hdf5(path).iterations("valid/accuracy").tolist() == [loaded or 100]
+    assert read_hdf5(path).iterations("valid/accuracy").tolist() == [loaded]
     if start is not None:
         read = session(3.0, resume_later)
         assert read["train/loss"] == ([*range(1, 101)], [1.0] * start + [3.0] * (100 - start))
-        assert read["valid/accuracy"][1] == [3.0, 3.0]
-        assert read_hdf5(path).iterations("valid/accuracy").tolist() == [start, start]
-        assert set(read_hdf5(path).runs("valid/accuracy")) == {2}
-        assert read_hdf5(path, before_run=1)["train/loss"].steps.tolist() == [*range(1, 101)]
-
-
-def test_values_from_before_the_trainer_is_known(path):
-    trainer, evaluator = engine_of(), engine_of()
-    with HDF5Logger(path) as logger:
-        log_output(logger, evaluator, tag="valid")
-        evaluator.run(range(3))
-        Monitor(NoModel(), "own").log_to(logger, trainer)
-        log_output(logger, trainer)
-        trainer.run(range(5))
-    read = read_hdf5(path)
-    assert read.iterations("valid/loss").tolist() == [1, 2, 3]
-    assert read.iterations("train/loss").tolist() == [*range(1, 6)]
+        assert read["valid/accuracy"][1][-2:] == [3.0, 3.0]
+        assert read_hdf5(path).iterations("valid/accuracy").tolist()[-2:] == [0, start]
+        assert set(read_hdf5(path).runs("valid/accuracy")[-2:]) == {2}
 
 
 @pytest.mark.parametrize("same_logger", [True, False])
@@ -225,12 +209,13 @@ def test_evaluators_between_runs_of_the_trainer(path, sessions, is_named):
     for session in range(sessions + 1):
         trainer, evaluator = engine_of(), engine_of(lambda _, session=session: {"accuracy": session})
         with HDF5Logger(path, "a", flush_every=7, trainer=trainer if is_named else None) as logger:
-            log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid")
-            log_output(logger, trainer)
             if not is_named:
                 Monitor(NoModel(), "own").log_to(logger, trainer)
+            log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid")
+            log_output(logger, trainer)
             first = max(0, 3 * session - 1)  # resumed one epoch before the last
             if session == sessions:
+                trainer.load_state_dict({"iteration": 15 * sessions, "epoch_length": 5, "max_epochs": 3 * sessions})
                 evaluator.run(range(3))
                 break
             if first:
@@ -246,23 +231,6 @@ def test_evaluators_between_runs_of_the_trainer(path, sessions, is_named):
     assert read["valid/accuracy"].values[-1] == sessions
 
 
-@pytest.mark.parametrize("flush_every", [1, 50])
-def test_a_second_training_in_one_logger_is_kept_apart(path, flush_every, caplog):
-    with HDF5Logger(path, flush_every=flush_every) as logger:
-        for scale in (1.0, 100.0):
-            engine = engine_of(lambda i, scale=scale: {"loss": scale / i})
-            log_output(logger, engine)
-            engine.run(range(30), max_epochs=1)
-    steps, values = as_lists(path)["train/loss"]
-    assert steps == [*range(1, 31)] * 2
-    assert values == [scale / i for scale in (1.0, 100.0) for i in range(1, 31)]
-    assert read_hdf5(path).iterations("train/loss").tolist() == [*range(1, 61)]
-    assert read_hdf5(path).runs("train/loss").tolist() == [0] * 30 + [2] * 30
-    assert "engines run in turn" in caplog.messages[0]
-    assert "a second engine trains and writes the same names" in caplog.messages[1]
-    assert len(caplog.messages) == 2
-
-
 def test_an_evaluator_in_a_thread_of_its_own_begins_no_run_of_the_trainer(path):
     """The trainer has counted its first iteration, and its logger has not been called."""
     trainer, evaluator = engine_of(), engine_of()
@@ -275,47 +243,40 @@ def test_an_evaluator_in_a_thread_of_its_own_begins_no_run_of_the_trainer(path):
     with HDF5Logger(path, trainer=trainer) as logger:
         log_output(logger, trainer)
         log_output(logger, evaluator, tag="valid")
-        trainer.add_event_handler(Events.ITERATION_STARTED(once=1), evaluate)
-        put_first(trainer, Events.ITERATION_STARTED)
+        trainer.add_event_handler(Events.STARTED | Events.ITERATION_STARTED(once=1), evaluate)
         for trainer.state.max_epochs in (None, None):
             trainer.run(range(5), max_epochs=1)
     read = read_hdf5(path)
     assert read.iterations("train/loss").tolist() == [*range(1, 11)]
-    assert read.iterations("valid/loss").tolist() == [0] * 3 + [5] * 3
+    assert read.iterations("valid/loss").tolist() == [0, 0, 0, 1, 1, 1, 5, 5, 5, 6, 6, 6]
 
 
-def test_monitors_of_a_second_engine_are_refused_unless_the_trainer_is_named(tmp_path):
+def test_engines_are_refused_unless_it_is_known_which_one_trains(tmp_path):
     trainer, other, monitor = engine_of(), engine_of(), Monitor(NoModel(), "own")
-    with HDF5Logger(tmp_path / "a.h5") as logger:
+    refused = pytest.raises(ValueError, match=r"which engine trains is not known. Name it: HDF5Logger\(path, train")
+    with HDF5Logger(tmp_path / "monitors.h5") as logger:
         monitor.log_to(logger, trainer)
-        with pytest.raises(
-            ValueError, match=r"records one training.*name the one that trains: HDF5Logger\(path, train"
-        ):
+        log_output(logger, other)
+        with refused:
             monitor.log_to(logger, other)
-    with HDF5Logger(tmp_path / "b.h5", trainer=trainer) as logger:
+    with HDF5Logger(tmp_path / "attached.h5") as logger:
+        log_output(logger, other)
+        log_output(logger, other)
+        with refused:
+            log_output(logger, trainer)
+        with refused:
+            monitor.log_to(logger, trainer)
+        monitor.log_to(logger, other)
+        log_output(logger, trainer)
+    with HDF5Logger(tmp_path / "continued.h5", "a") as logger:
+        with refused:
+            log_output(logger, trainer)
+        monitor.log_to(logger, trainer)
+        log_output(logger, trainer)
+    with HDF5Logger(tmp_path / "named.h5", trainer=trainer) as logger:
         for engine in (other, trainer):
             monitor.log_to(logger, engine)
-
-
-def test_without_a_trainer_a_continued_file_replaces_nothing(path, caplog):
-    for mode, value in (("x", 1.0), ("a", 2.0)):
-        engine = engine_of(lambda _, value=value: {"loss": value})
-        with HDF5Logger(path, mode) as logger:
             log_output(logger, engine)
-            engine.run(range(3), max_epochs=2)
-    assert as_lists(path)["train/loss"] == ([*range(1, 7)] * 2, [1.0] * 6 + [2.0] * 6)
-    [warning] = caplog.messages
-    assert "a run that resumes replaces no values, since no trainer is known" in warning
-
-
-def test_what_the_file_held_before_a_run(path):
-    for start, value in ((0, 1.0), (4, 2.0), (0, 3.0)):
-        run(path, 6, "a", output=lambda _, value=value: {"loss": value}, start=start)
-    values = [read_hdf5(path, before_run=number).get("train/loss", (0, np.empty(0)))[1].tolist() for number in range(4)]
-    assert values == [[], [1.0] * 6, [1.0] * 4 + [2.0] * 2, [3.0] * 6]
-    assert set(read_hdf5(path, before_run=2).runs("train/loss")) == {0, 1}
-    with pytest.raises(ValueError, match="Argument before_run should be at least 0"):
-        read_hdf5(path, before_run=-1)
 
 
 # Runs that restore a checkpoint while their logger stays

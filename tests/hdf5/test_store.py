@@ -91,7 +91,7 @@ def test_what_was_on_the_disk_is_left_after_a_loss_of_power(path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
     file, state, row = Store(path, "x"), EMPTY, np.zeros(1, ROW)
-    line = np.frombuffer(b'["name", 0, "a", "user", ""]\n["run", 0, 0, -1]\n', np.uint8)
+    line = np.frombuffer(b'["name", 0, "a", "user", "", true]\n["run", 0, 0, -1]\n', np.uint8)
     for number in range(9):
         now[0] += 3.0
         row["end"], row["step"] = number + 1, number

@@ -153,8 +153,8 @@ REFUSED = {
     "committed type": linked("values", np.dtype("<i8")),
     "dataset missing": lambda file, folder: file.__delitem__("rows"),
     "group": lambda file, folder: (file.__delitem__("rows"), file.create_group("rows")),
-    "unknown version": attribute("version", 9),
-    "version of an older release": attribute("version", 7),
+    "unknown version": attribute("version", 10),
+    "version of an older release": attribute("version", 8),
     "no version": attribute("version"),
     "version as text": attribute("version", "2"),
     "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
@@ -186,14 +186,14 @@ REFUSED = {
         )
     },
     "report without names": line(*REPORT[:7]),
-    "a name twice": line("name", 3, "train/a", "user", ""),
-    "a name with a number too high": line("name", 9, "train/x", "user", ""),
+    "a name twice": line("name", 3, "train/a", "user", "", True),
+    "a name with a number too high": line("name", 9, "train/x", "user", "", True),
     "a run with a number too high": line("run", 3, 0, 4),
     "a run that replaces a fraction": line("run", 2, 0, 0.5),
     "a line of another kind": line("nothing", 0),
     "lines of deep nesting": lines(b"[" * 100_000 + b"\n"),
     "no lines": lines(b"", keep=False),
-    "a line without an end": lines(b'["name", 4, "train/x", "user", '),
+    "a line without an end": lines(b'["name", 4, "train/x", "user", "", true'),
     "other chunks": replaced("rows", compression=9, **CHUNKS),
 }
 
