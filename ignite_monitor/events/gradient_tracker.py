@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import chain
@@ -28,8 +27,6 @@ from ignite_monitor.model._torch import (
     registries,
     untraced,
 )
-
-_logger = logging.getLogger(__name__)
 
 
 class GradientsReady(NamedTuple):
@@ -113,7 +110,6 @@ class GradientTracker:
         self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
         self.statistics = RunningStatistics()
         self.probe: Any = None  # AccumulationProbe that shows whether the statistics' window continues
-        self._has_warned = False
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -185,20 +181,7 @@ class GradientTracker:
         self.reduced = all(map(attrgetter("require_backward_grad_sync"), self._replicas))
         if not self.reduced:
             return set()
-        if any(map(finalizes_manually, (*self._replicas, *self._sharded))):
-            self.warn_of_finalization()
-            return set()
-        return changed
-
-    def warn_of_finalization(self) -> None:
-        """Warn, once, that the train step reduces gradients itself: then they are first seen by its optimizer step."""
-        if not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "Gradients of %s are not reduced before finalize_backward(): they are measured, and spikes detected, "
-                "when the optimizer's step starts. To skip steps use GradMonitor(on_spike='skip').",
-                type(self.model).__name__,
-            )
+        return set() if any(map(finalizes_manually, (*self._replicas, *self._sharded))) else changed
 
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:

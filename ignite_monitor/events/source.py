@@ -130,10 +130,7 @@ class EventSource:
             for reference, handler in self._listeners[moment._name_]:
                 monitor = reference()
                 if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                    try:
-                        handler(monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
-                    except Exception as error:  # noqa: BLE001
-                        monitor._survive(error)
+                    monitor.guarded(handler, monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
@@ -156,7 +153,6 @@ class EventSource:
         if not self.in_train_step or tracker is None:
             return set()
         if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
-            tracker.warn_of_finalization()
             return set()
         if self.sees_capture():
             return set()
@@ -230,10 +226,7 @@ class EventSource:
             start = functools.partial(self._on_backward, key) if has_hooks else None
             tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
-            try:
-                monitor.before_train_step(engine)
-            except Exception as error:  # noqa: BLE001
-                monitor._survive(error)
+            monitor.guarded(monitor.before_train_step, engine)
         with ExitStack() as contexts:
             if acting:
                 contexts.enter_context(self._steps.context())
@@ -241,13 +234,8 @@ class EventSource:
                 if tracker.accumulates:
                     tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
-                if monitor._has_failed:
-                    continue
-                try:
-                    for context in monitor.train_step_contexts():
-                        contexts.enter_context(context)
-                except Exception as error:  # noqa: BLE001
-                    monitor._survive(error)
+                if not monitor._has_failed:
+                    monitor.guarded(_enter, contexts, monitor)
             output = original(engine, batch)
         for monitor in monitored if self._has_captured else ():
             monitor.clear(engine)
@@ -268,18 +256,12 @@ class EventSource:
     def _end(self, engine: Engine | None = None) -> None:
         try:
             for monitor in self.monitors:
+                if engine is not None and not monitor._has_failed:  # after an error the device may not answer
+                    monitor.guarded(monitor.on_run_completed)
                 if not monitor._has_failed:
-                    self._end_run(monitor, completed=engine is not None)
+                    monitor.guarded(monitor.on_run_end)
         finally:
             self._uninstall()
-
-    def _end_run(self, monitor: Any, completed: bool) -> None:
-        try:
-            if completed:  # after an error the device may not answer
-                monitor.on_run_completed()
-            monitor.on_run_end()
-        except Exception as error:  # noqa: BLE001
-            monitor._survive(error)
 
     def _interrupt(self, engine: Engine) -> None:
         # A run interrupted between ITERATION_STARTED and the train step continues with the train step.
@@ -295,3 +277,8 @@ class EventSource:
         self._reset()
         for monitor in self.monitors:
             monitor.reset_run_state()
+
+
+def _enter(contexts: ExitStack, monitor: Any) -> None:
+    for context in monitor.train_step_contexts():
+        contexts.enter_context(context)

@@ -268,10 +268,7 @@ class Monitor(Reporter, Serializable):
     def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
         # Ignite still calls the handlers of an event that one of them removes.
         if self._attached_to() is engine and not self._has_failed:
-            try:
-                handler(engine)
-            except Exception as error:  # noqa: BLE001
-                self._survive(error)
+            self.guarded(handler, engine)
 
     def _start(self, engine: Engine) -> None:
         if self._attached_to() is not engine:  # a handler before this one has detached it
@@ -281,10 +278,15 @@ class Monitor(Reporter, Serializable):
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
         self._monitored = any(accepted) and not (self.is_finished or self._has_failed)
         if self._monitored:
-            try:
-                self.start_iteration(engine)
-            except Exception as error:  # noqa: BLE001
-                self._survive(error)
+            self.guarded(self.start_iteration, engine)
+
+    def guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the monitor; after an error, which ends its measuring, return None."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # noqa: BLE001
+            self._survive(error)
+            return None
 
     def _survive(self, error: Exception) -> None:
         """Measure nothing more until attached again, and report the error, which ends this monitor and not training.
@@ -296,11 +298,9 @@ class Monitor(Reporter, Serializable):
         if of_user or is_from_signal_handler(error) or not self._is_guarded or self.ranks.size > 1:
             raise error
         self._has_failed, self._monitored = True, False
-        engine = self._attached_to()
         with contextlib.suppress(Exception):
             self.reset_run_state()
-        if engine is not None:
-            self.clear(engine)
+        self.clear_metrics()  # attributes, such as the flag of a spike, hold until the next iteration
         self.logger.error("%s: the error that ends its measuring", self._title, exc_info=error)
         reason = str(error).partition("\n")[0]
         self.report("failed", f"an error ends its measuring: {type(error).__name__}: {reason}", once=False)

@@ -63,11 +63,11 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
     monitors = [monitor for monitor in monitors if not monitor._is_resolved]
     groups = []
     for monitor in list(monitors):
-        try:
-            groups.append([*(values for _, values in monitor._waiting), *monitor.deferred_tensors()])
-        except Exception as error:  # noqa: BLE001
+        deferred = monitor.guarded(monitor.deferred_tensors)
+        if deferred is None:
             monitors.remove(monitor)
-            monitor._survive(error)
+        else:
+            groups.append([*(values for _, values in monitor._waiting), *deferred])
     for monitor, numbers in zip(monitors, transfer(groups), strict=True):
         waiting, monitor._waiting, monitor._is_resolved = monitor._waiting, [], True
         latest: dict[str, float] = {}
@@ -76,10 +76,7 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
         # A number that was published after a tensor of the same name stays.
         waits = [name for name in latest if isinstance(monitor.metrics.get(monitor._named(name)), Tensor)]
         monitor._put({name: latest[name] for name in waits})
-        try:
-            monitor._put(monitor.resolve_deferred(numbers[len(waiting) :]))
-        except Exception as error:  # noqa: BLE001
-            monitor._survive(error)
+        monitor._put(monitor.guarded(monitor.resolve_deferred, numbers[len(waiting) :]) or {})
 
 
 class DeferredFlag:

@@ -139,28 +139,6 @@ def test_curvature_is_read_after_the_run(device):
     assert handler.on_host()["curvature/hessian_max_eigenvalue"] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_recurring_spikes_are_the_same_whether_a_logger_reads_values_or_not(fused, device):
-    """Of isolated spikes of one size the first four are skipped."""
-    spikes = range(3, 24, 3)
-    states = []
-    for reads in (True, False):
-        torch.manual_seed(0)
-        training = Training(device, fused=fused, model=transformer(1, 8, records=False))
-        data = batches(25, device.name, spikes)
-        training.trainer.run(data[:1])  # makes the optimizer's state
-        monitor = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(20.0), on_spike="skip")
-        monitor.attach(training.trainer)
-        if reads:
-            training.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _, item: item.on_host(), monitor)
-        training.trainer.run(data, max_epochs=1)
-        counts = monitor.on_host()
-        assert counts["grad/spike_count"] == len(spikes)
-        assert 4 <= counts["grad/skipped_count"] < len(spikes)
-        states.append(training.state())
-    assert_same(*states)
-
-
 def test_steps_skipped_before_values_are_read_are_not_those_of_the_last_norm(device, caplog):
     training = Training(device, fused=True, model=transformer(1, 8, records=False))
     data = batches(10, device.name, [3, 5])

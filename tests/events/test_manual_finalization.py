@@ -52,7 +52,7 @@ def finalize(model):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_are_measured_when_the_step_starts(wrap, accumulation, caplog):
+def test_gradients_are_measured_when_the_step_starts(wrap, accumulation):
     model = wrap()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     norms, events = [], []
@@ -75,7 +75,6 @@ def test_gradients_are_measured_when_the_step_starts(wrap, accumulation, caplog)
     assert events == ["optimizer_step_started"] * (4 // accumulation)
     assert [norm for norm in published if norm is not None] == pytest.approx(norms, rel=1e-6)
     assert [norm is None for norm in published] == [number % accumulation != 0 for number in range(1, 5)]
-    assert caplog.text.count("finalize_backward()") == 1
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

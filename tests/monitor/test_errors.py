@@ -25,7 +25,7 @@ from ignite_monitor import (
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.histograms import handler as histograms
 from ignite_monitor.routing import decisions
-from tests._helpers import assert_same
+from tests._helpers import assert_same, make_step, mlp_batches
 
 PLACES = (
     "start_iteration",
@@ -248,6 +248,19 @@ def test_a_failed_monitor_is_not_asked_again():
     failing.place, failing.count = "on_run_end", 2
     failing.detach()
     assert [report.text for report in failing.reports] == ["an error ends its measuring: RuntimeError: no memory"]
+
+
+@pytest.mark.allows_failed_monitors
+def test_a_spike_holds_for_the_rest_of_the_iteration_in_which_its_monitor_fails():
+    model, flags = nn.Linear(4, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Engine(make_step(model, optimizer, after_step=lambda engine: flags.append(engine.state.unhealthy_spike)))
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(1e-9))
+    monitor._window.step_started = fails
+    monitor.attach(trainer)
+    trainer.run(mlp_batches(3))
+    assert [report.kind for report in monitor.reports] == ["failed"]
+    assert flags == [True, False, False]
 
 
 def fails(*_):
