@@ -205,10 +205,8 @@ def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
 
 def after_backward(function: Callable[[], None], callback_depth: int) -> None:
     """Call a function at the end of the running backward, after a callback that queues so many others."""
-    if callback_depth:
-        queue_callback(functools.partial(after_backward, function, callback_depth - 1))
-    else:
-        function()
+    once_more = functools.partial(after_backward, function, callback_depth - 1)
+    queue_callback(function if callback_depth == 1 else once_more)
 
 
 def in_outermost_backward(function: Callable[[], None]) -> None:

@@ -60,7 +60,6 @@ class EventSource:
         self._outermost.clear()
         for tracker in self.trackers.values():
             tracker.iteration_started()
-        self._steps.reset()
         self.nonfinite_source: NonFiniteSource | None = None  # of this iteration, as far as it has been located
         self.users_error: Exception | None = None  # that a handler of the user's has raised in this iteration
         self.in_train_step = False  # whether one is running that monitors, or handlers of the user's, follow
@@ -274,6 +273,7 @@ class EventSource:
             tracker.hook.remove()
             tracker.accumulates = tracker.has_own_backward = False
         self._steps.release()
+        self._steps.reset()
         self._reset()
         for monitor in self.monitors:
             monitor.reset_run_state()

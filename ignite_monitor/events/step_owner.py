@@ -193,9 +193,9 @@ class StepOwner:
 
     def release(self) -> None:
         """Undo what was done, also after a step that raised an error, and remove the hooks of the step."""
-        if self._undo:
+        if self._undo or self._handles:
             self.undo()
-        remove_all(self._handles)
+            remove_all(self._handles)
 
     def undo(self, *_: Any) -> None:
         """Restore what a skipped step has changed in its optimizer."""

@@ -39,7 +39,6 @@ class PostponedSpike:
 
     states: list[Any]  # snapshots of the detectors
     counts: Sequence[Tensor]
-    losses: Tensor | None  # sum and number of its losses
     probe: AccumulationProbe | None = None
 
 
@@ -74,13 +73,6 @@ class GradientDetector:
         self.reset_by: GradientDetection | None = None  # the last one that may have reset a threshold
         # Numbers of spikes, non-finite norms and resets so far, a postponed spike included.
         self.counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
-
-    def start_iteration(self, unseen: bool) -> None:
-        """Drop losses that no gradient has used; all of them after iterations that were not monitored."""
-        if self.losses is not None:
-            self.losses.start_iteration(unseen)
-        if unseen and self.postponed is not None:
-            self.postponed.losses = None
 
     def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
         """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
@@ -144,7 +136,9 @@ class GradientDetector:
 
     def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
         """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
-        self.postponed = self._saved(None if self.losses is None else self.losses.take())
+        self.postponed = self._saved()
+        if self.losses is not None:
+            self.losses.take()
         self.observe(detection)
         self._restore(self.postponed, ~is_spike)
 
@@ -165,7 +159,7 @@ class GradientDetector:
         accumulated = self._ranks.any(accumulated)
         self._restore(postponed, accumulated)
         if self.losses is not None:
-            self.losses.give_back(postponed.losses, accumulated)
+            self.losses.give_back(accumulated)
         self.postponed = None
         return accumulated
 
@@ -175,8 +169,8 @@ class GradientDetector:
             self._restore(self.postponed)
             self.postponed = None
 
-    def _saved(self, losses: Tensor | None = None) -> PostponedSpike:
-        return PostponedSpike([detector.snapshot() for detector in self._detectors.values()], self.counts, losses)
+    def _saved(self) -> PostponedSpike:
+        return PostponedSpike([detector.snapshot() for detector in self._detectors.values()], self.counts)
 
     def _restore(self, before: PostponedSpike, when: Tensor | None = None) -> None:
         for detector, state in zip(self._detectors.values(), before.states, strict=True):

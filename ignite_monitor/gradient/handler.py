@@ -133,7 +133,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         # Steps of iterations that are not monitored are not seen.
         unseen = iteration != self._iteration + 1
         self._window.iteration_started(unseen)
-        self._detector.start_iteration(unseen)
+        if self._detector.losses is not None:
+            self._detector.losses.start_iteration(unseen)
         self._iteration, self._now = iteration, Iteration()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
