@@ -129,7 +129,7 @@ class EventSource:
             for reference, handler in self._listeners[moment._name_]:
                 monitor = reference()
                 if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):
-                    monitor.guarded(handler, monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
+                    monitor._guarded(handler, monitor, engine, *(() if about is None else (about[id(monitor.model)],)))
         if event is MonitorEvents.TRAIN_STEP_COMPLETED:
             self.in_train_step = False
         if getattr(engine, EVENT_HANDLERS).get(event._name_):
@@ -225,7 +225,7 @@ class EventSource:
             start = functools.partial(self._on_backward, key) if has_hooks else None
             tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
-            monitor.guarded(monitor.before_train_step, engine)
+            monitor._guarded(monitor.before_train_step, engine)
         with ExitStack() as contexts:
             if acting:
                 contexts.enter_context(self._steps.context())
@@ -234,7 +234,7 @@ class EventSource:
                     tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
             for monitor in sorted(monitored, key=attrgetter("measures_time")):
                 if not monitor._has_failed:
-                    monitor.guarded(_enter, contexts, monitor)
+                    monitor._guarded(_enter, contexts, monitor)
             output = original(engine, batch)
         for monitor in monitored if self._has_captured else ():
             monitor.clear(engine)
@@ -256,9 +256,9 @@ class EventSource:
         try:
             for monitor in self.monitors:
                 if engine is not None and not monitor._has_failed:  # after an error the device may not answer
-                    monitor.guarded(monitor.on_run_completed)
+                    monitor._guarded(monitor.on_run_completed)
                 if not monitor._has_failed:
-                    monitor.guarded(monitor.on_run_end)
+                    monitor._guarded(monitor.on_run_end)
         finally:
             self._uninstall()
 

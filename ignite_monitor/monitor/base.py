@@ -268,7 +268,7 @@ class Monitor(Reporter, Serializable):
     def _if_attached(self, handler: Callable[[Engine], Any], engine: Engine) -> None:
         # Ignite still calls the handlers of an event that one of them removes.
         if self._attached_to() is engine and not self._has_failed:
-            self.guarded(handler, engine)
+            self._guarded(handler, engine)
 
     def _start(self, engine: Engine) -> None:
         if self._attached_to() is not engine:  # a handler before this one has detached it
@@ -278,9 +278,9 @@ class Monitor(Reporter, Serializable):
         accepted = [accepts is None or accepts(engine, engine.state.iteration) for accepts in self._filters]
         self._monitored = any(accepted) and not (self.is_finished or self._has_failed)
         if self._monitored:
-            self.guarded(self.start_iteration, engine)
+            self._guarded(self.start_iteration, engine)
 
-    def guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the monitor; after an error, which ends its measuring, return None."""
         try:
             return function(*arguments)

@@ -63,7 +63,7 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
     monitors = [monitor for monitor in monitors if not monitor._is_resolved]
     groups = []
     for monitor in list(monitors):
-        deferred = monitor.guarded(monitor.deferred_tensors)
+        deferred = monitor._guarded(monitor.deferred_tensors)
         if deferred is None:
             monitors.remove(monitor)
         else:
@@ -76,7 +76,7 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
         # A number that was published after a tensor of the same name stays.
         waits = [name for name in latest if isinstance(monitor.metrics.get(monitor._named(name)), Tensor)]
         monitor._put({name: latest[name] for name in waits})
-        monitor._put(monitor.guarded(monitor.resolve_deferred, numbers[len(waiting) :]) or {})
+        monitor._put(monitor._guarded(monitor.resolve_deferred, numbers[len(waiting) :]) or {})
 
 
 class DeferredFlag:
