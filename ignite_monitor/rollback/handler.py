@@ -86,10 +86,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         check_function("loss", loss, "the engine")
         patience = check_count("patience", patience, least=1)
         self.loss = loss
-        self.every, self.max_rollbacks = (
-            check_count("every", every, least=1),
-            check_count("max_rollbacks", max_rollbacks, least=1),
-        )
+        self.every = check_count("every", every, least=1)
+        self.max_rollbacks = check_count("max_rollbacks", max_rollbacks, least=1)
         self._policy = RecoveryPolicy(patience, max_rollbacks)
         self._snapshots, self._on_host = Snapshots(every), where == "host"
         self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})

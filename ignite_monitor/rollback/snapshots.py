@@ -88,7 +88,8 @@ class TrainingState:
             name: obj.optimizer if type(obj).__module__ == "accelerate.optimizer" else obj for name, obj in kept.items()
         }
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
-        self.optimizers = [obj for obj in self.objects.values() if hasattr(obj, "_optimizer_step_post_hooks")]
+        inner = map(_own_part, self.objects.values())
+        self.optimizers = [obj for obj in inner if hasattr(obj, "_optimizer_step_post_hooks")]
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
         for name, obj in self.objects.items():
@@ -141,7 +142,8 @@ def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
 
 def _cloned(value: Tensor, on_host: bool, into: Tensor | None) -> Tensor:
     value = value.detach()
-    if into is None or (into.shape, into.dtype, into.layout) != (value.shape, value.dtype, torch.strided):
+    fits = into is not None and (into.shape, into.dtype, into.layout) == (value.shape, value.dtype, torch.strided)
+    if into is None or not fits or 0 in into.stride():  # 0: expanded
         return value.to("cpu" if on_host else (value if into is None else into).device, copy=True)
     local(into).detach().copy_(local(value))
     return into
@@ -158,7 +160,11 @@ def finite(state: Any) -> dict[str, bool]:
 def _state_of(obj: Any) -> Any:
     """The state itself, nothing copied; of modules every tensor under all its names, buffers of no state_dict too."""
     if not isinstance(obj, nn.Module):
-        return obj.state_dict()
+        if (own := _own_part(obj)) is obj:
+            return obj.state_dict()
+        # Its state_dict() needs a collective. Every step copies the options of its groups into this rank's part.
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
+        return {"state": own.state_dict()["state"], "param_groups": groups}
     named = obj.named_parameters(remove_duplicate=False), obj.named_buffers(remove_duplicate=False)
     return dict(chain(*named))
 
@@ -169,13 +175,18 @@ def _restore(obj: Any, state: Any) -> None:
         for name, tensor in clone(state, into=current).items():
             if name in current and tensor is not current[name]:  # of another shape or dtype
                 current[name].data = tensor
-    elif isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
+    elif isinstance(obj, Optimizer) and type(own := _own_part(obj)).state_dict is Optimizer.state_dict:
         # In place, since load_state_dict() may change dtypes.
-        parameters = dict(enumerate(p for group in obj.param_groups for p in group["params"]))
+        parameters = dict(enumerate(p for group in own.param_groups for p in group["params"]))
         restored = clone(state, into=current)
-        obj.state.clear()
-        obj.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
+        own.state.clear()
+        own.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
         for group, saved in zip(obj.param_groups, restored["param_groups"], strict=False):
             group.update({key: value for key, value in saved.items() if key != "params"})
     elif state:  # a disabled GradScaler has nothing to load
         obj.load_state_dict(clone(state))
+
+
+def _own_part(obj: Any) -> Any:
+    """Return the optimizer of this rank's part inside of a ZeroRedundancyOptimizer; other objects as they are."""
+    return obj.optim if hasattr(obj, "consolidate_state_dict") else obj

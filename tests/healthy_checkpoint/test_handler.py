@@ -10,6 +10,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, global_step_from_engine
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler, attach_monitors
@@ -226,15 +227,18 @@ def test_it_is_ignites_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("fsdp", marks=pytest.mark.skipif(not SHARDS, reason=NEEDS_SHARDS)), "ema"]
+    "kind", ["zero", pytest.param("fsdp", marks=pytest.mark.skipif(not SHARDS, reason=NEEDS_SHARDS)), "ema"]
 )
-def test_sharded_models_and_averages(one_rank, kind):
+def test_sharded_optimizers_and_models_and_averages(one_rank, kind):
     """Saved as by Ignite, from the trainer's state and from the copy; a ruined tensor of a part is found."""
     model, states = nn.Linear(4, 1), []
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     if kind == "fsdp":
         fully_shard(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if kind == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trainer = Engine(make_step(model, optimizer, loss_of=square_loss))
     to_save = {"model": model, "optimizer": optimizer, "average": average}
     save = lambda checkpoint, name, metadata=None: states.append((name, copy.deepcopy(checkpoint)))  # noqa: E731
@@ -245,9 +249,13 @@ def test_sharded_models_and_averages(one_rank, kind):
     def update(engine):
         average.update_parameters(model) if kind == "ema" else None
         if engine.state.iteration == 28:
+            optimizer.consolidate_state_dict() if kind == "zero" else None
             seen.append(copy.deepcopy({name: thing.state_dict() for name, thing in to_save.items()}))
         if engine.state.iteration == 29:
-            next(iter(average.parameters() if kind == "ema" else model.parameters())).data.fill_(torch.nan)
+            inner = optimizer.optim if kind == "zero" else optimizer
+            parameter = next(iter(average.parameters() if kind == "ema" else model.parameters()))
+            ruined = inner.state[parameter]["exp_avg"] if kind == "zero" else parameter.data
+            ruined.fill_(torch.nan)
 
     checkpoint.attach(trainer, Events.ITERATION_COMPLETED(once=30))
     trainer.run(torch.randn(30, 8, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -14,6 +16,7 @@ from ignite.handlers.param_scheduler import (
     PiecewiseLinear,
     create_lr_scheduler_with_warmup,
 )
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler as of_torch
 
@@ -170,9 +173,39 @@ def test_optimizers_with_a_state_of_their_own(kind, make):
     assert_same(back, [states[30]])
 
 
-def test_a_zero_redundancy_optimizer_is_refused(one_rank):
-    """Its state_dict() needs a collective beforehand."""
-    model = make_net()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    with pytest.raises(TypeError, match=r"'optimizer'.*consolidate"):
-        RollbackHandler({"model": model, "optimizer": optimizer})
+def test_zero_redundancy_optimizer(one_rank):
+    """Its own state_dict() needs a collective beforehand; moments and rates of this rank's part are restored."""
+    training, states, back = Training(lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-3)), {}, []
+
+    def state():
+        moments = training.optimizer.optim.state_dict()["state"]
+        return copy.deepcopy([training.model.state_dict(), moments, training.optimizer.param_groups[0]["lr"]])
+
+    training.trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda e: states.update({e.state.iteration - 1: state()})
+    )
+    training.at(33, lambda: training.optimizer.param_groups[0].update(lr=1.0))
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(state()))
+    training.run(make_batches(40), request=[34])
+    assert training.of("restored_iteration")[34] == 30
+    assert_same(back[0], states[30])
+
+
+def test_an_expanded_buffer_is_restored():
+    model = nn.Linear(3, 1)
+    model.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rollback, before, back = RollbackHandler({"model": model, "optimizer": optimizer}, every=4), {}, []
+
+    def step(engine, batch):
+        before[engine.state.iteration] = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        (model(batch * model.mask).square().mean()).backward()
+        optimizer.step()
+
+    trainer = Engine(step)
+    rollback.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=10), lambda _: rollback.request("to see"))
+    trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(copy.deepcopy(model.state_dict())))
+    trainer.run([torch.randn(4, 3) for _ in range(12)])
+    assert_same(back, [before[9]])
