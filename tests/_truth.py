@@ -191,8 +191,10 @@ def spectral(
 ) -> Values:
     """Compute the metrics of SpectralNormHandler with updates; ``held`` names the parameters that may move."""
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    then, now = _effective(before), _effective(after)
-    names = [name for name, item in now.items() if item.ndim > 1 and item.numel() and item.dtype in floats]
+    then, now = before, after
+    computed = {name for name in now if ".parametrizations." in f".{name}"}
+    matrices = {name: item for name, item in now.items() if item.ndim > 1 and item.numel() and name not in computed}
+    names = [name for name, item in matrices.items() if item.dtype in floats]
     norms = {name: spectral_norm(now[name]) for name in names}
     tables = {
         name
@@ -211,7 +213,7 @@ def spectral(
     shapes = {name: now[name].flatten(1).shape for name in names if name not in tables}
     scales = {name: math.sqrt(rows / columns) for name, (rows, columns) in shapes.items()}
     conditions = {"weight_spectral_scale": [norms[name] / item for name, item in scales.items()]}
-    own = [name for name in names if set(held) & set(_made_of(name, after))]
+    own = [name for name in names if name in held]
     if has_step and own:
         sizes = {name: spectral_norm(wide(now[name]) - wide(then[name])) for name in own}
         values["update_norm_max"] = max(sizes.values())
@@ -221,27 +223,6 @@ def spectral(
             summary = order_statistics(key, item)
             values |= {f"{key}_max": summary[f"{key}_max"], f"{key}_median": summary[f"{key}_median"]}
     return {f"spectral/{name}": float(value) for name, value in values.items()}
-
-
-def _made_of(name: str, weights: dict[str, Tensor]) -> list[str]:
-    """The parameters that a weight is made of."""
-    module, _, last = name.rpartition(".")
-    parts = [f"{module}.parametrizations.{last}.original{i}".lstrip(".") for i in (0, 1)]
-    return parts if parts[0] in weights else [name]
-
-
-def _effective(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights as modules use them: of weight normalisation the rows of the second part, as long as the first."""
-    result = {}
-    for name, weight in weights.items():
-        if name.endswith("original0"):
-            rows = wide(weights[name[:-1] + "1"])
-            normed = wide(weight) * rows / rows.flatten(1).norm(dim=1).view(-1, *[1] * (rows.ndim - 1))
-            # It stands where the module's weight does, before what is made of its own parameters.
-            result[name.replace(".parametrizations.weight.original0", ".weight")] = normed
-        elif not name.endswith("original1"):
-            result[name] = weight
-    return result
 
 
 def optimizer_state(

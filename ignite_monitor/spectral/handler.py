@@ -20,17 +20,16 @@ from ignite_monitor.model.sampled_step import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.spectral.effective_weights import (
-    EffectiveWeight,
+from ignite_monitor.spectral.matrices import (
     Label,
-    effective_weights,
+    MatrixWeight,
     embedding,
+    is_special,
     labelled_matrices,
+    matrix_weights,
 )
 from ignite_monitor.spectral.norm import METHODS, SpectralNorms
 from ignite_monitor.spectral.spectra import measure_all
-
-_NOT_COMPUTED = "nothing is reported, since a weight can't be computed"
 
 
 class SpectralNormHandler(Monitor, schema=SPECTRAL):
@@ -40,8 +39,9 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     Parameters of two dimensions or more are measured, unless their names end in ``bias``, frozen ones included and
     shared ones once: convolutions flattened to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``.
-    Embeddings and stacked matrices, whose output dimension is unknown, have no spectral scale. Weights
-    that a module computes are measured as computed. Complex ones are not measured.
+    Embeddings and stacked matrices, whose output dimension is unknown, have no spectral scale.
+    Not measured are complex parameters, and those of modules that compute their weight (parametrization, weight or
+    spectral normalization, pruning).
 
     {keys}
 
@@ -95,16 +95,17 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self.per_parameter = per_parameter
         self._selection = Selection(include, exclude)
         self._nonfinite = DeferredFlag()  # a weight or an update
-        names = [name for name, parameter, _ in named_parameters(model) if parameter.is_complex()]
-        skipped = [name for name in names if name in self._selection]
-        if not self._effective():
-            reason = f"; complex ones are not measured: {listed(skipped, 5)}" if skipped else ""
+        special = [name for name, parameter, module in named_parameters(model) if is_special(parameter, module)]
+        skipped = [name for name in special if name in self._selection]
+        text = f"complex and computed weights are not measured: {listed(skipped, 5)}"
+        if not self._weights():
+            reason = f"; {text}" if skipped else ""
             raise ValueError(
                 f"Argument model should have real weights of two dimensions or more that are selected{reason}"
             )
         if skipped:
-            self.report("complex_weights", f"complex weights are not reported: {listed(skipped, 5)}", names=skipped)
-        self._before: dict[str, tuple[int, Tensor]] = {}  # by name, index in ``_stepped`` and a copy
+            self.report("special_weights", text, names=skipped)
+        self._before: list[tuple[MatrixWeight, Tensor]] = []  # and copies, in the order of ``_stepped``
         self._stepped = UpdatedParameters({})
         self._names: list[str] = []
         self._norms: Tensor | None = None
@@ -115,22 +116,17 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
 
     @torch.no_grad()
     def start_iteration(self, engine: Engine) -> None:
-        self._norms, self._before = None, {}
+        self._norms, self._before = None, []
         self._report_nonfinite()
         if not self.updates:
             return
-        indices: dict[int, int] = {}  # by id of a parameter; one for weights that share parameters
-        with self._training_continues("not_measured", _NOT_COMPUTED):
-            for weight in self._effective():
-                ids = [id(part) for part in weight.parameters]
-                index = next((indices[key] for key in ids if key in indices), len(self._before))
-                indices.update(dict.fromkeys(ids, index))
-                self._before[weight.name] = index, weight.value().detach().clone()
-        self._stepped = UpdatedParameters(indices)
+        weights = self._weights()
+        self._before = [(weight, weight.parameter.detach().clone()) for weight in weights]
+        self._stepped = UpdatedParameters({id(weight.parameter): index for index, weight in enumerate(weights)})
 
     def reset_run_state(self) -> None:
         self._report_nonfinite(wait=True)
-        self._before, self._stepped = {}, UpdatedParameters({})
+        self._before, self._stepped = [], UpdatedParameters({})
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
         self._stepped.started(step.optimizer)
@@ -138,16 +134,15 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         if self._is_running:
-            with self._training_continues("not_measured", _NOT_COMPUTED):
-                self._measure()
-            self._before = {}
+            self._measure()
+            self._before = []
 
     def _measure(self) -> None:
-        weights = self._effective()
+        weights = self._weights()
         if not weights:
             self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
-        matrices = (pair for weight in weights for pair in labelled_matrices(weight, weight.value()))
+        matrices = (pair for weight in weights for pair in labelled_matrices(weight, weight.parameter.detach()))
         labels, measured = measure_all(matrices, self.method)
         self._names, self._norms = [label.name for label in labels], measured.norms
         norm, error, scale, rank = self._order_statistics(labels, measured)
@@ -170,21 +165,21 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(self._names), strict=True)]
             self.publish_table(keys, measured.norms)
         if self.updates:
-            values |= self._update_values(weights)
+            values |= self._update_values()
         self.publish(**values)
         self._report_nonfinite()
 
-    def _update_values(self, weights: list[EffectiveWeight]) -> dict[str, Tensor]:
-        shapes = {name: before.shape for name, (_, before) in self._before.items()}
-        weights = [weight for weight in weights if shapes.get(weight.name) == weight.shape]
+    def _update_values(self) -> dict[str, Tensor]:
+        pairs = [(weight, before) for weight, before in self._before if before.shape == weight.parameter.shape]
         # Without a step on this rank there may be one on another rank, which gathers DTensors.
-        is_dtensor = any_dtensor(part for weight in weights for part in weight.parameters)
-        if not weights or not (self._stepped or is_dtensor):
+        if not pairs or not (self._stepped or any_dtensor(weight.parameter for weight, _ in pairs)):
             return {}
-        matrices = (pair for weight in weights for pair in labelled_matrices(weight, self._change(weight)))
+        matrices = (item for pair in pairs for item in labelled_matrices(pair[0], _change(*pair)))
         labels, measured = measure_all(matrices, self.method)
-        device, indices = measured.norms.device, [self._before[label.weight.name][0] for label in labels]
-        moved = self._stepped.mask(len(self._before), device)[move(torch.tensor(indices, device="cpu"), device)]
+        indices = {weight.name: index for index, (weight, _) in enumerate(self._before)}
+        device = measured.norms.device
+        at = torch.tensor([indices[label.weight.name] for label in labels], device="cpu")
+        moved = self._stepped.mask(len(indices), device)[move(at, device)]
         norm, error, scale, _ = self._order_statistics(labels, measured, moved)
         if not self._stepped:
             return {}
@@ -194,11 +189,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             "update_spectral_scale_max": scale[3],
             "update_spectral_scale_median": scale[0],
         }
-
-    def _change(self, weight: EffectiveWeight) -> Tensor:
-        _, before = self._before[weight.name]
-        wide = torch.promote_types(before.dtype, torch.float32)
-        return weight.value().to(wide) - before.to(wide)
 
     def _order_statistics(
         self, labels: list[Label], measured: SpectralNorms, counted: Tensor | None = None
@@ -217,12 +207,17 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         if self._nonfinite.take(wait):
             self.report("nonfinite", "weights or updates that are not finite are not reported")
 
-    def _effective(self) -> list[EffectiveWeight]:
+    def _weights(self) -> list[MatrixWeight]:
         reshard(self.model)
-        return [weight for weight in effective_weights(self.model) if weight.name in self._selection]
+        return [weight for weight in matrix_weights(self.model) if weight.name in self._selection]
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         return top("topk", tags(self._names), extra[0], self.top_k) if extra else {}
+
+
+def _change(weight: MatrixWeight, before: Tensor) -> Tensor:
+    wide = torch.promote_types(before.dtype, torch.float32)
+    return weight.parameter.detach().to(wide) - before.to(wide)

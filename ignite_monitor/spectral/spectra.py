@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.sampling import fnv1a_64
-from ignite_monitor.spectral.effective_weights import Label
+from ignite_monitor.spectral.matrices import Label
 from ignite_monitor.spectral.norm import SpectralNorms, measure
 
 # Matrices with at most so many elements are stacked, up to so many in all. A device takes longest to launch.
