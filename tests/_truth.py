@@ -405,6 +405,17 @@ def _difference(actual: Call, expected: Call) -> Call | None:
 
 # Refined coordinate check
 
+_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.conv._ConvNd)
+_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase
+
+
+def _is_measured_layer(module: nn.Module) -> bool:
+    """Return True for layers of torch, and Conv1D of transformers, whose weight is a parameter."""
+    is_layer = isinstance(module, (*_LAYERS, _BATCH_AND_INSTANCE_NORMS)) or type(module).__name__ == "Conv1D"
+    packages = ("torch.nn.modules.", "transformers.pytorch_utils")
+    has_weight = isinstance(dict(module.named_parameters(recurse=False)).get("weight"), nn.Parameter)
+    return is_layer and has_weight and type(module).forward.__module__.startswith(packages)
+
 
 @torch.no_grad()
 def rcc(model: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Values:
@@ -414,7 +425,7 @@ def rcc(model: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Value
     others = dict(reference.named_modules())
     lengths: dict[str, list[float]] = {}
     for name, module in model.named_modules():
-        if name not in actual or not [*module.parameters(recurse=False)]:
+        if name not in actual or not _is_measured_layer(module):
             continue
         for now, then in zip(actual[name], expected[name], strict=True):
             y_t, crossed, y_0 = _output(module, now), _output(others[name], now), _output(others[name], then)

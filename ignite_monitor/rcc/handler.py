@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from ignite_monitor.keys import RCC
-from ignite_monitor.model.names import Pattern, Selection, is_layer, tags
+from ignite_monitor.model.names import Pattern, Selection, tags
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.rcc.layers import LayerChanges
+from ignite_monitor.rcc.layers import LayerChanges, is_measured
 from ignite_monitor.rcc.terms import over_layers
 from ignite_monitor.reference.monitor import ReferenceMonitor
 
@@ -26,9 +26,9 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
 
     {keys}
 
-    Norms are l2 norms over the features, averaged over positions, samples, calls, micro-batches and ranks. Layers
-    without a floating-point input have ``weight_update`` alone. A layer that can't be compared is not reported, with
-    one warning.
+    Layers are Linear, convolutions, Embedding and normalization layers of torch, and Conv1D of transformers. Norms are
+    l2 norms over the features, averaged over positions, samples, calls, micro-batches and ranks. Embedding has
+    ``weight_update`` alone. A layer that can't be compared is not reported, with one warning.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
@@ -66,9 +66,12 @@ class RCCHandler(ReferenceMonitor, schema=RCC):
     ) -> None:
         super().__init__(model, prefix, reference, generators, group)
         selection, modules = Selection(include, exclude), self._reference.modules
-        layers = [name for name, module in modules.items() if is_layer(name, module) and name in selection]
+        layers = [name for name, module in modules.items() if is_measured(module) and name in selection]
         if not layers:
-            raise ValueError("Arguments include and exclude should leave a layer with parameters, but leave none")
+            raise ValueError(
+                "Arguments model, include and exclude should leave a linear layer, convolution, Embedding or "
+                "normalization layer, but leave none"
+            )
         layer_tags = dict(zip(layers, tags(name or "_root_" for name in layers), strict=True))
         self._changes = LayerChanges(self._reference, layer_tags)
         self._compare(layers, self._changes)

@@ -61,7 +61,6 @@ class Call:
     kwargs: dict[str, Any]
     output: Any = None  # before it returns
     kept: list[Tensor | None] = field(default_factory=list)  # of Comparison.keep for the same call of the reference
-    entered: Any = None  # of Comparison.enter
 
 
 class Comparison:
@@ -80,8 +79,8 @@ class Comparison:
         """Return the tensors of a reference call to copy for the model's call."""
         raise NotImplementedError
 
-    def enter(self, call: Call) -> Any:
-        """Handle the start of a call of the model; the result becomes ``call.entered``."""
+    def enter(self, call: Call) -> None:
+        """Handle the start of a call of the model."""
 
     def leave(self, call: Call) -> None:
         """Handle the end of a call of the model."""
@@ -214,7 +213,7 @@ class ReferencePasses:
             call.kept = kept.popleft()
             if current.weights and not current.weights.issuperset(map(id, module.parameters())):
                 raise NotComparableError("its weights are given in its call, as torch.func.functional_call does it")
-            call.entered = self.comparison.enter(call)
+            self.comparison.enter(call)
             current.open[name] = call
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

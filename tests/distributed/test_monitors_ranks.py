@@ -484,10 +484,8 @@ def refused(rank: int) -> dict[str, Any]:
     return {}
 
 
-def test_a_sharded_model_needs_a_module_which_may_be_sharded_too(results):
+def test_a_sharded_model_needs_a_module(results):
     assert results("refused") == [{}, {}]
-    actual, expected = results("both sharded")[0]["published"], results("rcc fsdp")[0]["published"]
-    assert actual == [pytest.approx(row, rel=1e-6) for row in expected]
 
 
 def test_a_rank_that_cannot_measure_delays_no_rank(results):
@@ -663,9 +661,6 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     # The reference of one rank can't be run.
     "failing": lambda rank: both_or_one(
         CASES["rcc ddp"]._replace(monitors=rcc(lambda: seeded(attending).to("meta" if rank else "cpu"))), rank
-    ),
-    "both sharded": lambda rank: both_or_one(
-        CASES["rcc fsdp"]._replace(monitors=rcc(lambda: fsdp(seeded(attending), ["first"]))), rank
     ),
     "alignment ddp": alignment,
     "alignment own weights": functools.partial(alignment, own_weights=True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 
 import pytest
@@ -15,7 +14,6 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import RCCHandler
-from ignite_monitor.reference.reference import detached_copy
 from tests._models import Lambda
 from tests._truth import rcc
 from tests.rcc._runs import measure, perturb
@@ -60,17 +58,6 @@ class Attention(nn.MultiheadAttention):
         return super().forward(x, key=x, value=x)[:1]
 
 
-class Packed(nn.Module):
-    """A recurrent layer and sequences of several lengths."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.conv = layer
-
-    def forward(self, x):
-        return self.conv(nn.utils.rnn.pack_padded_sequence(x, [4, 5, 2], enforce_sorted=False))[0].data
-
-
 class OutputSize(nn.Module):
     def __init__(self):
         super().__init__()
@@ -100,14 +87,6 @@ LAYERS = {
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
     "InstanceNorm, one sample": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 9)),
     "InstanceNorm": (lambda: nn.InstanceNorm2d(4, affine=True), (5, 4, 3, 3)),
-    "PReLU": (lambda: nn.PReLU(4), (5, 4, 3)),
-    "a user's": (Scale, (7, 6)),
-    "a user's, of one number": (lambda: Scale(()), ()),
-    "MultiheadAttention": (lambda: Attention(6, 2, batch_first=True), (3, 5, 6)),
-    "GRU": (lambda: nn.GRU(6, 4, batch_first=True), (3, 5, 6)),
-    "LSTM": (lambda: nn.LSTM(6, 4, num_layers=2), (3, 5, 6)),
-    "GRU of packed sequences": (lambda: Packed(nn.GRU(6, 4)), (5, 3, 6)),
-    "LSTM of packed sequences": (lambda: Packed(nn.LSTM(6, 4, bidirectional=True)), (5, 3, 6)),
 }
 
 
@@ -117,34 +96,7 @@ def test_layers(layer):
     torch.manual_seed(0)
     model = Drift(make())
     result = check(model, [torch.randn(shape) for _ in range(2)])
-    assert result["rcc/input_drift/_root_"] == 0
     assert min(value for name, value in result.items() if name.endswith(("/layer", "/layer.conv"))) > 0
-
-
-@dataclasses.dataclass
-class Item:
-    x: torch.Tensor
-
-
-class OfItem(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(6))
-
-    def forward(self, item):
-        return torch.tanh(item.x) * self.scale
-
-
-def test_a_layer_whose_input_is_an_object_with_tensors_is_not_compared(caplog):
-    """Its input could not be replaced by that of the reference: a drift of 0 would be wrong."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Lambda(lambda _, x: Item(x)), OfItem())
-    handler = RCCHandler(model)
-    perturb(model, 0.1)
-    result = measure(handler, [torch.randn(7, 6)])
-    assert result["rcc/input_drift/0"] == 0
-    assert not [name for name in result if name.endswith("/2")]
-    assert "2 is not compared: a tensor of its input is in an object" in caplog.text
 
 
 class Overridden(nn.Linear):
@@ -154,30 +106,30 @@ class Overridden(nn.Linear):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize(
-    "wrap",
+    "make",
     [
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        nn.utils.spectral_norm,
-        lambda layer: Overridden(6, 6),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+        lambda: nn.utils.weight_norm(nn.Linear(6, 6)),
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+        lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
+        lambda: Overridden(6, 6),
+        lambda: nn.Embedding(6, 6, max_norm=0.5),
+        lambda: nn.LSTM(6, 6),
+        Scale,
     ],
 )
-def test_a_linear_layer_with_something_in_between_is_evaluated(wrap):
+def test_what_computes_otherwise_than_the_layers_of_torch_is_not_measured(make):
     torch.manual_seed(0)
-    model = nn.Sequential(wrap(nn.Linear(6, 6)), nn.Tanh(), wrap(nn.Linear(6, 6)))
-    x = torch.randn(7, 6)
-    handler = RCCHandler(model, prefix="a")
+    other = make()
+    given = torch.arange(6) if isinstance(other, nn.Embedding) else torch.randn(6, 6)
+    model = Lambda(lambda self, x: self.a(x) + self.b(given).sum() if type(other) is not nn.LSTM
+                   else self.a(x) + self.b(given)[0].sum(), a=nn.Linear(6, 6), b=other)  # fmt: skip
+    handler = RCCHandler(model)
     perturb(model)
-    actual, references = detached_copy(model), detached_copy(handler.reference)
-    buffers = copy.deepcopy(dict(handler.reference.named_buffers()))
-    with torch.no_grad():
-        y_t, y_0 = actual(x), references(x)
-    result = measure(handler, [x])
-    assert result["a/output_change/2"] == pytest.approx(float((y_t - y_0).norm(dim=-1).mean()), rel=1e-4)
-    assert result["a/input_drift/0"] == 0
-    assert result["a/weight_update/0"] > 0
-    assert all(torch.equal(item, buffers[name]) for name, item in handler.reference.named_buffers())
+    result = measure(handler, [torch.randn(7, 6)])
+    assert {name.split("/")[2] for name in result if name.count("/") > 1} == {"a"}
+    with pytest.raises(ValueError, match="include and exclude"):
+        RCCHandler(model, include="b")
 
 
 def test_embeddings_and_a_tied_head():
@@ -195,19 +147,6 @@ def test_embeddings_and_a_tied_head():
     result = check(Language(), [torch.randint(0, 11, (3, 5)) for _ in range(2)])
     assert [name for name in result if "/tokens" in name] == ["rcc/weight_update/tokens"]
     assert "rcc/input_drift/head" in result
-
-
-def test_an_embedding_whose_rows_are_shortened_as_they_are_used():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 6, max_norm=0.5), nn.Linear(6, 2))
-    tokens = torch.arange(11)
-    handler = RCCHandler(model)
-    # The reference has shortened its rows in float32 when it is evaluated in float64.
-    assert measure(handler, [tokens] * 2)["rcc/weight_update/0"] < 1e-7
-    perturb(model)
-    result = measure(handler, [tokens])
-    change = (model[0].weight - handler.reference[0].weight).detach()
-    assert result["rcc/weight_update/0"] == pytest.approx(float(change.norm(dim=-1).mean()))
 
 
 class Several(nn.Module):
@@ -437,29 +376,6 @@ def test_evaluation_is_not_measured(caplog):
     assert "none of 1 monitored iterations had a forward pass" in caplog.text
 
 
-class Careless(Scale):
-    def forward(self, x):
-        return super().forward(x.mul_(2))
-
-
-def test_what_cannot_be_measured_is_absent_with_one_warning(caplog):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Careless(), nn.Linear(6, 6), Bag())
-    x = torch.randn(4, 6)
-    handler = RCCHandler(model)
-    for _ in range(3):
-        result = measure(handler, [x])
-    assert {name.split("/")[2] for name in result if name.count("/") > 1} == {"0", "2"}
-    assert len(caplog.records) == 2
-    assert "1 is not compared: it changes its input in place" in caplog.text
-    assert "3 is not compared: no floating-point tensor is in its output" in caplog.text
-
-
-class Bag(Scale):
-    def forward(self, x):
-        return super().forward(x).argmax(-1)
-
-
 def test_own_copy_follows_the_model_to_another_device():
     model = nn.Sequential(nn.Linear(6, 6))
     handler = RCCHandler(model)
@@ -511,30 +427,16 @@ def test_copies_made_in_a_train_step_are_not_measured(duplicate, caplog):
     assert caplog.records == []
 
 
-class OwnRMSNorm(nn.Module):
-    """RMSNorm with an offset, as in language models."""
-
-    def __init__(self, features):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(features))
-
-    def forward(self, x):
-        wide = x.float()
-        return ((1 + self.weight) * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)).to(
-            x.dtype
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [0.1, 1e-3])
+@pytest.mark.parametrize("size", [0.1, 1e-2])
 def test_a_normalization_in_low_precision_is_not_measured_by_its_rounding(dtype, size):
     torch.manual_seed(0)
-    model = nn.Sequential(OwnRMSNorm(64)).to(dtype)
+    model = nn.Sequential(nn.RMSNorm(64, eps=1e-6)).to(dtype)
     handler = RCCHandler(model)
     perturb(model, size)
     x = (3 * torch.randn(7, 64)).to(dtype)
     result = measure(handler, [x])
-    wide, moved = x.double(), model[0].weight.detach().double()
+    wide, moved = x.double(), model[0].weight.detach().double() - 1
     update = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * moved
     assert result["rcc/weight_update/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
     assert result["rcc/output_change/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)

@@ -25,12 +25,11 @@ class Recorder(Comparison):
 
     def enter(self, call):
         self.entered.append(call.name)
-        return len(call.args)
 
     def leave(self, call):
         output = call.output if isinstance(call.output, torch.Tensor) else call.output[0]
         assert call.kept[1] is None
-        self.pairs.setdefault(call.name, []).append((output.detach().clone(), call.kept[0].clone(), call.entered))
+        self.pairs.setdefault(call.name, []).append((output.detach().clone(), call.kept[0].clone()))
 
     @property
     def complete(self):
@@ -38,7 +37,7 @@ class Recorder(Comparison):
 
     def differences(self):
         return {
-            name: [float((actual - expected).abs().max()) for actual, expected, _ in pairs]
+            name: [float((actual - expected).abs().max()) for actual, expected in pairs]
             for name, pairs in self.complete.items()
         }
 
