@@ -152,21 +152,15 @@ def _split_heads(sequence: Tensor, heads: int) -> Tensor:
 
 
 def _merged_mask(call: SimpleNamespace) -> Tensor | None:
-    """The two masks, in which True excludes a key, as one in which True includes it, or one to add."""
+    """The two masks, in which True excludes a key, as one to add."""
     masks: list[Tensor] = []
     if call.attn_mask is not None:
         per_head = call.attn_mask.ndim == 3
         masks.append(call.attn_mask.unflatten(0, (-1, call.num_heads)) if per_head else call.attn_mask[None, None])
     if call.key_padding_mask is not None:
         masks.append(call.key_padding_mask[:, None, None])
-    if not masks:
-        return None
-    if all(mask.dtype == torch.bool for mask in masks):
-        return ~functools.reduce(torch.logical_or, masks)
-    zero = torch.zeros((), device=masks[0].device)
-    return functools.reduce(
-        torch.add, (torch.where(mask, -torch.inf, zero) if mask.dtype == torch.bool else mask for mask in masks)
-    )
+    added = [torch.where(mask, -torch.inf, 0.0) if mask.dtype == torch.bool else mask for mask in masks]
+    return functools.reduce(torch.add, added) if added else None
 
 
 _READERS: dict[Callable[..., Any], Callable[..., AttentionArguments | Reason]] = {

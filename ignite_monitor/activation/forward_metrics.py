@@ -28,9 +28,11 @@ from ignite_monitor.reference.passes import Pause
 _FAST_PATH = Reason(
     "fast_path", "it would disable the fast path of torch's transformers in evaluation mode, which rounds differently"
 )
-_NOT_A_NUMBER = Reason("recorded_value", "recorded values should be real numbers, or tensors or arrays of them")
-_NOT_A_NAME = Reason("recorded_name", "recorded names should consist of letters, digits, '-', '_', '.' and '/'")
-_NO_MODULE = Reason("recorded_module", "values are recorded in the forward of a module of the model, or with module=")
+_NOT_RECORDED = Reason(
+    "recorded_value",
+    "recorded values should be real numbers, or tensors or arrays of them, under names of letters, digits, '-', '_', "
+    "'.' and '/', in the forward of a module of the model or with module=",
+)
 
 _NOT_HIDDEN = nullcontext()  # modes take longer than the rest of a call
 
@@ -132,12 +134,9 @@ class ForwardMetrics(ModuleHook):
         layer = self._layers.get(id(module))
         if not self._is_wanted():
             return
-        if layer is None:
-            if module is None or all(module is not item for item in self._root.modules()):
-                self._skip(str(name), _NO_MODULE)
-            return
-        if not isinstance(name, str) or not is_tag(name):
-            self._skip(layer[1], _NOT_A_NAME)
+        if layer is None or not isinstance(name, str) or not is_tag(name):
+            if layer is not None or all(module is not item for item in self._root.modules()):
+                self._skip(layer[1] if layer else str(name), _NOT_RECORDED)
             return
         try:
             with hidden_from_user_modes():
@@ -149,7 +148,7 @@ class ForwardMetrics(ModuleHook):
                     number = as_number(number, device_of(self._root))
                     self.recorded.aggregate(f"{layer[1]}/{name}", self._metrics.aggregate, number, weight)
         except Exception:  # noqa: BLE001 - conversion calls methods of the user's value, which may raise any error
-            self._skip(layer[1], _NOT_A_NUMBER)
+            self._skip(layer[1], _NOT_RECORDED)
 
     # Attention
 

@@ -177,8 +177,6 @@ _INCOMPLETE = ("incomplete", "")  # kind of rows
 class OutputComparison(Comparison):
     """Measures each output of the model against that of the reference; the tags are names as loggers take them."""
 
-    by_weights = False
-
     def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
         self._tags = tags
         self._metrics = metrics

@@ -74,7 +74,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         self.optimizer: Optimizer | None = None
         self._window = GradientWindow()
         self._now = Iteration()
-        self._locator = NonFiniteLocator(model, self.ranks, check_generators(generators))
+        self._locator = NonFiniteLocator(model, check_generators(generators))
         self._unseen = 0  # consecutive iterations without a gradient
 
     def counts(self) -> Tensor:

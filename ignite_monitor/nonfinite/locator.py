@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from numbers import Number
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +20,8 @@ from ignite_monitor.model.isolation import capture_rng_state, generators_of, iso
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.model.tensors import tensors_in
-from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.nonfinite.calls import MOST_CALLS, ModelCall, ModelCalls
 from ignite_monitor.reference.reference import detached_copy, forbid_calls_to, separate_copy
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class NotLocatedError(Exception):
@@ -46,9 +40,9 @@ class NonFiniteLocator:
         source: that of the latest gradient; None if it is finite or the source could not be located.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, generators: Collection[Any] = ()) -> None:
+    def __init__(self, model: nn.Module, generators: Collection[Any] = ()) -> None:
         self._generators = generators
-        self._model, self._ranks = model, ranks
+        self._model = model
         self._was_finite = True
         self.calls = ModelCalls(model, generators)
         self.source: NonFiniteSource | None = None
@@ -65,8 +59,7 @@ class NonFiniteLocator:
             self.calls.backward_ended()
             return None
         try:
-            calls, is_alone = [*self.calls.calls], self._ranks.size == 1
-            self.source = _locate(unwrapped(self._model), calls, self._generators, is_overflow, is_alone)
+            self.source = _locate(unwrapped(self._model), [*self.calls.calls], self._generators, is_overflow)
         except Exception as error:  # noqa: BLE001 - training goes on, also without memory
             self.source = None
             name = "" if isinstance(error, (NotLocatedError, ValueError)) else f"{type(error).__name__}: "
@@ -79,7 +72,7 @@ class NonFiniteLocator:
 
 
 def _locate(
-    root: nn.Module, calls: list[ModelCall], named: Collection[Any], is_overflow: bool, single_rank: bool
+    root: nn.Module, calls: list[ModelCall], named: Collection[Any], is_overflow: bool
 ) -> NonFiniteSource | None:
     _check(root, calls, generators_of(root, named))
     gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
@@ -87,11 +80,7 @@ def _locate(
     generators = generators_of(model, named)
     trace = _Trace({module: name for name, module in named_modules(model)})
     with _isolated(root, model, [generator.device for generator, _ in calls[0].states], named):
-        with (
-            before_forward(trace.names, trace.enter, first=True),
-            after_forward(trace.names, trace.leave),
-            torch.autograd.set_detect_anomaly(True, check_nan=False),  # notes the stack of every operation
-        ):
+        with before_forward(trace.names, trace.enter, first=True), after_forward(trace.names, trace.leave):
             for call in calls:
                 _call_again(model, generators, call)
         used: list[Tensor] = []
@@ -118,8 +107,7 @@ def _locate(
         return NonFiniteSource(name, "backward", text)
     if is_loss:
         raise NotLocatedError("hooks may have changed the gradient of the model's outputs")
-    text = "forward and backward of a copy of the model are finite"
-    raise NotLocatedError(text if single_rank else f"{text} on this rank")
+    raise NotLocatedError("forward and backward of a copy of the model are finite on this rank")
 
 
 def _check(root: nn.Module, calls: list[ModelCall], generators: Mapping[Any, Any]) -> None:
@@ -241,12 +229,9 @@ class _Trace:
         self._claim(tensors, self.names[self._open[-1][0]] if self._open else "")
         self._open.append((module, all(map(has_local_data, tensors)) and _are_finite(tensors)))
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _, finite_inputs = self._open.pop()
         is_bad = finite_inputs and not all(_is_finite(item, may_mask=True) for _, item in tensors_in(output))
-        if is_bad and isinstance(output, Tensor) and not output.requires_grad:
-            with torch.enable_grad():  # so that the graph shows its use
-                output = output.detach().requires_grad_().clone()
         tensors = dict(tensors_in(output))
         self._claim(tensors.values(), self.names[module])
         if is_bad:
@@ -254,7 +239,6 @@ class _Trace:
             self.sources.append((module, {item.grad_fn for item in bad} - {None}))
         if not self._open:
             self.outputs.append(tensors)
-        return output
 
     def backward(self, outputs: list[Tensor]) -> tuple[str, str] | None:
         """Back-propagate random gradients; return module and name of the first operation that makes one non-finite."""
@@ -269,7 +253,7 @@ class _Trace:
             return hook
 
         for node, module in self._owners.items():
-            node.register_hook(hook_of(module, f"{node.name()}{_called_at(node)}"))
+            node.register_hook(hook_of(module, node.name()))
         torch.autograd.backward(outputs, [torch.randn_like(item) / max(item.numel(), 1) ** 0.5 for item in outputs])
         return operations[0] if operations else None
 
@@ -281,13 +265,6 @@ class _Trace:
             if node is not None and node not in self._owners:
                 self._owners[node] = name
                 waiting += [following for following, _ in node.next_functions]
-
-
-def _called_at(node: Any) -> str:
-    """The innermost line outside of torch that called an operation, as anomaly mode has noted it."""
-    frames = [re.match(r'\s*File "(.+)", line (\d+)', frame) for frame in node.metadata.get("traceback_", ())]
-    lines = [f"{frame[1]}:{frame[2]}" for frame in frames if frame and not frame[1].startswith(_TORCH)]
-    return f" ({lines[-1]})" if lines else ""
 
 
 def _non_finite(tensors: Mapping[str, Tensor | None]) -> set[str]:

@@ -68,12 +68,7 @@ class Comparison:
 
     :meth:`keep` and :meth:`enter` run in the model's grad mode, :meth:`leave` without gradients. An error excludes the
     module, with a warning; a :class:`FailedFunctionError` is raised.
-
-    Attributes:
-        by_weights: whether weights are compared, so that a call with other weights than the module's is excluded.
     """
-
-    by_weights = True
 
     def keep(self, call: Call) -> Sequence[Tensor | None]:
         """Return the tensors of a reference call to copy for the model's call."""
@@ -95,7 +90,7 @@ class _Pass:
 
     kept: dict[str, deque[list[Tensor | None]]] = field(default_factory=dict)  # of calls that are not made yet
     open: dict[str, Call] = field(default_factory=dict)  # calls that have not returned
-    weights: set[int] = field(default_factory=set)  # ids of the parameters, if weights are compared
+    weights: set[int] = field(default_factory=set)  # ids of the parameters; empty if they are sharded
 
 
 class ReferencePasses:
@@ -254,7 +249,7 @@ class ReferencePasses:
             self._exclude_all(f"the reference can't be run on the model's inputs ({type(error).__name__}: {error})")
         else:
             self._pass = current
-            if self.comparison.by_weights and not any_dtensor(module.parameters()):
+            if not any_dtensor(module.parameters()):
                 current.weights.update(map(id, module.parameters()))
             if self._reference.is_copy:
                 self._hooks.enter_context(_changes_by_user_hooks(self._modules, self._on_change_by_hook))

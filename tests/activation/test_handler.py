@@ -449,7 +449,7 @@ def test_recorded_values_weigh_by_elements_and_names_are_checked(caplog):
     (published,) = run(model, step)
     wanted = (model.layer(data()) > 0).double().mean().item()
     assert published == pytest.approx({"recorded/_root_/open": wanted, "recorded/layer/bias": 2.0})
-    assert sum("recorded names" in message for message in caplog.messages) == 1
+    assert sum("under names of letters" in message for message in caplog.messages) == 1
     assert run(model, step, event=Events.ITERATION_STARTED(every=2)) == [{}]
     model(data())
     record("outside", 1.0)
@@ -718,11 +718,12 @@ def test_complex_parameters_have_no_built_in_statistics(size, caplog):
         }
         assert "gradient/linear.weight/mean" in values
         assert not any(name.startswith("recorded/") for name in values)
-    reason, unrecorded = "complex numbers have no built-in metrics", "recorded values should be real numbers"
-    assert [item.getMessage() for item in caplog.records if "ActivationHandler" in item.name] == [
-        f"ActivationHandler: iteration 1: skipped stored, large: {reason}",
-        f"ActivationHandler: iteration 1: skipped _root_: {unrecorded}, or tensors or arrays of them",
-    ]
+    complex_, recorded = (item.getMessage() for item in caplog.records if "ActivationHandler" in item.name)
+    reason = "complex numbers have no built-in metrics"
+    assert complex_ == f"ActivationHandler: iteration 1: skipped stored, large: {reason}"
+    assert recorded.startswith(
+        "ActivationHandler: iteration 1: skipped _root_: recorded values should be real numbers,"
+    )
 
 
 def make_cached(rows):

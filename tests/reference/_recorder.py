@@ -12,8 +12,7 @@ from ignite_monitor.reference.reference import Reference
 class Recorder(Comparison):
     """Keeps pairs of outputs by name, and what was entered."""
 
-    def __init__(self, by_weights=True) -> None:
-        self.by_weights = by_weights
+    def __init__(self) -> None:
         self.entered = []
         self.clear()
 
