@@ -79,8 +79,8 @@ class LayerChanges(Comparison):
             if inputs and product_of is None:
                 dtype = wide_dtype(device)
             weights, initial = _converted(weights, dtype), _converted(initial, dtype)
-            updates = {key: item - initial[key] for key, item in weights.items()}
             if not inputs:  # Embedding
+                updates = {"weight": weights["weight"] - initial["weight"]}
                 update: Tensor = with_weights(module, updates, {}).forward(*call.args, **call.kwargs)
                 return norm_sums(update, update, [], dim)
             x, x0 = (item.to(dtype) for item in inputs)
@@ -91,9 +91,10 @@ class LayerChanges(Comparison):
                 update, drift = output - initial_on_input, initial_on_input - reference_output
             else:
                 product = product_of(call.args, call.kwargs)
-                update, drift = product(x, updates["weight"]), product(moved, initial["weight"])
-                if "bias" in updates:
-                    update += updates["bias"].view(-1, *[1] * (-1 - dim))
+                update = product(x, weights["weight"] - initial["weight"])
+                drift = product(moved, initial["weight"])
+                if "bias" in weights:
+                    update += (weights["bias"] - initial["bias"]).view(-1, *[1] * (-1 - dim))
             return norm_sums(update, drift, [x, moved], dim)
 
 
