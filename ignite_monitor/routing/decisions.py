@@ -15,19 +15,12 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes, in_backward
 
 VALUES = ("load_entropy", "max_share", "dead_share", "logit_max", "margin")
-TEXTS = {  # by kind of report
-    "no_logits": "nothing is reported of modules that do not return a plain tensor of logits over two or more experts",
-    "no_choice": "only logit_max is reported, since top_k is not given or greater than the number of experts",
-    "probabilities": "logit_max and margin are not reported of routers that return probabilities in place of logits",
-}
 
 
 def is_of_transformers(module: nn.Module) -> bool:
     """Return True for a router of transformers 5, which returns the chosen experts, also if it is wrapped."""
-    return any(
-        kind.__module__.startswith("transformers.") and re.search("Top[kK1]Router$", kind.__name__)
-        for kind in type(module).__mro__
-    )
+    names = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
+    return any(re.match(r"transformers\..*Top[kK]Router$", name) for name in names)
 
 
 class RouterDecisions(ModuleHook):
@@ -36,7 +29,7 @@ class RouterDecisions(ModuleHook):
     def __init__(self, root: nn.Module, routers: dict[nn.Module, str], top_k: int | None) -> None:
         self._root, self._routers, self._top_k = root, {id(module): name for module, name in routers.items()}, top_k
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}  # results of routing_sums() by name, over all calls
-        self.skipped: dict[str, set[str]] = {"no_logits": set(), "no_choice": set()}  # names of routers by kind
+        self.without_logits: set[str] = set()  # names of routers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         name = self._routers.get(id(module))  # a shallow copy has the hooks of the module itself
@@ -48,69 +41,56 @@ class RouterDecisions(ModuleHook):
             self.error = error
 
     def _add(self, name: str, module: nn.Module, output: Any) -> None:
-        logits, choice, is_mask = _parts(output) if is_of_transformers(module) else (output, None, False)
+        logits, choice = output, None
+        if is_of_transformers(module):
+            logits, _, choice = output[:3] if isinstance(output, tuple) and len(output) > 2 else (None,) * 3
+            logits = None if choice is None else logits
         known = self.sums.get(name)
-        if not _fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):
-            self.skipped["no_logits"].add(name)
+        if not self._fits(logits, choice) or (known and len(known[0]) != logits.shape[-1] + 2):
+            self.without_logits.add(name)
         elif logits.numel():
             with hidden_from_user_modes():
-                if choice is None and self._top_k is not None and self._top_k <= logits.shape[-1]:
-                    choice = logits.topk(self._top_k).indices
-                elif choice is None:
-                    self.skipped["no_choice"].add(name)
-                sums, largest = routing_sums(logits, choice, is_mask)
+                sums, largest = routing_sums(logits, logits.topk(self._top_k).indices if choice is None else choice)
                 if known:
                     sums, largest = known[0] + move_like(sums, known[0]), known[1].maximum(move_like(largest, known[1]))
                 self.sums[name] = sums, largest
 
-
-def _parts(output: Any) -> tuple[Any, Any, bool]:
-    """Return the logits and the chosen experts in (logits, weights, indices) or, with True, (mask, weight, logits)."""
-    first, _, third = output[:3] if isinstance(output, tuple) and len(output) > 2 else (None,) * 3
-    is_mask = isinstance(first, Tensor) and not first.is_floating_point()
-    return (third, first, True) if is_mask else (first, third, False)
-
-
-def _fits(logits: Any, choice: Any) -> bool:
-    tensors = [logits] if choice is None else [logits, choice]
-    if not all(isinstance(tensor, Tensor) and has_local_data(tensor) and tensor.ndim for tensor in tensors):
-        return False
-    is_real = logits.is_floating_point() and logits.itemsize > 1  # float8 has no arithmetic
-    return is_real and logits.shape[-1] > 1 and all(tensor.shape[:-1] == logits.shape[:-1] for tensor in tensors)
+    def _fits(self, logits: Any, choice: Any) -> bool:
+        tensors = [logits] if choice is None else [logits, choice]
+        if not all(isinstance(tensor, Tensor) and has_local_data(tensor) and tensor.ndim for tensor in tensors):
+            return False
+        is_real = logits.is_floating_point() and logits.itemsize > 1  # float8 has no arithmetic
+        has_indices = not tensors[-1].is_floating_point() or choice is None
+        has_experts = logits.shape[-1] >= max(2, self._top_k or 0)
+        return is_real and has_indices and has_experts and all(item.shape[:-1] == logits.shape[:-1] for item in tensors)
 
 
-def routing_sums(logits: Tensor, choice: Tensor | None, is_mask: bool = False) -> tuple[Tensor, Tensor]:
+def routing_sums(logits: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
     """Sum up one call of a router.
 
     Args:
         logits: of shape (tokens ..., experts), not empty.
-        choice: indices of chosen experts, of shape (tokens ..., k); None if not known.
-        is_mask: whether ``choice`` is a mask of chosen experts, of the shape of the logits.
+        choice: indices of chosen experts, of shape (tokens ..., k).
 
     Returns:
-        Tokens per expert, number of tokens with a margin, and sum of margins: of shape (experts + 2,), NaN if a logit
-        is NaN or the choice is not known, has other indices or an index twice. Largest logit: of shape (1,). It and the
-        sum of margins are NaN if the logits are probabilities: none is negative, and those of every token add up to 1.
+        Tokens per expert, number of tokens, and sum of margins: of shape (experts + 2,), NaN if a logit is NaN or the
+        choice has other indices or an index twice. Largest logit: of shape (1,). It and the sum of margins are NaN if
+        the logits are probabilities: none is negative, and those of every token add up to 1.
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.device))
+    tokens, experts = logits.shape
     # Routers of transformers 5.2 return probabilities in the place of logits.
     are_logits = (logits < 0).any() | ~((logits.sum(1) - 1).abs() < 0.01).all()
-    largest, experts = torch.where(are_logits, logits.amax(), math.nan).reshape(1), logits.shape[1]
-    if choice is None:
-        return torch.full_like(logits[0, :1], math.nan).expand(experts + 2), largest
-    chosen, is_known = choice.reshape(len(logits), -1), ~logits.isnan().any()
-    if is_mask:
-        chosen = chosen > 0
-    else:
-        index = torch.where((chosen >= 0) & (chosen < experts), chosen, experts).long()
-        mask = torch.zeros(len(logits), experts + 1, dtype=torch.bool, device=logits.device)
-        chosen = mask.scatter_(1, index, True)[:, :experts]
-        is_known &= chosen.sum() == index.numel()
-    has_margin = chosen.any(1)  # a token beyond an expert's capacity has no expert; infinite if all are chosen
+    index = choice.reshape(tokens, -1)
+    index = torch.where((index >= 0) & (index < experts), index, experts).long()
+    chosen = torch.zeros(tokens, experts + 1, dtype=torch.bool, device=logits.device)
+    chosen = chosen.scatter_(1, index, True)[:, :experts]
+    is_known = (chosen.sum() == index.numel()) & ~logits.isnan().any()
+    # Infinite if all experts are chosen.
     margins = torch.where(chosen, logits, math.inf).amin(1) - torch.where(chosen, -math.inf, logits).amax(1)
-    margin = torch.where(are_logits, torch.where(has_margin, margins, 0.0).sum(), math.nan)
-    sums = torch.cat([chosen.sum(0), has_margin.sum().reshape(1), margin.reshape(1)])
-    return torch.where(is_known, sums, math.nan), largest
+    margin = torch.where(are_logits, margins.sum(), math.nan)
+    sums = torch.cat([chosen.sum(0), torch.full_like(margin, tokens).reshape(1), margin.reshape(1)])
+    return torch.where(is_known, sums, math.nan), torch.where(are_logits, logits.amax(), math.nan).reshape(1)
 
 
 def routing_values(sums: Tensor, largest: Tensor) -> Tensor:

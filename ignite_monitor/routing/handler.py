@@ -19,7 +19,10 @@ from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags,
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
-from ignite_monitor.routing.decisions import TEXTS, VALUES, RouterDecisions, is_of_transformers, routing_values
+from ignite_monitor.routing.decisions import VALUES, RouterDecisions, is_of_transformers, routing_values
+
+NO_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over top_k or more experts"
+PROBABILITIES = "logit_max and margin are not reported of routers that return probabilities in place of logits"
 
 
 class RoutingHandler(Monitor, schema=ROUTING):
@@ -31,20 +34,21 @@ class RoutingHandler(Monitor, schema=ROUTING):
     evaluation mode and recomputations by activation checkpointing are not measured. Compiled models run eagerly in
     monitored iterations. With several ranks, attach the handler on all of them: it takes two collectives per iteration.
 
-    Routers of transformers 5, classes named ``*TopKRouter`` or ``*Top1Router``, return the chosen experts. For others,
-    the experts with the ``top_k`` largest logits count as chosen; without ``top_k`` only ``logit_max`` is reported.
+    Routers of transformers 5, classes named ``*TopKRouter``, return the chosen experts. Of others, the experts with the
+    ``top_k`` largest logits count as chosen.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         routers: a regular expression; the modules with a match in their names are the routers, and return the logits
             over experts. None for the routers of transformers.
-        top_k: the number of experts per token, of routers that are not of transformers.
+        top_k: the number of experts per token, of ``routers`` that are not of transformers.
         group: the ranks to average over, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``routers`` is not a regular expression, the model has no router, or ``top_k`` is less than 1.
+        ValueError: if ``routers`` is not a regular expression or given without ``top_k``, the model has no router, or
+            ``top_k`` is less than 1.
 
     Examples:
         .. code-block:: python
@@ -64,6 +68,8 @@ class RoutingHandler(Monitor, schema=ROUTING):
     ) -> None:
         super().__init__(model, prefix, group=group)
         self._pattern = check_pattern("routers", routers)
+        if (routers is None) != (top_k is None):
+            raise ValueError("Arguments routers and top_k should be given together, but one is None")
         self.top_k = None if top_k is None else check_count("top_k", top_k, least=1)
         if not self._routers():
             raise ValueError(f"Argument routers matched no router; pass a regular expression, but given {routers!r}")
@@ -96,19 +102,19 @@ class RoutingHandler(Monitor, schema=ROUTING):
         if decisions is None:
             return
         decisions.raise_error()
-        for kind, names in decisions.skipped.items():
-            if names:
-                self.report(kind, f"{TEXTS[kind]}: {', '.join(sorted(names))}", names=sorted(names))
-        if not decisions.sums and not any(decisions.skipped.values()):
+        if decisions.without_logits:
+            names = sorted(decisions.without_logits)
+            self.report("no_logits", f"{NO_LOGITS}: {', '.join(names)}", names=names)
+        elif not decisions.sums:
             self.report("no_tokens", "no tokens were routed in training mode")
         device, sums, largest = device_of(self.model), dict[Any, NamedValues](), dict[Any, NamedValues]()
         for name, (sums_of_router, largest_logit) in decisions.sums.items():
             self._has_probabilities.set((largest_logit.isnan() & ~sums_of_router[:1].isnan())[0])
-            if name not in decisions.skipped["no_logits"]:
+            if name not in decisions.without_logits:
                 sums[name] = NamedValues([name], move(sums_of_router, device)[None])
                 largest[name] = NamedValues([name], move(largest_logit, device)[None])
         if self._has_probabilities.take():
-            self.report("probabilities", TEXTS["probabilities"])
+            self.report("probabilities", PROBABILITIES)
         if self.ranks.size > 1:
             if not self.ranks.all_present:
                 self.report("join", "ranks may have run out of data under join(), so nothing is reported")

@@ -1,4 +1,4 @@
-"""Comparison of batches, bit by bit."""
+"""Comparison of batches on the host, bit by bit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ignite_monitor.model.tensors import bits_of
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return the parts of a batch; of a tensor its shape, dtype and device, and a copy of its bits."""
-    if isinstance(value, Tensor) and has_local_data(value) and not value.is_quantized:
-        return [(value.shape, value.dtype, value.device), bits_of(value).flatten().clone()]
+    """Return the parts of a batch; of a tensor its shape and dtype, and a copy of its bits."""
+    if isinstance(value, Tensor) and value.is_cpu and has_local_data(value):
+        return [(value.shape, value.dtype), bits_of(value).flatten().clone()]
     if isinstance(value, (str, bytes, int, float, type(None))):
         return [value]
     members = value.items() if isinstance(value, Mapping) else value
@@ -24,15 +24,10 @@ def leaves_of(value: Any) -> list[Any]:
     return [object()]  # equal to no other
 
 
-def is_same(first: list[Any], batch: list[Any]) -> Tensor | bool:
+def is_same(first: list[Any], batch: list[Any]) -> bool:
     """Return True if two batches are certainly equal, and hold more than constants, which may be placeholders."""
-    equal, varies = [], []
-    for one, other in zip(first, batch, strict=False):
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            equal.append((one == other).all())
-            varies.append((one != one[:1]).any())
-        elif one != other:
-            return False
-    if len(first) != len(batch) or len({flag.device for flag in equal}) != 1:
+    tensors = [leaf for leaf in first if isinstance(leaf, Tensor)]
+    if len(first) != len(batch) or not any(bool((leaf != leaf[:1]).any()) for leaf in tensors):
         return False
-    return torch.stack([*equal, torch.stack(varies).any()]).all()
+    pairs = zip(first, batch, strict=True)
+    return all(torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)

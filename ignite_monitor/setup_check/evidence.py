@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,11 +19,12 @@ from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.setup_check.batches import is_same, leaves_of
 
+COMPARED = 3  # batches
+
 
 class Numbers(NamedTuple):
     """Numbers that stay on the device until the check ends; all but the last are 1 or 0."""
 
-    batch_repeats: float  # all batches are bitwise those of the first iteration
     rate_is_zero: float  # all learning rates, in all steps
     keeps_gradients: float  # the first backward after each step finds its gradients, and no other one finds zeros
     held_change: float  # the norm of the optimizer's parameters has changed
@@ -34,7 +36,6 @@ class Step(NamedTuple):
     """A step of the optimizer."""
 
     iteration: int  # of the check
-    is_torch: bool  # the optimizer is one of torch
     is_rate_zero: list[Any]  # by group
     norm: Any  # maximum norm of its gradients
     initial_norms: list[Tensor]  # of the gradients before each backward after it
@@ -50,10 +51,9 @@ class Evidence:
     iterations: int = 0
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     steps: list[Step] = field(default_factory=list)
-    calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
     initial_norms: list[Tensor] = field(default_factory=list)  # as those of a step, before the first one
-    first_batch: list[Any] = field(default_factory=list)  # what is compared of it
-    same: list[Any] = field(default_factory=list)  # of each batch after the first, whether it is bitwise equal to it
+    batch: list[Any] = field(default_factory=list)  # what is compared of the last one
+    repeats: int = 0  # number of batches that equal the one before
 
     def __post_init__(self) -> None:
         ids = held_by(self.optimizer)
@@ -69,16 +69,11 @@ class Evidence:
         """Number of iterations with a step of the optimizer."""
         return len({step.iteration for step in self.steps})
 
-    def note_batch(self, batch: Any, epoch_length: int | None) -> None:
-        """Compare the batch of an iteration with that of the first one, if an epoch has more than one."""
-        try:
-            leaves = leaves_of(batch)
-            if self.iterations > 1:
-                self.same.append(epoch_length != 1 and is_same(self.first_batch, leaves))
-            else:
-                self.first_batch = leaves
-        except Exception:  # noqa: BLE001 - a batch may hold objects of any kind, and training continues
-            self.same.append(False)
+    def note_batch(self, batch: Any) -> None:
+        """Compare each of the first batches with the one before."""
+        with contextlib.suppress(Exception):  # a batch may hold objects of any kind, and training continues
+            before, self.batch = self.batch, leaves_of(batch) if self.iterations <= COMPARED else []
+            self.repeats += is_same(before, self.batch)
 
     def note_gradients(self) -> None:
         """Note the parameters that have a gradient."""
@@ -88,13 +83,13 @@ class Evidence:
         """Note the norm of the gradients before a backward."""
         (self.steps[-1] if self.steps else self).initial_norms.append(initial_norm)
 
-    def note_step(self, is_torch: bool) -> None:
+    def note_step(self) -> None:
         """Note a step, after which gradients are as it leaves them: a fused optimizer has unscaled them."""
         gradients = [item.grad for item in self.held if item.grad is not None]
         is_known = gradients and not any_dtensor(gradients)
         norm: Any = total_norm(gradients, math.inf) if is_known else math.nan
         rates = [rate == 0 for rate in learning_rates(self.optimizer)]
-        self.steps.append(Step(self.iterations, is_torch, rates, norm, []))
+        self.steps.append(Step(self.iterations, rates, norm, []))
 
     def end(self) -> Tensor:
         """Return the :class:`Numbers` as a tensor."""
@@ -106,7 +101,7 @@ class Evidence:
         followed = [step for step in self.steps if step.initial_norms]
         kept = (all_of([step.initial_norms[0] == step.norm, *step.initial_norms]) for step in followed)
         norms = zip((total_norm(self.held), total_norm(self.others)), self._norms, strict=True)
-        numbers = [all_of(self.same), all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
+        numbers = [all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
         numbers += [now != before for now, before in norms]
         numbers += [sum((norm == 0 for norm in self.initial_norms[1:]), torch.zeros((), device=device))]
         return torch.stack([move(number, device).float() for number in numbers])

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer, RMSprop
 
 from ignite_monitor.model.names import held_by, listed, named_modules, parameters_of
 from ignite_monitor.model.sampling import NARROW
-from ignite_monitor.setup_check.evidence import Evidence
+from ignite_monitor.setup_check.evidence import COMPARED, Evidence
 
 MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
 _NAMED = 5
@@ -85,21 +85,6 @@ def _not_in_optimizer(evidence: Evidence, report: Report) -> None:
         report("stale_optimizer", f"{text}create the optimizer after the last change of the model", names=stale)
 
 
-def _no_gradients(evidence: Evidence, report: Report) -> None:
-    trained = {id(item) for item in evidence.held if item.requires_grad}
-    # An optimizer of another class may compute gradients, or keep them elsewhere.
-    is_torch = all(step.is_torch for step in evidence.steps)
-    if trained and evidence.stepped > 1 and is_torch and evidence.seen.isdisjoint(trained):
-        text = f"no parameter of the optimizer had a gradient in {evidence.stepped} iterations with a step. Check for "
-        report("no_gradients", f"{text}detach(), no_grad() and item() between the model's output and the loss")
-
-
-def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
-    if evidence.stepped and evidence.calls and not any(evidence.calls):
-        text = "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper"
-        report("wrapper_bypassed", text)
-
-
 def _no_step(evidence: Evidence, report: Report) -> None:
     if evidence.stepped:
         return
@@ -132,8 +117,10 @@ def _zero_learning_rate(evidence: Evidence, report: Report) -> None:
 
 
 def _large_momentum(evidence: Evidence, report: Report) -> None:
+    if not isinstance(evidence.optimizer, (SGD, RMSprop)):  # the momentum of others may be a mean
+        return
     groups = [group for group in evidence.optimizer.param_groups if not group.get("dampening")]
-    largest = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
+    largest = max((float(group["momentum"]) for group in groups), default=0.0)
     if largest > _LARGE_MOMENTUM:
         factor = f"up to {1 / (1 - largest):.3g} times" if largest < 1 else "without bound above"
         text = f"a momentum of {largest:g} makes steps grow to {factor} the learning rate times the gradient"
@@ -141,8 +128,8 @@ def _large_momentum(evidence: Evidence, report: Report) -> None:
 
 
 def _batch_repeats(evidence: Evidence, report: Report) -> None:
-    if evidence.same and evidence.numbers.batch_repeats:
-        text = f"the first {len(evidence.same) + 1} batches are bitwise equal: check the data loader"
+    if evidence.repeats == COMPARED - 1:
+        text = f"the first {COMPARED} batches are bitwise equal: check the data loader"
         report("batch_repeats", text, "warning")
 
 
@@ -151,7 +138,7 @@ def _names(evidence: Evidence, parameters: Iterable[Any]) -> tuple[str, ...]:
 
 
 FINDINGS = (
-    *(_not_in_optimizer, _no_gradients, _wrapper_bypassed, _no_step, _requires_grad_false, _gradients_not_zeroed),
+    *(_not_in_optimizer, _no_step, _requires_grad_false, _gradients_not_zeroed),
     *(_zero_learning_rate, _large_momentum, _batch_repeats),
 )
 """Functions of the evidence when the check ends; for :func:`unused_parameters` it may take more iterations."""

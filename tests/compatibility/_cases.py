@@ -52,7 +52,7 @@ def pictures(size: int = 32, name: str = "", count: int = 4) -> Callable[[], dic
 
 
 CASES: dict[str, Case] = {}
-MIXTURES = ("Mixtral", "Qwen3Moe", "Olmoe", "GptOss", "DeepseekV3", "SwitchTransformers")
+MIXTURES = ("Mixtral", "Qwen3Moe", "Olmoe", "GptOss", "DeepseekV3")
 
 
 def vision(name: str, make: Callable[[Any], nn.Module], size: int = 32, module: str = "torchvision.models") -> None:

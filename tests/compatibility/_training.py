@@ -104,10 +104,7 @@ class Recorded(Training):
 
     def _count(self, router: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         chosen = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
-        if chosen.shape[-1] == module.num_experts:  # SwitchTransformers: one-hot
-            counts = chosen.flatten(0, -2).sum(0)
-        else:
-            counts = torch.bincount(chosen.flatten(), minlength=module.num_experts)
+        counts = torch.bincount(chosen.flatten(), minlength=module.num_experts)
         self.tokens[-1][router] = self.tokens[-1].get(router, 0) + counts
 
     def _step(self, engine: Engine, batch: list[dict[str, Any]]) -> float:

@@ -36,7 +36,7 @@ from ignite_monitor import (
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from tests._helpers import assert_same, make_batches, make_step
 from tests._models import Lambda, Net, make_mlp
-from tests._ranks import WORLD, ddp, fsdp, inner_of, run_scenarios, train, whole
+from tests._ranks import WORLD, ddp, fsdp, run_scenarios, train, whole
 from tests._truth import norm
 
 COUNT = 6
@@ -584,10 +584,9 @@ def test_ranks_that_have_run_out_of_data_delay_no_rank(results):
 
 
 def setup_check(rank: int) -> dict[str, Any]:
-    def kinds(wrap: Any, make: Any = dense, optimizer: Any = sgd, of: Any = lambda model: model) -> list[str]:
-        step = lambda model, optimizer: make_step(of(model), optimizer)  # noqa: E731
+    def kinds(wrap: Any, make: Any = dense, optimizer: Any = sgd) -> list[str]:
         monitors = lambda model, optimizer: [SetupCheck(model, optimizer)]  # noqa: E731
-        (check,) = train(make, wrap, rank, make_batches(5), monitors, optimizer=optimizer, step=step).monitors
+        (check,) = train(make, wrap, rank, make_batches(5), monitors, optimizer=optimizer).monitors
         assert check.findings is not None
         return [finding.kind for finding in check.findings]
 
@@ -595,7 +594,6 @@ def setup_check(rank: int) -> dict[str, Any]:
     of_whole = sgd(later)
     return {
         "ddp": kinds(ddp),
-        "bypassed": kinds(ddp, of=inner_of),
         "fsdp": kinds(sharded("0")),
         "stale": kinds(sharded("0"), lambda: later, lambda model: of_whole),
         "forgotten": kinds(ddp, optimizer=lambda model: torch.optim.SGD([*model.parameters()][:-1], lr=0.01)),
@@ -604,7 +602,7 @@ def setup_check(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_findings_of_a_setup(results, rank):
-    expected = {"ddp": [], "bypassed": ["wrapper_bypassed"], "fsdp": [], "stale": ["stale_optimizer"]}
+    expected = {"ddp": [], "fsdp": [], "stale": ["stale_optimizer"]}
     assert results("setup")[rank] == expected | {"forgotten": ["not_in_optimizer"]}
 
 

@@ -151,26 +151,21 @@ def test_compiled_models_are_measured():
 
 
 def test_routers_of_transformers_report_the_experts_that_they_chose():
-    """A bias for the choice alone, groups of experts or a capacity: the k largest logits are not what was chosen."""
+    """A bias for the choice alone, or groups of experts: the k largest logits are not what was chosen."""
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 4.0], [5.0, 1.0, 1.0, 0.0]])
     indices = torch.tensor([[0, 3], [3, 0], [0, 1]])
-    mask = torch.tensor([[[1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]])
     weight = torch.ones(1)
 
     model = Lambda(
-        lambda self, x: (self.top(self.scale), self.one(self.scale), self.not_one(self.scale)) and x * self.scale,
+        lambda self, x: (self.top(self.scale), self.one(self.scale)) and x * self.scale,
         scale=nn.Parameter(torch.ones(())),
         top=router_class("SomeTopkRouter", lambda self, x: (x * logits, x, indices))(),
-        one=router_class("SomeTop1Router", lambda self, x: (mask, x, x * logits.unsqueeze(0)))(),
-        not_one=router_class("SomeTop2Router", lambda self, x: (mask, x, x * logits))(),
+        one=router_class("SomeTop1Router", lambda self, x: (x * logits, x, indices))(),
     )
     (row,) = run_monitored(train_step(model), [weight], RoutingHandler(model))
     assert of_layer(row, "top") == pytest.approx(counted(indices, logits))
     assert row["routing/margin/top"] == pytest.approx((-2 - 2 + 0) / 3)
-    assert of_layer(row, "one") == pytest.approx(
-        {"load_entropy": 0.5, "max_share": 0.5, "dead_share": 0.5, "logit_max": 5.0, "margin": 1.5}
-    )
-    assert not of_layer(row, "not_one")
+    assert not of_layer(row, "one")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,34 +205,14 @@ def test_all_experts_chosen_have_no_margin():
         ([3.0, 2.0, 1.0], [[0, -1]]),
         ([3.0, 2.0, 1.0], [[1, 1]]),
         ([3.0, math.nan, 1.0], [[0, 2]]),
-        ([3.0, 2.0, 1.0], None),
     ],
-    ids=["too large", "negative", "twice", "NaN", "no choice"],
+    ids=["too large", "negative", "twice", "NaN"],
 )
 def test_a_choice_that_is_not_known_has_no_values(logits, indices):
     logits = torch.tensor([logits])
-    sums, largest = routing_sums(logits, None if indices is None else torch.tensor(indices))
+    sums, largest = routing_sums(logits, torch.tensor(indices))
     expected = [math.nan] * 3 + [float(logits.max()), math.nan]
     assert routing_values(sums, largest).tolist() == pytest.approx(expected, nan_ok=True)
-
-
-def test_without_tokens_nothing_is_known():
-    sums, largest = routing_sums(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int64), is_mask=True)
-    values = routing_values(sums, largest).tolist()
-    assert values == pytest.approx([math.nan] * 3 + [1.0, math.nan], nan_ok=True)
-
-
-@pytest.mark.parametrize("top_k", [None, EXPERTS + 1])
-def test_without_the_number_of_experts_per_token_only_the_largest_logit_is_reported(top_k, caplog):
-    rows = []
-    for k in (K, top_k):
-        model = Model()
-        rows += run_monitored(train_step(model), batches(1), RoutingHandler(model, routers="0.gate$", top_k=k))
-    assert rows[1] == {name: value for name, value in rows[0].items() if "logit_max" in name} != {}
-    assert caplog.messages == [
-        "RoutingHandler (routing): iteration 1: only logit_max is reported, since top_k is not given or greater than "
-        "the number of experts: blocks.0.gate"
-    ]
 
 
 def test_modules_that_return_no_logits_are_not_reported(caplog):
@@ -246,21 +221,27 @@ def test_modules_that_return_no_logits_are_not_reported(caplog):
             logits = super().forward(x)
             return logits if x.mean() > 0 else logits[..., :3]
 
+    def tuple_of(choice):
+        return router_class("TupleTopKRouter", lambda self, x: (x, x, choice))()
+
     model = Model()
-    model.blocks[0].experts[0] = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))  # a single number
+    model.blocks[0].experts[0] = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))  # fewer than top_k
     model.blocks.extend([nn.LSTM(4, 4), router_class("TupleTopKRouter", lambda self, x: x[0])(), Changing(4, 6)])
+    model.blocks.extend([tuple_of(None), tuple_of(torch.ones(9, 1)), tuple_of(torch.ones(2, 1, dtype=torch.long))])
     data = torch.randn(2, 1, 3, 4)
     model.blocks.forward = lambda x: (
         torch.cat([model.blocks[5](part)[..., :3] for part in (x.abs(), -x.abs())]),
+        [model.blocks[i](x) for i in (6, 7, 8)],
         model.blocks[4](model.blocks[3](x.flatten(0, 1))),
         model.blocks[2](model.blocks[0](x)),
-    )[2]
-    handler = RoutingHandler(model, routers=r"^blocks\.0\.experts\.0\.0|^blocks\.[345]|2.gate$", top_k=1)
+    )[3]
+    handler = RoutingHandler(model, routers=r"^blocks\.0\.experts\.0\.0|^blocks\.[345678]|2.gate$", top_k=2)
     rows = run_monitored(train_step(model), data, handler)
     assert {name.split("/")[2] for row in rows for name in row} == {"blocks.2.gate"}
     assert caplog.messages == [
         "RoutingHandler (routing): iteration 1: nothing is reported of modules that do not return a plain tensor of "
-        "logits over two or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5"
+        "logits over top_k or more experts: blocks.0.experts.0.0, blocks.3, blocks.4, blocks.5, blocks.6, blocks.7, "
+        "blocks.8"
     ]
     caplog.clear()
     run_monitored(train_step(model), data, RoutingHandler(model, routers=r"^blocks\.3", top_k=1))
@@ -284,9 +265,10 @@ def test_a_model_without_routers_is_refused():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"routers": "door"}, ValueError, "given 'door'"),
-        ({"routers": "("}, ValueError, "routers should be a regular expression"),
-        ({"routers": 3}, TypeError, "routers should be a regular expression"),
+        ({"routers": "door", "top_k": 1}, ValueError, "given 'door'"),
+        ({"routers": "(", "top_k": 1}, ValueError, "routers should be a regular expression"),
+        ({"routers": 3, "top_k": 1}, TypeError, "routers should be a regular expression"),
+        ({"routers": "gate"}, ValueError, "routers and top_k should be given together"),
         ({"routers": "gate", "top_k": 0}, ValueError, "top_k should be at least 1"),
     ],
 )
