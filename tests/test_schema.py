@@ -184,8 +184,7 @@ def test_everything_was_on(published):
             for key in kind.schema.keys
             if not any(matches(key.pattern, name.removeprefix(f"{prefix}/")) for name in names)
         ]
-        # and what there is on several ranks.
-        assert set(lacking) <= {"reserved_memory_mb", "data_wait_max_ms", "data_wait_rank", "scale"}, kind
+        assert set(lacking) <= {"reserved_memory_mb", "scale"}, kind
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -23,7 +23,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 from ignite_monitor.replicas.hashes import hashes_of
-from ignite_monitor.replicas.items import items_of, replica_groups, rng_items
+from ignite_monitor.replicas.items import items_of, replica_groups
 
 _SHOWN = 8  # ranks, and items of each, in a report
 
@@ -44,7 +44,6 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose state to compare; None for none.
         exclude: a regular expression; items in whose name it matches are not compared, such as buffers of one rank.
-        random_state: compare the RNG state of torch, Python and NumPy; it often differs on purpose, for dropout.
         hashes: publish the hash of every tensor, with one rank too; ``ignite-monitor compare`` then names the first
             iteration and tensor in which two runs differ.
         group: the ranks that hold the same, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
@@ -66,17 +65,15 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         optimizer: Optimizer | None = None,
         *,
         exclude: Pattern = None,
-        random_state: bool = False,
         hashes: bool = False,
         group: Group = None,
         prefix: str = "replicas",
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer, optional=True)
-        check_type("random_state", random_state, bool, "bool")
         check_type("hashes", hashes, bool, "bool")
         self.optimizer = optimizer
-        self.random_state, self.hashes = random_state, hashes
+        self.hashes = hashes
         self._selection = Selection(exclude=exclude)
         self.reset_run_state()
 
@@ -114,7 +111,6 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         try:
             items = items_of(self.model, self.optimizer, self.ranks.ignored)
             items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
-            items |= rng_items(device) if self.random_state else {}
             holders = {name: replica_groups(item, self.ranks.groups) for name, item in items.items()}
             names = [name for name in items if name in self._selection and (holders[name] or self.hashes)]
             hashes = NamedValues(names, hashes_of({name: items[name] for name in names}, device))

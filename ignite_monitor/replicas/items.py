@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from ignite_monitor.model.dtensor import is_dtensor, local
-from ignite_monitor.model.isolation import capture_rng_state
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import named_modules, named_parameters
 
@@ -47,13 +45,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, member in value.items() if isinstance(value, Mapping) else enumerate(value):
             if isinstance(key, (int, str)):  # the names of other keys may differ between ranks
                 yield from _leaves(f"{key} of {name}", member)
-
-
-def rng_items(device: torch.device) -> dict[str, Any]:
-    """Return the states of the global generators of torch, Python, NumPy and a CUDA device."""
-    state = capture_rng_state([device] if device.type == "cuda" else [])
-    devices = state.pop("devices")
-    return {f"RNG state of {name}": value for name, value in {**state, **devices}.items()}
 
 
 def replica_groups(item: Any, groups: Iterable[Any]) -> tuple[Any, ...]:

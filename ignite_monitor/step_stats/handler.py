@@ -12,11 +12,11 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_function, check_real, check_type
+from ignite_monitor.checks import check_function, check_real
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import STEP_STATS
-from ignite_monitor.model.devices import device_of, move, move_like
+from ignite_monitor.model.devices import device_of, move_like
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, learning_rates, parameters_of, tags
@@ -46,8 +46,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         items: function of the batch that returns its number of items; None for the length of its first tensor.
         peak_flops: largest number of FLOPs per second of the device, from its data sheet.
         flops_per_item: FLOPs of a train step per item, forward and backward.
-        slowest_rank: publish the rank that waited longest for its data, by a collective per monitored iteration.
-        group: the ranks to compare, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
+        group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of the keys.
 
     Raises:
@@ -70,14 +69,12 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         items: Callable[[Any], float | Tensor] | None = None,
         peak_flops: float | None = None,
         flops_per_item: float | None = None,
-        slowest_rank: bool = False,
         group: Group = None,
         prefix: str = "step",
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         check_function("items", items, "the batch")
-        check_type("slowest_rank", slowest_rank, bool, "bool")
         if (peak_flops is None) != (flops_per_item is None):
             raise ValueError("Arguments peak_flops and flops_per_item should be given together, but one is None")
         if peak_flops is not None:
@@ -87,7 +84,6 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.items = items
         self.peak_flops = peak_flops
         self.flops_per_item = flops_per_item
-        self.slowest_rank = slowest_rank
         self.measures_time = True
         self._data = DataClock()
         self.reset_run_state()
@@ -168,7 +164,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if not self._has_stepped:
             self._put_rates()
         device = device_of(self.model)
-        values = self._values | self._data_wait(device)
+        values = self._values
+        if self._data.seconds is not None:
+            values["data_wait_ms"] = 1e3 * self._data.seconds
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = whole_norm(parameters)
         if device.type == "cuda":
@@ -179,16 +177,6 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if device.type == "cpu":
             values |= self._times(self._items)
         self.publish(**values)
-
-    def _data_wait(self, device: torch.device) -> dict[str, float | Tensor]:
-        if self._data.seconds is None:
-            return {}
-        milliseconds = 1e3 * self._data.seconds
-        values: dict[str, float | Tensor] = {"data_wait_ms": milliseconds}
-        if self.slowest_rank and self.ranks.size > 1 and self.ranks.all_present:
-            longest, rank = self.ranks.largest(move(torch.tensor(milliseconds, device="cpu"), device))
-            values |= {"data_wait_max_ms": longest, "data_wait_rank": rank}
-        return values
 
     def _times(self, items: float | Tensor | None) -> dict[str, float]:
         seconds = None if self._clock is None else self._clock.seconds()

@@ -167,7 +167,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "SpectralNormHandler": (lambda m, _: im.SpectralNormHandler(m), (0, 0)),
     "RCCHandler": (lambda m, _: im.RCCHandler(m), (1, 2 * 80)),
     "AlignmentHandler": (lambda m, _: AlignmentHandler(m), (1, 2 * 48)),
-    "StepStatsHandler": (partial(im.StepStatsHandler, slowest_rank=True), (2, 8)),
+    "StepStatsHandler": (im.StepStatsHandler, (0, 0)),
     "GradientNoiseScaleHandler": (partial(im.GradientNoiseScaleHandler, items=len), (1, 40)),
     "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (13, 13 * 4 * 76)),
     "ReplicaCheckHandler": (im.ReplicaCheckHandler, (2, 24)),
