@@ -117,7 +117,6 @@ STEP_STATS = Schema("step", "step", (
     Key("data_wait_ms", "time spent waiting for the batch", unit="ms", chart="waiting for data"),
     Key("data_wait_share", "``data_wait_ms / (data_wait_ms + time_ms)``", when="if both are known"),
     Key("items_per_s", "items of the batch per second of ``time_ms``, on this rank", unit="1/s"),
-    Key("mfu", "model FLOPs utilization: FLOPs per second over ``peak_flops``", when="with ``peak_flops``"),
     Key("parameter_norm", "l2 norm of all parameters after the train step", nonfinite="any"),
     Key("gradient_norm", "l2 norm of the gradient that the optimizer's first step was given; not of DTensors",
         nonfinite="any"),

@@ -113,7 +113,7 @@ def make_all():
         RCCHandler(model),
         ActivationHandler(model, **everything, attention=True, reference="init"),
         SpectralNormHandler(model, updates=True, per_parameter=True),
-        StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
+        StepStatsHandler(model, optimizer),
         never,
         DriftMonitor(lambda engine: engine.state.iteration),
         SpikeRecorder(never, "spikes"),

@@ -30,7 +30,7 @@ PAGES = {
 
 RANGES = (
     (r"[_/]count$|^replicas/hash/|/iterations$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
-    (r"fraction$|share(/|$)|/load_entropy/|/culprit/|epsilon_dominated|/mfu$", "0 to 1"),
+    (r"fraction$|share(/|$)|/load_entropy/|/culprit/|epsilon_dominated", "0 to 1"),
     (r"cosine", "−1 to 1"),
     (r"stable_rank|^noise_scale/batch$|/max_over_rms$", "≥ 1"),
     (

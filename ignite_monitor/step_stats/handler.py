@@ -12,7 +12,7 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_function, check_real
+from ignite_monitor.checks import check_function
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import STEP_STATS
@@ -32,26 +32,22 @@ _MOST_TENSORS = 4  # of a batch, whose RMS is published
 
 
 class StepStatsHandler(Monitor, schema=STEP_STATS):
-    r"""Duration, throughput, memory, learning rates and parameter norm of train steps.
+    """Duration, throughput, memory, learning rates and parameter norm of train steps.
 
     {keys}
 
-    Model FLOPs utilization is :math:`\text{items} \cdot \text{flops\_per\_item} / (\text{seconds} \cdot
-    \text{peak\_flops})`. On CUDA the duration is measured by events on the device, so it and the values derived from
-    it are published when a logger reads them. On devices other than CPU and CUDA they are not reported.
+    On CUDA the duration is measured by events on the device, so it and the values derived from it are published when a
+    logger reads them. On devices other than CPU and CUDA they are not reported.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose learning rates to publish.
         items: function of the batch that returns its number of items; None for the length of its first tensor.
-        peak_flops: largest number of FLOPs per second of the device, from its data sheet.
-        flops_per_item: FLOPs of a train step per item, forward and backward.
         group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of the keys.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``peak_flops`` or ``flops_per_item`` is not positive, or given without the other.
 
     Examples:
         .. code-block:: python
@@ -67,23 +63,14 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         optimizer: Optimizer,
         *,
         items: Callable[[Any], float | Tensor] | None = None,
-        peak_flops: float | None = None,
-        flops_per_item: float | None = None,
         group: Group = None,
         prefix: str = "step",
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
         check_function("items", items, "the batch")
-        if (peak_flops is None) != (flops_per_item is None):
-            raise ValueError("Arguments peak_flops and flops_per_item should be given together, but one is None")
-        if peak_flops is not None:
-            peak_flops = check_real("peak_flops", peak_flops, above=0, below=math.inf)
-            flops_per_item = check_real("flops_per_item", flops_per_item, above=0, below=math.inf)
         self.optimizer = optimizer
         self.items = items
-        self.peak_flops = peak_flops
-        self.flops_per_item = flops_per_item
         self.measures_time = True
         self._data = DataClock()
         self.reset_run_state()
@@ -187,8 +174,6 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             values["data_wait_share"] = self._data.seconds / (self._data.seconds + seconds)
         if items is not None and items >= 0:
             values["items_per_s"] = float(items) / seconds
-            if self.peak_flops is not None and self.flops_per_item is not None:
-                values["mfu"] = values["items_per_s"] * self.flops_per_item / self.peak_flops
         return values
 
     def deferred_tensors(self) -> list[Tensor]:

@@ -91,7 +91,7 @@ MONITORS: dict[str, Make] = {
     "RoutingHandler": _routing,
 }
 # No other numbers agree with these.
-_OF_THE_MACHINE = ("time_ms", "items_per_s", "data_wait_ms", "data_wait_share", "mfu", "memory_mb")
+_OF_THE_MACHINE = ("time_ms", "items_per_s", "data_wait_ms", "data_wait_share", "memory_mb")
 
 
 def batches(count: int, device: str, spikes: Iterable[int] = ()) -> list[tuple[Tensor, Tensor, float]]:

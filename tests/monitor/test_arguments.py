@@ -34,7 +34,6 @@ from ignite_monitor.detection.thresholds import CallableThreshold
 from tests._helpers import footprint, make_trainer, mse_loss
 
 Noise = functools.partial(GradientNoiseScaleHandler, micro_batches=2)
-Mfu = functools.partial(StepStatsHandler, peak_flops=1e9, flops_per_item=1.0)
 NOT_A_NUMBER = ["1", None, True, [1.0], 1j]
 OTHER = torch.optim.SGD(nn.Linear(1, 1).parameters())
 
@@ -91,8 +90,7 @@ REFUSED = [
     (ThresholdRule, TypeError, {"warmup": [*NOT_A_NUMBER, 3.0], "decay": ["1", True, [1.0], 1j]}),
     (ThresholdRule, ValueError, {"warmup": [-1], "decay": [0, 1, -0.5, 1.5, math.nan]}),
     (CallableThreshold, TypeError, {"threshold": [3.0, lambda mean, std, count: "high"]}),
-    (Mfu, TypeError, {"items": [3], "peak_flops": ["fast"], "optimizer": [None]}),
-    (Mfu, ValueError, {"peak_flops": [0, None], "flops_per_item": [-1, None]}),
+    (StepStatsHandler, TypeError, {"items": [3], "optimizer": [None]}),
     (WeightUpdateHandler, TypeError, {"optimizer": [1], "scaler": [1], "sample_size": [1.5, True], "eps": [None],
                                       "exploding_grad_threshold": ["1"], "frozen_patience_steps": [2.0],
                                       "prefix": [3], "model": [3]}),

@@ -383,9 +383,7 @@ def compare(case: Case, results: list[dict[str, Any]]) -> None:
             assert bool(of_passes) is fact["eager"], where
             assert all(published[name] == results[0]["published"][i][name] for name in of_passes), where
             elsewhere = {name for name in published if name.startswith(_ELSEWHERE)}
-            assert published.keys() - of_passes - elsewhere - BOUNDS == expected[i].keys() | UNSTEADY - {"step/mfu"}, (
-                where
-            )
+            assert published.keys() - of_passes - elsewhere - BOUNDS == expected[i].keys() | UNSTEADY, where
             for name, value in expected[i].items():
                 assert published[name] == close(name, value), (where, name)
 

@@ -72,7 +72,7 @@ MONITORS: dict[str, Callable[..., Any]] = {
     "moments": lambda model, optimizer: OptimizerStateHandler(model, optimizer),
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True),
-    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
+    "stats": StepStatsHandler,
     "alignment": lambda model, optimizer: AlignmentHandler(model),
 }
 

@@ -60,7 +60,7 @@ HANDLERS = {
     "rcc": lambda model, optimizer: RCCHandler(model),
     "spectral": lambda model, optimizer: SpectralNormHandler(model, updates=True, per_parameter=True, top_k=0),
     "alignment": lambda model, optimizer: AlignmentHandler(model),
-    "stats": lambda model, optimizer: StepStatsHandler(model, optimizer, peak_flops=1e12, flops_per_item=1e3),
+    "stats": StepStatsHandler,
 }
 # What clocks and the operating system say, how "power" has got there, and what tests of their own compare.
 UNCHECKED = r"step/(?!lr|parameter_norm)|^spectral/(\w+_)?(error_max|iterations)|^(rcc|alignment)/|^attention_|/head_0/"

@@ -138,7 +138,7 @@ def test_what_was_watched():
         },
         "rcc": {"rcc/weight_update/stem.0", "rcc/input_drift/residual.conv"},
         "spectral": {"spectral/norm_max", "spectral/update_norm_max", "spectral/topk/residual.conv.weight"},
-        "stats": {"step/lr/group_0", "step/mfu", "step/parameter_norm"},
+        "stats": {"step/lr/group_0", "step/parameter_norm"},
         "alignment": {"alignment/z0_dW/residual.conv", "alignment/dZ_dW/head"},
     }  # fmt: skip
     for name, keys in families.items():
