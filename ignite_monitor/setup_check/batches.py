@@ -27,7 +27,7 @@ def leaves_of(value: Any) -> list[Any]:
 def is_same(first: list[Any], batch: list[Any]) -> bool:
     """Return True if two batches are certainly equal, and hold more than constants, which may be placeholders."""
     tensors = [leaf for leaf in first if isinstance(leaf, Tensor)]
-    if len(first) != len(batch) or not any(bool((leaf != leaf[:1]).any()) for leaf in tensors):
+    if len(first) != len(batch) or all(torch.equal(leaf, leaf[:1].expand_as(leaf)) for leaf in tensors):
         return False
     pairs = zip(first, batch, strict=True)
     return all(torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)
