@@ -78,7 +78,7 @@ REFUSED = [
     (SpectralNormHandler, ValueError, {"method": ["svd"], "include": ["("], "top_k": [-1],
                                        "model": [nn.LayerNorm(3)]}),
     (SpikeRecorder, TypeError, {"monitor": [None, 1], "directory": [3], "keep": [2.5], "batch": [1]}),
-    (SpikeRecorder, ValueError, {"keep": [0]}),
+    (SpikeRecorder, ValueError, {"directory": [__file__], "keep": [0]}),
     (MeanStdThreshold, TypeError, {"k": NOT_A_NUMBER, "warmup": [*NOT_A_NUMBER, 3.0], "decay": ["1", True, [1.0], 1j]}),
     (MeanStdThreshold, ValueError, {"k": [0, -1, math.nan, math.inf, -math.inf], "warmup": [0, 1, -1],
                                     "decay": [0, 1, -0.5, 1.5, math.nan, math.inf]}),
