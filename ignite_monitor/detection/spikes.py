@@ -18,7 +18,7 @@ class Detection(NamedTuple):
 
     value: Tensor
     comparable: Tensor  # the value, or for single tensors a normalized one; ``ignored`` if it is not finite
-    threshold: Tensor  # what it was compared with; NaN or inf if it was not compared
+    applied_threshold: Tensor  # what it was compared with; NaN or inf if it was not compared
     rule_threshold: Tensor  # the threshold of the rule, compared or not
     mean: Tensor  # mean of the values that the threshold was estimated from; NaN before the first
     std: Tensor  # their sample standard deviation; NaN before the second

@@ -59,7 +59,7 @@ class SpikeAction:
         elif self.kind == "clip":
             if taken.updates and may_be_true(detection.above):
                 used = norm()
-                ratio = (detection.threshold / used).clamp(max=1.0)
+                ratio = (detection.applied_threshold / used).clamp(max=1.0)
                 factor = torch.where(detection.above & (used < torch.inf), ratio, 1.0)
                 step.scale(factor)
                 self._count("clipped_count", factor < 1.0)

@@ -28,10 +28,10 @@ class GradientDetection(NamedTuple):
     def numbers(self) -> Tensor:
         """Collect the numbers that :meth:`to_spike` needs in a vector, without synchronization."""
         norm, loss, parameters = self.norm, self.loss, self.parameters
-        numbers, by_loss = torch.stack((norm.value, norm.threshold)), torch.zeros_like(self.by_gradient)
+        numbers, by_loss = torch.stack((norm.value, norm.applied_threshold)), torch.zeros_like(self.by_gradient)
         if loss is not None:
             by_loss = loss.spike & ~self.by_gradient
-            numbers = torch.where(by_loss, torch.stack((loss.value, loss.threshold)).exp(), numbers)
+            numbers = torch.where(by_loss, torch.stack((loss.value, loss.applied_threshold)).exp(), numbers)
         origin = () if self.origin is None else (self.origin.view(1),)
         parts = [by_loss.view(1).to(numbers.dtype), numbers, *origin]
         if parameters is not None:  # none is named if only those of another rank are above their thresholds
@@ -65,7 +65,7 @@ def culprits(detection: Detection) -> Tensor:
     means.
     """
     huge = torch.finfo(detection.value.dtype).max ** 0.5
-    bounds = torch.stack((detection.threshold, detection.mean)).nan_to_num(math.inf)
+    bounds = torch.stack((detection.applied_threshold, detection.mean)).nan_to_num(math.inf)
     excess, beyond = (detection.value - bounds).nan_to_num(nan=huge, posinf=huge).clamp(min=0.0).unbind()
     excess = torch.where(excess.any(), excess, beyond)
     shares, indices = (excess / excess.sum()).topk(min(3, len(excess)))

@@ -130,7 +130,7 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         self._now.published = detection
         norm, loss, counts = detection.norm, detection.loss, self._detector.counts
         values = self._action.counts | {"spike_count": counts[0], "nonfinite_count": counts[1]}
-        values |= {"norm": norm.value, "threshold": norm.threshold, "mean": norm.mean, "std": norm.std}
+        values |= {"norm": norm.value, "threshold": norm.applied_threshold, "mean": norm.mean, "std": norm.std}
         if loss is not None:  # a loss without a logarithm is not compared
             values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
         if self._now.scale is not None:

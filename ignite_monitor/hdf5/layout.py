@@ -304,11 +304,11 @@ def _parsed(lines: bytes) -> tuple[dict[int, Name], dict[int, Run], list[Recorde
         elif what == "run":
             runs[number] = Run(*rest)
         else:
-            iteration, *texts, things = rest
+            iteration, *texts, objects = rest
             monitor, kind, severity, text = map(printable, texts)
             _check(
-                severity in SEVERITIES and all(isinstance(it, str) for it in things), "a report holds something else"
+                severity in SEVERITIES and all(isinstance(it, str) for it in objects), "a report holds something else"
             )
-            things = tuple(map(printable, things))
-            reports.append(RecordedReport(iteration, monitor, kind, severity, text, things, number))
+            objects = tuple(map(printable, objects))
+            reports.append(RecordedReport(iteration, monitor, kind, severity, text, objects, number))
     return names, runs, reports

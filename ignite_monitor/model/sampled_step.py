@@ -69,7 +69,7 @@ class StepMeasurement:
     Attributes:
         samples: the sampled elements.
         indices: indices of the parameters that count.
-        least: number of elements that are not 0 below which the norm of a sample is no estimate; 0 without a sample.
+        min_nonzero: number of non-zero elements below which the norm of a sample is no estimate; 0 without a sample.
         stepped: the parameters that steps were to move.
         sizes: the number of elements in each sample, by index.
     """
@@ -77,7 +77,7 @@ class StepMeasurement:
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None) -> None:
         reshard(model)
         self.samples = ParameterSamples(model, sample_size)
-        self.least = (self.samples.counts / _FEW).clamp(max=_FEW) * (self.samples.factors > 1)
+        self.min_nonzero = (self.samples.counts / _FEW).clamp(max=_FEW) * (self.samples.factors > 1)
         self._model, self._optimizer = model, optimizer
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
 

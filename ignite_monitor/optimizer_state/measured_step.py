@@ -102,7 +102,7 @@ class MomentMeasurement(StepMeasurement):
         if isinstance(self._made, Tensor):
             table = torch.where(move(self._made, samples.device), table, math.nan)
         used, *rows, changes = table.unbind()
-        few = used.square() < self.least[at]
+        few = used.square() < self.min_nonzero[at]
         update_norm = (changes * samples.factors[at]).masked_fill(few, math.nan).square().sum().sqrt()
         return MomentStatistics(
             [samples.names[index] for index in members],

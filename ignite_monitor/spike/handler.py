@@ -125,7 +125,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         spike, _, _ = flags = flags.any(-1) if self.direction == "both" else flags
         self._counts = move_like(self._counts, number) + flags
         setattr(engine.state, self.flag, as_published(spike))
-        sides = [side * sign for side, sign in zip(detection.threshold.reshape(-1), self._signs, strict=True)]
+        sides = [side * sign for side, sign in zip(detection.applied_threshold.reshape(-1), self._signs, strict=True)]
         thresholds = dict(zip(("threshold", "lower_threshold"), sides, strict=False))
         self.publish(value=number, spike=spike.to(number.dtype), spike_count=self._counts[0], **thresholds)
         if self._is_awaited_spike(spike):
@@ -133,7 +133,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         self._fire_reset(engine, detection)
 
     def _describe_spike(self, detection: Detection) -> Spike:
-        numbers = torch.stack((detection.spike.to(detection.value.dtype), detection.threshold, detection.value))
+        numbers = torch.stack((detection.spike.to(detection.value.dtype), detection.applied_threshold, detection.value))
         sides = zip(*numbers.reshape(3, -1).tolist(), self._signs, strict=True)
         _, threshold, value, sign = max(sides, key=lambda side: side[0])  # the one with the spike
         value, threshold = sign * value, sign * (math.inf if math.isnan(threshold) else threshold)

@@ -46,7 +46,7 @@ class UpdateMeasurement(StepMeasurement):
         self._narrow = [parameter.dtype in NARROW for parameter in self.samples.parameters]
         # Updates of low-precision weights that rounding loses are no reason to copy the weights.
         is_narrow = torch.tensor(self._narrow, dtype=torch.bool, device="cpu")
-        self._least_moved = self.least.masked_fill(move(is_narrow, self.samples.device), 1.0)
+        self._min_moved = self.min_nonzero.masked_fill(move(is_narrow, self.samples.device), 1.0)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -105,7 +105,7 @@ class UpdateMeasurement(StepMeasurement):
         table = torch.full((6, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
         norms, weights, changes, roots, sampled, between = table.index_copy_(1, at, measured[:6]).unbind()
         stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
-        few = stepped & is_sampled & (moved < self._least_moved)
+        few = stepped & is_sampled & (moved < self._min_moved)
         ratios = changes / (weights + self._eps)
         ratios = ratios.masked_fill(~stepped | ratios.isinf() | few, math.nan)
         unmoved = ~is_sampled & (moved == 0) & (between == 0)  # two steps may cancel

@@ -34,7 +34,7 @@ def each_alone(rows):
 
 
 def limits(detection):
-    return detection.threshold.nan_to_num(math.inf).tolist()
+    return detection.applied_threshold.nan_to_num(math.inf).tolist()
 
 
 def detected(rows, detector=None):
@@ -94,7 +94,7 @@ def test_non_finite_norms_are_spikes_of_their_tensors_and_leave_no_trace(bad):
 def test_the_shares_of_the_excess():
     detector = PerParameterDetector()
     detected(norms_of(100), detector)
-    threshold = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).threshold.tolist()
+    threshold = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).applied_threshold.tolist()
     mean = detector.detect(NAMES, torch.ones(4, dtype=torch.float64)).mean.tolist()
     over = torch.tensor([threshold[0] + 3.0, threshold[1] + 1.0, mean[2] * 0.9, mean[3] * 0.5])
     detection = detector.detect(NAMES, over.double())  # most are below their means, so nothing is shared

@@ -28,7 +28,9 @@ def detect(norms, detector=None, **arguments):
     for norm in torch.as_tensor(np.asarray(norms), dtype=torch.float64).unbind():
         detections.append(detector.detect(norm))
         detector.observe(detections[-1])
-    threshold, spike = (np.array([getattr(v, name).item() for v in detections]) for name in ("threshold", "spike"))
+    threshold, spike = (
+        np.array([getattr(v, name).item() for v in detections]) for name in ("applied_threshold", "spike")
+    )
     return Detections(np.nan_to_num(threshold, nan=np.inf), spike)
 
 

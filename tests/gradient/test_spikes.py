@@ -72,14 +72,14 @@ def test_values_side_by_side_are_compared_as_if_alone():
         for i, (detector, value) in enumerate(zip(alone, row, strict=True)):
             own = detector.detect(torch.tensor(value))
             assert bool(detection.spike[i]) == bool(own.spike)
-            np.testing.assert_allclose(detection.threshold[i].item(), own.threshold.item(), rtol=1e-12)
+            np.testing.assert_allclose(detection.applied_threshold[i].item(), own.applied_threshold.item(), rtol=1e-12)
             if use[i]:
                 detector.observe(own)
     saved = SpikeDetector(MeanStdThreshold(k=4.0))
     saved.to(torch.zeros(5, dtype=torch.float64))
     saved.load_state_dict(together.state_dict())
     detections = [item.detect(torch.tensor(columns[7])) for item in (saved, together)]
-    assert_same(detections[0].threshold, detections[1].threshold)
+    assert_same(detections[0].applied_threshold, detections[1].applied_threshold)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
