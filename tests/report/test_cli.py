@@ -319,8 +319,9 @@ def test_demo(tmp_path, capsys):
     assert recording["rollback/count"].values[-1] >= 1
     assert len(recording["train/loss"].steps) == 200
     assert list((tmp_path / "tensorboard" / "run_2").iterdir())
-    commands = re.findall(rf"^    {re.escape(sys.executable)} -m ignite_monitor (.*)$", commands, flags=re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["summary", "plot"]
-    for command in commands:
-        assert main(command.split()) == 0
+    commands = re.findall(r"^    (\S+) -m ignite_monitor (.*)$", commands, flags=re.MULTILINE)
+    assert [arguments.split()[0] for _, arguments in commands] == ["summary", "plot"]
+    for python, arguments in commands:
+        assert Path(python).absolute() == Path(sys.executable)
+        assert main(arguments.split()) == 0
     assert (tmp_path / "run_2.png").exists()
