@@ -216,7 +216,8 @@ def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
     modules = modules_by_name(model)
     lists: dict[str, list[str]] = {}
     for name in modules:
-        if re.fullmatch(r"([^.]*[^.\d][^.]*\.)*\d+", name):  # in no other list
+        *outer, own = name.split(".")
+        if own.isdecimal() and not any(map(str.isdecimal, outer)):  # in no other list
             lists.setdefault(name.rpartition(".")[0], []).append(name)
     few = [items if len(items) <= _FEW else [items[0], items[len(items) // 2], items[-1]] for items in lists.values()]
     blocks = [*chain(*few)]

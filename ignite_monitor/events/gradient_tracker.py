@@ -185,7 +185,8 @@ class GradientTracker:
 
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, dictionaries)))
+    # Those of a module that has been scripted meanwhile are of another type.
+    return list(chain.from_iterable(it.values() for it in dictionaries if isinstance(it, dict)))
 
 
 def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:

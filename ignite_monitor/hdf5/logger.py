@@ -45,7 +45,8 @@ class HDF5Logger(BaseLogger):
         mode: ``"x"`` creates a new file, ``"w"`` replaces an existing one, ``"a"`` continues it, or creates it. A run
             of the trainer that resumes from iteration n replaces what the file holds after n.
         trainer: the engine that trains; None for the engine of the first monitor whose ``log_to`` is given the logger
-            or, in a new file, for the only engine to which the logger is attached.
+            or, in a new file, for the only engine to which the logger is attached. Give it if only engines of
+            evaluations have monitors.
             Values of other engines, as of an evaluator, are placed at its iteration. A name belongs to the trainer or
             to other engines, whoever writes it first: values of the other kind are left out, with one warning.
         flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
@@ -197,7 +198,11 @@ class HDF5Logger(BaseLogger):
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on
             self._log_once(f"can't write what was given in this form: {one_line(error)}.")
             return
-        trains = self._admit(engine, ATTACHED)  # a handler may have been attached to the engine without the logger
+        try:
+            trains = self._admit(engine, ATTACHED)  # a handler may be attached to the engine without the logger
+        except ValueError as error:
+            self._log_once(f"values of tag {tag!r} are not written: {one_line(error)}")
+            return
         writer = self._writer
         if not numbers or writer is None:
             return

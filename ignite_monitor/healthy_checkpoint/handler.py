@@ -26,8 +26,8 @@ _TITLE = "HealthyCheckpoint: iteration %d:"
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A checkpoint is saved if the last ``quiet`` iterations had no spike and none of the monitors has failed, the loss in
-    the train step's output is finite, and so are all tensors in ``to_save`` that were finite at the beginning.
+    A checkpoint is saved if the last ``quiet`` iterations had no spike, the loss in the train step's output is finite,
+    and so are all tensors in ``to_save`` that were finite at the beginning. Monitors that have failed are not asked.
     Otherwise a warning gives the reason, and the checkpoint is saved after the first healthy iteration, or, if the run
     ends before, the newest healthy state: of the last file, or until there is one, of a copy in host memory. All ranks
     have to call it; they save together.
@@ -65,13 +65,19 @@ class HealthyCheckpoint(Checkpoint):
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
         self._earlier: deque[dict[str, Any]] = deque(maxlen=quiet)  # spike counts as the last iterations started
-        self._start_run()
+        self._forget()
 
-    def _start_run(self) -> None:
+    def _forget(self) -> None:
         self._earlier.clear()
+        self._last = 0  # iteration
         self._due: Any = None  # event of a postponed checkpoint
         self._healthy = 0  # iteration of the newest healthy state
         self._copy: dict[str, Any] = {}  # that state, as long as it has no file
+
+    def _start_run(self, engine: Engine) -> None:
+        self._due = None
+        if engine.state.iteration != self._last:  # else the run continues
+            self._forget()
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at an event, and know of spikes from the run's start on; with ``add_event_handler`` from the first call.
@@ -110,6 +116,7 @@ class HealthyCheckpoint(Checkpoint):
         self._earlier.append(self._spikes(engine))
 
     def _on_iteration_completed(self, engine: Engine) -> None:
+        self._last = engine.state.iteration
         iteration = engine.state.iteration
         has_file = self._healthy and not self._copy
         is_old = iteration % self.quiet == 0 and iteration - self._healthy >= iteration / 10 and not has_file
@@ -147,11 +154,10 @@ class HealthyCheckpoint(Checkpoint):
 
     def _problem(self, engine: Engine) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""
-        problems = [f"{item.prefix} has failed" for item in self._counting(engine) if item._has_failed]
         counts = self._spikes(engine)
         earlier = self._earlier[0] if self._earlier else counts
         spikes = [prefix for prefix in counts if float(counts[prefix]) != float(earlier.get(prefix, 0.0))]
-        problems += [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
+        problems = [f"{prefix} had a spike in the last {self.quiet} iterations" for prefix in spikes]
         if (loss := loss_in(engine.state.output)) is not None and not math.isfinite(loss):
             problems.append(f"the loss is {float(loss)}")
         now = {} if problems else finite(self._training.state())

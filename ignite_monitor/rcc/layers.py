@@ -87,7 +87,10 @@ class LayerChanges(Comparison):
             moved = x - x0
             if product_of is None:
                 runs = ((x, weights), (x, initial), (x0, initial))
-                output, initial_on_input, reference_output = (_normalized(reference, module, *run) for run in runs)
+                owners = module, reference, reference  # of the running statistics
+                output, initial_on_input, reference_output = (
+                    _normalized(owner, module, *run) for owner, run in zip(owners, runs, strict=True)
+                )
                 update, drift = output - initial_on_input, initial_on_input - reference_output
             else:
                 product = product_of(call.args, call.kwargs)
@@ -98,13 +101,13 @@ class LayerChanges(Comparison):
             return norm_sums(update, drift, [x, moved], dim)
 
 
-def _normalized(reference: nn.Module, module: nn.Module, x: Tensor, weights: Weights) -> Tensor:
-    """The output of a normalization layer of the reference with other weights, in the model's mode."""
+def _normalized(owner: nn.Module, module: nn.Module, x: Tensor, weights: Weights) -> Tensor:
+    """The output of a normalization layer with other weights, in the model's mode."""
     buffers = {
         key: item if item is None else item.to(x.dtype if item.is_floating_point() else item.dtype, copy=True)
-        for key, item in buffers_in(reference).items()
+        for key, item in buffers_in(owner).items()
     }
-    other = with_weights(reference, weights, buffers)
+    other = with_weights(owner, weights, buffers)
     other.training = module.training
     return other.forward(x)  # type: ignore[no-any-return]
 

@@ -154,12 +154,12 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
-            name, (onset, since) = series.name, series.onset(far)
-            scale, median = "large" if series.median > 1 else "0", number(series.median, 3)
+            name, (onset, since), rms = series.name, series.onset(far), series.part(far).median
+            scale, median = "large" if rms > 1 else "0", number(rms, 3)
             what = f"batch[{place}] is {scale} {since}: its root mean square is {median} ({name}); networks "
             what += "expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
-            yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": series.median}, onset=onset)
+            yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and (loss := run.loss) and len(places) <= 1:
         begin, size = float(loss.values[0]), float(outputs.values[0])

@@ -27,6 +27,8 @@ class Norms:
 
     def outcome(self, at: Array) -> tuple[str, bool]:
         """Describe what became of the steps at some iterations; True if some were made without handling."""
+        if not len(at):
+            return "What became of the steps is not known.", True
         rest, parts = at, []
         for outcome, steps in [*self.outcomes.items(), ("made", at)]:
             if (count := int(np.isin(rest, steps).sum())) == len(at) and outcome != "made":

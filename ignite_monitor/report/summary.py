@@ -101,7 +101,8 @@ class Summary:
         if any(counts.values()):
             parts = listed(plural(count, kind) for kind, count in counts.items() if count)
             first = self.findings[0]
-            sign = f" Cause unknown; the first sign was {first.kind} in iteration {first.onset}."
+            when = f" in iteration {first.onset}" if first.onset else ""
+            sign = f" Cause unknown; the first sign was {first.kind}{when}."
             return f"Needs attention: {parts}.{sign * first.is_symptom}"
         if not self.measured:
             return "The file has no metrics of a monitor, so little can be detected."

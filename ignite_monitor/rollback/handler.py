@@ -32,10 +32,11 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     """Restore an in-memory snapshot when training diverges, and skip the batches seen since that snapshot (PaLM, 5.1).
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
-    first sign is restored exactly, learning rates included, and the engine continues with its data iterator. The losses
-    after it test the restored weights: if they do badly on the new batches too, training continues with these. Triggers
-    are thresholds that monitors reset, the loss, non-finite state and :meth:`request`. No rise of a loss that changes
-    sign or has never fallen triggers one. Non-finite state is never accepted: the run ends.
+    first sign is restored exactly, learning rates included (but no extra state of modules), and the engine continues
+    with its data iterator. The losses after it test the restored weights: if they do badly on the new batches too,
+    training continues with these. Triggers are thresholds that monitors reset, the loss, non-finite state and
+    :meth:`request`. No rise of a loss that changes sign or has never fallen triggers one. Non-finite state is never
+    accepted: the run ends.
 
     {keys}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import modules_in, parameters_in
+from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
 from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
@@ -83,10 +83,7 @@ class TrainingState:
         for name, obj in kept.items():
             if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
-        # The step hooks of a wrapper of accelerate are those of the optimizer inside of it.
-        self.objects = {
-            name: obj.optimizer if type(obj).__module__ == "accelerate.optimizer" else obj for name, obj in kept.items()
-        }
+        self.objects = {name: _unwrapped(obj) for name, obj in kept.items()}
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
         inner = map(_own_part, self.objects.values())
         self.optimizers = [obj for obj in inner if hasattr(obj, "_optimizer_step_post_hooks")]
@@ -173,7 +170,13 @@ def _restore(obj: Any, state: Any) -> None:
     current = _state_of(obj)
     if isinstance(obj, nn.Module):
         for name, tensor in clone(state, into=current).items():
-            if name in current and tensor is not current[name]:  # of another shape or dtype
+            if name not in current or tensor is current[name]:
+                continue
+            path, _, leaf = name.rpartition(".")  # of another shape, dtype or layout
+            buffers = buffers_in(obj.get_submodule(path))
+            if leaf in buffers:
+                buffers[leaf] = tensor
+            else:
                 current[name].data = tensor
     elif isinstance(obj, Optimizer) and type(own := _own_part(obj)).state_dict is Optimizer.state_dict:
         # In place, since load_state_dict() may change dtypes.
@@ -190,3 +193,10 @@ def _restore(obj: Any, state: Any) -> None:
 def _own_part(obj: Any) -> Any:
     """Return the optimizer of this rank's part inside of a ZeroRedundancyOptimizer; other objects as they are."""
     return obj.optim if hasattr(obj, "consolidate_state_dict") else obj
+
+
+def _unwrapped(obj: Any) -> Any:
+    """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
+    inner = getattr(obj, "optimizer", None)
+    is_wrapper = isinstance(obj, Optimizer) and isinstance(inner, Optimizer)
+    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(obj) else obj

@@ -36,6 +36,7 @@ class Step(NamedTuple):
     """A step of the optimizer."""
 
     iteration: int  # of the check
+    is_torch: bool  # the optimizer is one of torch
     is_rate_zero: list[Any]  # by group
     norm: Any  # maximum norm of its gradients
     initial_norms: list[Tensor]  # of the gradients before each backward after it
@@ -51,6 +52,7 @@ class Evidence:
     iterations: int = 0
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     steps: list[Step] = field(default_factory=list)
+    calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
     initial_norms: list[Tensor] = field(default_factory=list)  # as those of a step, before the first one
     batch: list[Any] = field(default_factory=list)  # what is compared of the last one
     repeats: int = 0  # number of batches that equal the one before
@@ -83,13 +85,13 @@ class Evidence:
         """Note the norm of the gradients before a backward."""
         (self.steps[-1] if self.steps else self).initial_norms.append(initial_norm)
 
-    def note_step(self) -> None:
+    def note_step(self, is_torch: bool) -> None:
         """Note a step, after which gradients are as it leaves them: a fused optimizer has unscaled them."""
         gradients = [item.grad for item in self.held if item.grad is not None]
         is_known = gradients and not any_dtensor(gradients)
         norm: Any = total_norm(gradients, math.inf) if is_known else math.nan
         rates = [rate == 0 for rate in learning_rates(self.optimizer)]
-        self.steps.append(Step(self.iterations, rates, norm, []))
+        self.steps.append(Step(self.iterations, is_torch, rates, norm, []))
 
     def end(self) -> Tensor:
         """Return the :class:`Numbers` as a tensor."""

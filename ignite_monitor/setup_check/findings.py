@@ -85,6 +85,21 @@ def _not_in_optimizer(evidence: Evidence, report: Report) -> None:
         report("stale_optimizer", f"{text}create the optimizer after the last change of the model", names=stale)
 
 
+def _no_gradients(evidence: Evidence, report: Report) -> None:
+    trained = {id(item) for item in evidence.held if item.requires_grad}
+    # An optimizer of another class may compute gradients, or keep them elsewhere.
+    is_torch = all(step.is_torch for step in evidence.steps)
+    if trained and evidence.stepped > 1 and is_torch and evidence.seen.isdisjoint(trained):
+        text = f"no parameter of the optimizer had a gradient in {evidence.stepped} iterations with a step. Check for "
+        report("no_gradients", f"{text}detach(), no_grad() and item() between the model's output and the loss")
+
+
+def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
+    if evidence.stepped and evidence.calls and not any(evidence.calls):
+        text = "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper"
+        report("wrapper_bypassed", text)
+
+
 def _no_step(evidence: Evidence, report: Report) -> None:
     if evidence.stepped:
         return
@@ -138,7 +153,7 @@ def _names(evidence: Evidence, parameters: Iterable[Any]) -> tuple[str, ...]:
 
 
 FINDINGS = (
-    *(_not_in_optimizer, _no_step, _requires_grad_false, _gradients_not_zeroed),
+    *(_not_in_optimizer, _no_gradients, _wrapper_bypassed, _no_step, _requires_grad_false, _gradients_not_zeroed),
     *(_zero_learning_rate, _large_momentum, _batch_repeats),
 )
 """Functions of the evidence when the check ends; for :func:`unused_parameters` it may take more iterations."""

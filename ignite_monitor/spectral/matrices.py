@@ -13,7 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ignite_monitor.model._torch import forward_pre_hooks
+from ignite_monitor.model._torch import forward_pre_hooks, parameters_in
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import named_parameters
@@ -69,8 +69,11 @@ def matrix_weights(model: nn.Module) -> Iterator[MatrixWeight]:
 
 def is_special(parameter: Tensor, module: nn.Module) -> bool:
     """Return True for a complex parameter, and for one of which its module computes the weight that it uses."""
-    computes = any(isinstance(hook, _COMPUTING) for hook in forward_pre_hooks(module).values())
-    return parameter.is_complex() or computes or isinstance(module, ParametrizationList)
+    hooks = [hook for hook in forward_pre_hooks(module).values() if isinstance(hook, _COMPUTING)]
+    computed = [getattr(hook, "name", None) or getattr(hook, "_tensor_name", "") for hook in hooks]
+    own = [parameters_in(module).get(f"{name}_{end}") for name in computed for end in ("orig", "g", "v")]
+    is_source = any(item is parameter for item in own)
+    return parameter.is_complex() or is_source or isinstance(module, ParametrizationList)
 
 
 def labelled_matrices(weight: MatrixWeight, value: Tensor) -> Iterator[tuple[Label, Tensor]]:

@@ -167,7 +167,8 @@ class KeptBatch:
         """Copy the batch to the CPU; ValueError if it is too large, was changed in place, or holds other types."""
         if any(version(tensor) != kept for tensor, kept in self._versions):
             raise ValueError("the train step changes it in place")
-        size = sum(tensor.numel() * tensor.element_size() for tensor, _ in self._versions)
+        dense = [tensor for tensor, _ in self._versions if has_local_data(tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in dense)
         if size > _LARGEST:
             raise ValueError(f"{size / 2**20:,.0f} MiB exceed the limit of {_LARGEST / 2**20:,.0f} MiB")
         return _copy(self._batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -131,17 +132,21 @@ def test_a_second_run_keeps_copies_of_its_own():
     assert run.saved == ["checkpoint_45.pt", "checkpoint_15.pt"]
 
 
+def test_a_run_that_continues_knows_its_spikes():
+    run = Run({40: 1e4})
+    assert run.run(event=Events.ITERATION_COMPLETED(every=6))[-1] == 36
+    run.trainer.run(torch.randn(40, 8, 4), max_epochs=2)
+    assert run.saved[6:8] == ["checkpoint_45.pt", "checkpoint_48.pt"]
+
+
 @pytest.mark.allows_failed_monitors
-@pytest.mark.parametrize(("event", "saved"), [(None, [10]), (Events.COMPLETED, [15])])
-def test_without_a_monitor_that_has_failed_no_state_is_healthy(event, saved, caplog, monkeypatch):
-    run = Run()
-    fails = run.trainer.add_event_handler(
-        Events.ITERATION_STARTED(once=17),
+def test_the_loss_and_the_tensors_decide_without_a_monitor_that_has_failed(monkeypatch):
+    run = Run({12: math.inf})
+    run.trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=3),
         lambda: monkeypatch.setattr(run.monitor, "start_iteration", lambda engine: 1 / 0),
     )
-    assert run.run(event=event) == saved
-    fails.remove()
-    assert "since grad has failed" in caplog.messages[-1]
+    assert run.run(event=Events.ITERATION_COMPLETED(every=5)) == [5, 10]
 
 
 def test_a_run_that_resumes_from_the_healthy_state_forgets_the_spikes_after_it():

@@ -135,8 +135,6 @@ class ScheduleFree(torch.optim.Optimizer):
 class Prepared(torch.optim.Optimizer):
     """Optimizer prepared by accelerate: torch's constructor is not called, so it has no step hooks."""
 
-    __module__ = "accelerate.optimizer"
-
     def __init__(self, optimizer):
         self.optimizer = optimizer
 
@@ -209,3 +207,27 @@ def test_an_expanded_buffer_is_restored():
     trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(copy.deepcopy(model.state_dict())))
     trainer.run([torch.randn(4, 3) for _ in range(12)])
     assert_same(back, [before[9]])
+
+
+def test_a_buffer_that_was_replaced_is_restored_and_the_replacement_is_unchanged():
+    model = nn.Linear(3, 1)
+    model.register_buffer("cache", torch.arange(6.0).view(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rollback, back = RollbackHandler({"model": model, "optimizer": optimizer}, every=4), []
+    with torch.inference_mode():
+        longer = torch.ones(5, 3)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        if engine.state.iteration == 9:
+            model.cache = longer
+            rollback.request("to see")
+
+    trainer = Engine(step)
+    rollback.attach(trainer)
+    trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda _: back.append(model.cache.clone()))
+    trainer.run([torch.randn(4, 3) for _ in range(12)])
+    assert_same(back, [torch.arange(6.0).view(2, 3)])
+    assert_same(longer.clone(), torch.ones(5, 3))

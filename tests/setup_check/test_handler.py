@@ -9,8 +9,10 @@ import logging
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import SetupCheck
@@ -20,6 +22,10 @@ from tests._models import make_model
 
 def sgd(model, lr=0.05, momentum=0.0):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=momentum)
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters())
 
 
 def fused(model):
@@ -141,11 +147,17 @@ def accumulating_closure():
     return model, optimizer, train_step, batches
 
 
+def detached(model, batch):
+    return F.mse_loss(model(batch[0]).detach().requires_grad_(), batch[1])
+
+
 # name -> the kinds that are found, and the training
 FAULTS = {
     "not optimized": (["not_in_optimizer"], lambda: setup(make_optimizer=lambda model: sgd(model[:4]))),
     "forgotten layer": (["unused_parameters"], lambda: setup(Parts(unused=3), batches=make_batches(100))),
     "detached head": (["unused_parameters"], lambda: setup(Parts(detached=2), batches=make_batches(100))),
+    "detached loss": (["no_gradients"], lambda: setup(loss_of=detached)),
+    "detached loss, Adafactor": (["no_gradients"], lambda: setup(None, adafactor, loss_of=detached)),
     "not zeroed, three steps in an iteration": (["gradients_not_zeroed"], lambda: three_steps(zero_at="never")),
     "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero_at="never")),
     "not zeroed, micro-batches": (["gradients_not_zeroed"], lambda: setup(zero_at="never", parts=2)),
@@ -218,6 +230,20 @@ def test_a_small_part_without_a_gradient_is_no_finding(elements, kinds):
     model = Parts(token=elements)
     assert sum(p.numel() for p in model.used.parameters()) == 99
     assert checked(*setup(model, batches=make_batches(100)))[0] == kinds
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_wrapper(process_group, inner):
+    model = DistributedDataParallel(make_model())
+    kinds, _ = checked(*setup(model, call=model.module if inner else None))
+    assert kinds == ["wrapper_bypassed"] * inner
 
 
 def test_the_first_batch_is_not_kept_while_the_check_waits_for_steps():

@@ -253,6 +253,14 @@ def test_weights_that_are_computed_are_not_measured(caplog):
         SpectralNormHandler(model, include="old_normed")
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_other_weights_of_a_module_that_computes_one_are_measured():
+    model = torch.nn.utils.weight_norm(nn.LSTM(5, 4), "weight_hh_l0")
+    got = measured(model)
+    assert {name for name in got if name.startswith("norm/")} == {"norm/weight_ih_l0"}
+    assert got["norm/weight_ih_l0"] == pytest.approx(spectral_norm(model.weight_ih_l0), rel=1e-4)
+
+
 @pytest.mark.parametrize("method", ["power", "ns5-fast", "ns3-accurate"])
 def test_weight_that_is_not_finite_is_skipped_with_one_warning(batches, method, caplog):
     model, *_, handler = make(batches, method=method, per_parameter=True, top_k=1)
