@@ -96,9 +96,9 @@ CASES = {
     ),
     "clipped_away: a tenth": (trained(step__gradient_norm=at(0.1)), None, ""),
     "input_scale: 500": (trained(step__batch_rms__0=at(500.0)), "warning", "large from the first measurement on"),
-    "input_scale: 80 from the middle": (
-        trained(step__batch_rms__0=at(np.where(STEPS > 140, 80.0, 1.0))),
-        *("warning", "its root mean square is 80 "),
+    "input_scale: 500 for the later half": (
+        trained(step__batch_rms__0=at(np.where(STEPS > 80, 500.0, 1.0))),
+        *("warning", "its root mean square is 500 "),
     ),
     "input_scale: 0": (trained(step__batch_rms__0=at(0.0)), "warning", "batch[0] is 0 from the first measurement on"),
     "loss_scale: targets of 0": (trained(step__batch_rms__0=at(1.0), step__batch_rms__1=at(0.0)), None, ""),
