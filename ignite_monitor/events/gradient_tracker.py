@@ -185,8 +185,7 @@ class GradientTracker:
 
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
-    # Those of a module that has been scripted meanwhile are of another type.
-    return list(chain.from_iterable(it.values() for it in dictionaries if isinstance(it, dict)))
+    return list(chain.from_iterable(map(dict.values, dictionaries)))
 
 
 def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:

@@ -151,8 +151,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """The dictionaries of modules' own parameters and submodules."""
-    return [registry for module in modules for registry in (module._parameters, module._modules)]
+    """The dictionaries of modules' own parameters and submodules, except of those that have been scripted meanwhile."""
+    candidates = [registry for module in modules for registry in (module._parameters, module._modules)]
+    return [registry for registry in candidates if isinstance(registry, dict)]
 
 
 def known_forward_hooks(module: nn.Module) -> dict[tuple[str, int], Any]:
