@@ -116,8 +116,7 @@ class HealthyCheckpoint(Checkpoint):
         self._earlier.append(self._spikes(engine))
 
     def _on_iteration_completed(self, engine: Engine) -> None:
-        self._last = engine.state.iteration
-        iteration = engine.state.iteration
+        self._last = iteration = engine.state.iteration
         has_file = self._healthy and not self._copy
         is_old = iteration % self.quiet == 0 and iteration - self._healthy >= iteration / 10 and not has_file
         if (self._due is None and not is_old) or self._problem(engine):

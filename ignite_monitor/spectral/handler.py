@@ -40,7 +40,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     Parameters of two dimensions or more are measured, unless their names end in ``bias``, frozen ones included and
     shared ones once: convolutions flattened to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``.
     Embeddings and stacked matrices, whose output dimension is unknown, have no spectral scale.
-    Not measured are complex parameters, and those of modules that compute their weight (parametrization, weight or
+    Not measured are complex parameters, and those from which a module computes its weight (parametrization, weight or
     spectral normalization, pruning).
 
     {keys}
