@@ -169,8 +169,8 @@ def attach_monitors(
             f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every model a "
             "prefix of its own, or remove() the handle of the former ones"
         )
-    if all(other.prefix != "loss" or other in former for other in attached):
-        monitors["loss"] = LossRecorder(), always  # one for all models of an engine
+    if all(other.prefix != f"{start}loss" or other in former for other in attached):
+        monitors["loss"] = LossRecorder(prefix=f"{start}loss"), always
     if setup_check:
         monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
     if rollback is not None:

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import re
+import time
 import weakref
 from pathlib import Path
 
@@ -391,7 +392,7 @@ def test_a_loss_that_another_monitor_publishes_is_left_to_it(parts):
     model, optimizer, trainer = parts
     SpikeMonitor(lambda engine: engine.state.output, prefix="loss").attach(trainer)
     assert "loss" not in attach_monitors(trainer, model, optimizer).monitors
-    assert "loss" not in attach_monitors(trainer, model, optimizer, prefix="2nd").monitors
+    attach_monitors(trainer, model, optimizer, prefix="2nd")
     assert trainer.state._2nd_unhealthy_spike is False
 
 
@@ -559,3 +560,63 @@ def test_every_documented_setup_is_resumed_bitwise(source, tmp_path, monkeypatch
         assert same(values, expected[iteration]), iteration
     for name, state in resumed.items():
         assert same(state, end[name]), name
+
+
+def test_each_handle_records_the_loss_until_it_is_removed():
+    model, optimizer, _ = make_trainer()
+    trainer = Engine(lambda engine, batch: {"kl": 3.0 * engine.state.iteration})
+    first, second = (attach_monitors(trainer, model, optimizer, prefix=name, setup_check=False) for name in ("a", ""))
+    trainer.run([None] * 2)
+    assert (trainer.state.metrics["a/loss/kl"], trainer.state.metrics["loss/kl"]) == (6.0, 6.0)
+    first.remove()
+    trainer.state.max_epochs = None
+    trainer.run([None] * 3)
+    assert (trainer.state.metrics.get("a/loss/kl"), trainer.state.metrics["loss/kl"]) == (None, 9.0)
+    second.remove()
+
+
+class Nested(nn.Module):
+    """Modules inside of each other, each with a layer of its own."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.own = nn.Linear(3, 3)
+        self.a_module_with_a_long_name = Nested(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x):
+        return self.a_module_with_a_long_name(self.own(x))
+
+
+def test_modules_nested_60_deep_are_attached_within_a_second():
+    model = Nested(60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Engine(make_step(model, optimizer, loss_of=lambda model, x: model(x).square().mean()))
+    start = time.process_time()
+    attach_monitors(trainer, model, optimizer, loggers=ListLogger(), every=1)
+    assert time.process_time() - start < 1.0
+    trainer.run([torch.ones(2, 3)])
+    innermost = "a_module_with_a_long_name." * 60 + "own"
+    assert trainer.state.metrics[f"activation/{innermost}/max_abs"] > 0
+
+
+@pytest.mark.allows_failed_monitors
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_module_that_is_scripted_after_attaching_does_not_end_training():
+    def train(monitored):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.GELU()), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        trainer = Engine(make_step(model, optimizer))
+        if monitored:
+            attach_monitors(trainer, model, optimizer, every=1, extra=["rcc", "histograms"])
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=2))
+        def script():
+            model[1] = torch.jit.script(model[1])
+
+        trainer.run(make_batches(6))
+        return [model.state_dict(), optimizer.state_dict()], trainer.state.metrics.get("grad/norm", 0.0)
+
+    (state, norm), (expected, _) = train(True), train(False)
+    assert norm > 0
+    assert same(state, expected)

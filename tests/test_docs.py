@@ -213,7 +213,7 @@ def test_pages_of_monitors_follow_one_template(page):
 
 def test_every_monitor_has_the_list_of_its_arguments():
     listed = set(re.findall(r"<!-- arguments (\w+) -->", "".join(PAGES.values())))
-    without = {"LossRecorder"}  # takes none
+    without = {"LossRecorder"}  # attach_monitors makes it
     assert {monitor for monitor, _ in METRICS.PAGES.values()} - without <= listed
 
 

@@ -281,4 +281,5 @@ class EventSource:
 
 def _enter(contexts: ExitStack, monitor: Any) -> None:
     for context in monitor.train_step_contexts():
-        contexts.enter_context(context)
+        context.__enter__()
+        contexts.push(functools.partial(monitor._guarded, context.__exit__))

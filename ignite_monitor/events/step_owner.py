@@ -160,14 +160,14 @@ class StepOwner:
             gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
             scale(gradients, _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
-        requests.made = True if found_inf is None else found_inf.reshape(()) == 0
+        requests.made = True if found_inf is None else move(found_inf.reshape(()), _device_of(optimizer)) == 0
         if not requests.flags:
             return
         flag = _combined(torch.logical_or, requests.flags)
         if skips_on_device(optimizer):
-            skipped = move(flag.to(torch.float32), parameters_of(optimizer)[0].device)
+            skipped = move(flag.to(torch.float32), _device_of(optimizer))
             if found_inf is not None:
-                skipped = torch.maximum(found_inf.reshape(()), move(skipped, found_inf.device))
+                skipped = torch.maximum(skipped, move(found_inf.reshape(()), skipped.device))
             requests.made = skipped == 0
             self._replace_found_inf(optimizer, found_inf, skipped)
         elif torch.is_nonzero(flag):  # read on the host
@@ -286,6 +286,10 @@ def _values(gradient: Tensor) -> Tensor:
     if gradient.layout == torch.sparse_coo:
         return sparse_parts(gradient)[1]
     return gradient if gradient.layout == torch.strided else gradient.values()
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    return parameters_of(optimizer)[0].device  # of all steps
 
 
 def _combined(combine: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:

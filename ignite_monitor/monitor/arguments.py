@@ -93,8 +93,13 @@ def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) ->
             raise ValueError(f"Another monitor on this engine has the prefix {taken!r}: {again} of its own")
 
 
-def check_handlers(monitor: Any, handlers: Any) -> None:
+def check_handlers(monitor: Any, handlers: Any, engine_handlers: Any) -> None:
     """Refuse handlers for other events, or that are no methods of the monitor: its events hold it weakly."""
+    for event, handler in engine_handlers:
+        # Where a handler listens to EXCEPTION_RAISED, Ignite 0.5.5 swallows the error.
+        if not isinstance(event, CallableEventWithFilter) or event == Events.EXCEPTION_RAISED or not callable(handler):
+            text = "engine_handlers() should return other events than EXCEPTION_RAISED, with functions, but returned"
+            raise ValueError(f"{text} {event!r}, {handler!r}")
     for event, handler in handlers:
         if not isinstance(event, (MonitorEvents, Phase)):
             raise ValueError(f"handlers() should return events of MonitorEvents, but returned {event!r}")

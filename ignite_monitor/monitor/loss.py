@@ -21,8 +21,8 @@ class LossRecorder(Monitor, schema=LOSS):
     Other outputs, and other items of a mapping, are not recorded.
     """
 
-    def __init__(self) -> None:
-        super().__init__(NoModel(), LOSS.prefix)
+    def __init__(self, *, prefix: str = LOSS.prefix) -> None:
+        super().__init__(NoModel(), prefix)
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]

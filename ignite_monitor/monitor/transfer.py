@@ -60,15 +60,9 @@ def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
 
 def bring_to_host(monitors: Sequence[Any]) -> None:
     """Replace the published tensors of monitors by floats, in one transfer, and resolve their deferred values."""
-    monitors = [monitor for monitor in monitors if not monitor._is_resolved]
-    groups = []
-    for monitor in list(monitors):
-        deferred = monitor._guarded(monitor.deferred_tensors)
-        if deferred is None:
-            monitors.remove(monitor)
-        else:
-            groups.append([*(values for _, values in monitor._waiting), *deferred])
-    for monitor, numbers in zip(monitors, transfer(groups), strict=True):
+    groups = [(monitor, monitor._guarded(_tensors_of, monitor)) for monitor in monitors if not monitor._is_resolved]
+    groups = [(monitor, tensors) for monitor, tensors in groups if tensors is not None]  # of others after an error
+    for (monitor, _), numbers in zip(groups, transfer([tensors for _, tensors in groups]), strict=True):
         waiting, monitor._waiting, monitor._is_resolved = monitor._waiting, [], True
         latest: dict[str, float] = {}
         for (names, _), values in zip(waiting, numbers, strict=False):
@@ -77,6 +71,10 @@ def bring_to_host(monitors: Sequence[Any]) -> None:
         waits = [name for name in latest if isinstance(monitor.metrics.get(monitor._named(name)), Tensor)]
         monitor._put({name: latest[name] for name in waits})
         monitor._put(monitor._guarded(monitor.resolve_deferred, numbers[len(waiting) :]) or {})
+
+
+def _tensors_of(monitor: Any) -> list[Tensor]:
+    return [*(values for _, values in monitor._waiting), *monitor.deferred_tensors()]
 
 
 class DeferredFlag:

@@ -19,6 +19,7 @@ from ignite_monitor import (
     CurvatureHandler,
     GradMonitor,
     HistogramHandler,
+    Monitor,
     MonitorEvents,
     RCCHandler,
     SpectralNormHandler,
@@ -232,3 +233,32 @@ def test_weights_of_low_precision(dtype, device):
         result = training.run(monitors, batches(2, item.name))
         rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in result])
     assert_alike(rows[1], rows[0], 0.1, 1e-2)
+
+
+def test_whether_a_step_was_made_is_on_the_device_of_the_parameters(device):
+    """A GradScaler may keep its scale, and ``found_inf``, on another accelerator than the first parameter's."""
+
+    class Steps(Monitor):
+        def __init__(self, model):
+            super().__init__(model, "steps")
+            self.made = []
+
+        def handlers(self):
+            return [(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self.completed)]
+
+        def completed(self, engine, step):
+            self.made.append(step.made)
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
+
+    def train_step(engine, overflows):
+        optimizer.found_inf = torch.tensor(float(overflows), device=device.name)
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).mean().backward()
+        optimizer.step()
+
+    trainer, steps = Engine(train_step), Steps(model)
+    with steps.attach(trainer):
+        trainer.run([0, 0, 1])
+    assert [(made.device.type, bool(made)) for made in steps.made] == [("cpu", True), ("cpu", True), ("cpu", False)]

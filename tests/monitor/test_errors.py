@@ -32,6 +32,7 @@ PLACES = (
     "before_train_step",
     "train_step_contexts",
     "context",
+    "context left",
     "GRADIENTS_READY",
     "OPTIMIZER_STEP_STARTED",
     "OPTIMIZER_STEP_COMPLETED",
@@ -74,6 +75,7 @@ class Failing(Monitor):
         def context():
             self.fails_at("context")
             yield
+            self.fails_at("context left")
 
         self.fails_at("train_step_contexts")
         return [context()]
@@ -93,6 +95,10 @@ class Failing(Monitor):
 
     def on_run_end(self):
         self.fails_at("on_run_end")
+
+
+def fails(*_):
+    raise RuntimeError("of a function")
 
 
 def trained(*makes, iterations=4, runs=1, model=None):
@@ -228,13 +234,16 @@ def test_errors_of_signal_handlers_end_training():
 
 
 @pytest.mark.allows_failed_monitors
-@pytest.mark.parametrize("method", ["deferred_tensors", "resolve_deferred"])
-def test_errors_while_values_are_read_end_the_measuring_alone(method):
+@pytest.mark.parametrize(
+    ("method", "function"),
+    [("deferred_tensors", fails), ("deferred_tensors", lambda monitor: None), ("resolve_deferred", fails)],
+)
+def test_errors_while_values_are_read_end_the_measuring_alone(method, function):
     class Deferred(Failing):
         def fails_at(self, place):
             self._is_resolved = False
 
-    setattr(Deferred, method, fails)
+    setattr(Deferred, method, function)
     with_values = [lambda m, _: Deferred(m, None), GradMonitor]
     _, _, (failing, other), _ = trained(*with_values, iterations=2)
     assert other.on_host()["grad/norm"] > 0
@@ -261,10 +270,6 @@ def test_a_spike_holds_for_the_rest_of_the_iteration_in_which_its_monitor_fails(
     trainer.run(mlp_batches(3))
     assert [report.kind for report in monitor.reports] == ["failed"]
     assert flags == [True, False, False]
-
-
-def fails(*_):
-    raise RuntimeError("of a function")
 
 
 def activations(model, _):

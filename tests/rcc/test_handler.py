@@ -442,3 +442,28 @@ def test_a_normalization_in_low_precision_is_not_measured_by_its_rounding(dtype,
     assert result["rcc/output_change/0"] == pytest.approx(float(update.norm(dim=-1).mean()), rel=1e-3)
     assert result["rcc/input_drift/0"] == 0
     assert result["rcc/input/0"] == pytest.approx(float(wide.norm(dim=-1).mean()), rel=1e-5)
+
+
+def test_a_batch_norm_in_evaluation_mode_uses_its_own_running_statistics():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, eps=1e-4))
+    handler = RCCHandler(model)
+    perturb(model, 0.4)
+    first, norm = model
+    norm.eval()
+    norm.running_mean += torch.tensor([1.0, -2.0, 0.5])
+    norm.running_var *= torch.tensor([4.0, 0.3, 9.0])
+    x = torch.randn(6, 5)
+    result = measure(handler, [x])
+    reference, initial = handler.reference
+
+    def normalized(y, mean, var, layer):
+        return (y - mean.double()) / (var.double() + 1e-4).sqrt() * layer.weight.double() + layer.bias.double()
+
+    with torch.no_grad():
+        moved, before = (layer.double()(x.double()) for layer in copy.deepcopy([first, reference]))
+        now = normalized(moved, norm.running_mean, norm.running_var, norm)
+        then, start = (normalized(y, torch.zeros(3), torch.ones(3), initial) for y in (moved, before))
+    expected = {"weight_update": now - then, "input_drift": then - start, "output_change": now - start}
+    for name, change in expected.items():
+        assert result[f"rcc/{name}/1"] == pytest.approx(change.norm(dim=1).mean().item(), rel=1e-5)
