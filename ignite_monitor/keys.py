@@ -80,7 +80,7 @@ ACTIVATION = Schema("activation", "", (
         when=_GIVEN("attention"), chart="attention entropy per head"),
     Key("attention_logit_max/{module}/head_{i}", "largest attention logit", when=_GIVEN("attention"),
         chart="largest attention logit per head"),
-    Key("gradient/{parameter}/{metric}", "metric of the unscaled gradient; unclipped if its backward is in the iteration",
+    Key("gradient/{parameter}/{metric}", "metric of the gradient, unscaled; unclipped in the iteration of its backward",
         when=_GIVEN("gradients")),
     Key("parameter/{parameter}/{metric}", "metric of the parameter at the start of the iteration",
         when=_GIVEN("parameters")),
