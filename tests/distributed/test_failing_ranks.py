@@ -6,7 +6,6 @@ import datetime
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from ignite_monitor import (
 from ignite_monitor.scaling import AlignmentHandler
 from tests._helpers import footprint, hooks_only, make_batches, make_step, mse_loss
 from tests._models import make_mlp
-from tests._ranks import SHARDS, ddp, fsdp, inner_of, run_scenarios, train, unwrapped
+from tests._ranks import SHARDS, ddp, fsdp, inner_of, run_scenarios, train
 
 COUNT, FAILS = 6, 3
 
@@ -75,9 +74,7 @@ def failing(wrap: Callable[[Any], Any], where: str, rank: int) -> dict[str, Any]
         (engine,) = engines
         if current != where or engine.state.iteration != FAILS:
             return
-        if where == "lag":
-            time.sleep(0.3 * rank)
-        elif rank == 0:  # what it waits for never comes
+        if rank == 0:  # what it waits for never comes
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5))
         elif where == "terminate":
             engine.terminate()
@@ -91,7 +88,7 @@ def failing(wrap: Callable[[Any], Any], where: str, rank: int) -> dict[str, Any]
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Engine, Any], Any]:
         train_step = make_step(model, optimizer, loss_of=loss_of, after_backward=lambda _: fail("after backward"))
-        return lambda engine, batch: (train_step(engine, batch), fail("terminate"), fail("lag"))
+        return lambda engine, batch: (train_step(engine, batch), fail("terminate"))
 
     def monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         def note(engine: Engine) -> None:
@@ -202,13 +199,6 @@ def conditional(wrap: Callable[[Any], Any], what: str, rank: int) -> dict[str, A
     return counted_in_each_iteration(wrap, rank, all_monitors, step, logs=what == "logs" and rank == 1)
 
 
-def without_wrapper(rank: int, grouped: bool) -> dict[str, Any]:
-    """Each rank by itself, with two micro-batches to an iteration; with a group the norm is of both ranks."""
-    group = dist.group.WORLD if grouped else None
-    monitors = lambda model, optimizer: {"grad": GradMonitor(model, optimizer, group=group)}  # noqa: E731
-    return counted_in_each_iteration(unwrapped, rank, monitors, functools.partial(make_step, parts=2))
-
-
 def uneven_inputs(rank: int) -> dict[str, Any]:
     """DistributedDataParallel.join(): a rank that has run out of data shadows the collectives of the others."""
     monitors = lambda model, optimizer: [*all_monitors(model, optimizer).values()]  # noqa: E731
@@ -233,10 +223,7 @@ CONDITIONAL = {
     }.items()
     for what in does
 }
-LAGGING = {f"{world} lag": functools.partial(failing, wrap, "lag") for world, wrap in WRAPS.items()}
-ALONE = {"uneven inputs": uneven_inputs, "plain": functools.partial(without_wrapper, grouped=False)}
-ALONE["grouped"] = functools.partial(without_wrapper, grouped=True)
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | LAGGING | ALONE
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = FAILING | CONDITIONAL | {"uneven inputs": uneven_inputs}
 APART = FAILING
 # Here the rank that has failed does not leave: the other one has to wait for the timeout.
 STAYS = ["ddp before backward"]
@@ -256,13 +243,6 @@ def test_the_other_rank_ends_with_an_error_and_nothing_is_left_on_either(results
     assert waiting["left"] == failed["left"] == []
 
 
-@pytest.mark.parametrize("name", LAGGING)
-def test_a_rank_that_lags_delays_the_other_one(results, name):
-    both = results(name)
-    assert [item["ended"] for item in both] == [None, None]
-    assert both[0]["published"] == both[1]["published"]
-
-
 @pytest.mark.parametrize("name", CONDITIONAL)
 def test_no_collective_is_added_where_only_some_ranks_come(results, name):
     """In every iteration, a monitor makes the same number of collectives on both ranks."""
@@ -275,13 +255,6 @@ def test_no_collective_is_added_where_only_some_ranks_come(results, name):
 def test_ranks_that_have_run_out_of_data_delay_no_rank(results):
     families = ["grad", "gradient", "monitor", "parameter", "spectral", "step"]
     assert [result["published"] for result in results("uneven inputs")] == [[families] * 3, [families] * 5]
-
-
-@pytest.mark.parametrize(("name", "count"), [("plain", 0), ("grouped", 3)])
-def test_a_model_without_a_wrapper_takes_collectives_once_a_step_and_only_in_a_group(results, name, count):
-    for result in results(name):
-        assert result["monitored"] == [count] * len(result["monitored"])
-        assert set(result["plain"]) == {0}
 
 
 if __name__ == "__main__":

@@ -109,15 +109,18 @@ def test_groups_that_overlap_in_part_are_refused(process_group):
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-160, 1.0, 1e160, 1e200])
-@pytest.mark.parametrize(("reduction", "expected"), [("mean", 5.0), ("sum", 5.0 * 3**0.5), (None, 5.0 * 3**0.5)])
-def test_norms_over_ranks_stay_in_range(process_group, monkeypatch, scale, reduction, expected):
+@pytest.mark.parametrize(
+    ("norm_type", "reduction", "expected"),
+    [(2.0, "mean", 5.0), (2.0, "sum", 5.0 * 3**0.5), (2.0, None, 5.0 * 3**0.5), (torch.inf, "sum", 4.0)],
+)
+def test_norms_over_ranks_stay_in_range(process_group, monkeypatch, scale, norm_type, reduction, expected):
     """Three ranks, of which this one has 3 and 4 and the two others the same."""
     process_group(3)
     model = nn.Linear(2, 1, bias=False).double()
     model.weight.grad = torch.tensor([[3.0, 4.0]], dtype=torch.float64) * scale
     ranks = resolved(dist.group.WORLD, model)
     monkeypatch.setattr(ranks, "_reduce", lambda values, largest=False: values if largest else 3 * values)
-    norm = ranks.norm([*model.parameters()], 2.0, reduction)
+    norm = ranks.norm([*model.parameters()], norm_type, reduction)
     assert float(norm.value) / scale == pytest.approx(expected, rel=1e-14)
     assert norm.origin == 0
 
