@@ -15,10 +15,7 @@ from torch import nn
 from ignite_monitor import (
     GradMonitor,
     MonitorEvents,
-    RollbackHandler,
-    SpikeMonitor,
     StaticThreshold,
-    StepStatsHandler,
 )
 from ignite_monitor.gradient.loss import LossCollector
 from tests._helpers import assert_same, make_step, mlp_batches, train, training_state
@@ -146,32 +143,6 @@ def test_losses_without_a_logarithm_or_without_a_value_are_no_spikes_and_do_not_
         recorder = train(training.step, batches_of(5), training.monitor)
         assert recorder.of("grad/loss_spike") == [None] * 5
         assert float(training.monitor.state_dict()["loss"]["rule"]["count"]) == 0
-
-
-def test_states_of_monitors_without_a_loss_load():
-    training = Training()
-    train(training.step, batches_of(3), training.monitor)
-    plain = GradMonitor(training.model, training.optimizer, threshold=StaticThreshold(1.0))
-    training.monitor.load_state_dict(plain.state_dict())
-
-
-@pytest.mark.parametrize("loss", [1.0, nn.functional.mse_loss, lambda: 1.0, nn.MSELoss, nn.MSELoss()])
-def test_a_loss_that_is_no_function_of_the_engine_is_refused(loss):
-    with pytest.raises(TypeError, match=r"Argument loss should be a function of the engine .*, but"):
-        GradMonitor(make_mlp(), loss=loss)
-
-
-def test_functions_of_other_arguments_are_refused_at_once():
-    model = make_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for argument, make in {
-        "value": lambda wrong: SpikeMonitor(wrong),
-        "on_spike": lambda wrong: GradMonitor(model, on_spike=wrong),
-        "items": lambda wrong: StepStatsHandler(model, optimizer, items=wrong),
-        "loss": lambda wrong: RollbackHandler({"model": model, "optimizer": optimizer}, loss=wrong),
-    }.items():
-        with pytest.raises(TypeError, match=rf"Argument {argument} should be .*a function of .*: "):
-            make(lambda: None)
 
 
 def compared(monitor):

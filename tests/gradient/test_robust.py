@@ -70,13 +70,6 @@ def test_equals_formula(arguments):
     np.testing.assert_allclose(result.thresholds, reference.thresholds, rtol=RTOL)
 
 
-def test_zeros_and_warm_up_equal_formula():
-    norms = np.concatenate([np.zeros(30), [50.0, 20.0, 0.0, 10.0], noisy(100), [0.0, 0.0, 9.0]])
-    result, reference = detect(norms), expected(norms)
-    np.testing.assert_array_equal(result.spikes, reference.spikes)
-    np.testing.assert_allclose(result.thresholds, reference.thresholds, rtol=RTOL)
-
-
 def test_norms_that_differ_by_rounding_alone_have_no_threshold():
     norms = 3.0 + 1e-9 * np.random.default_rng(0).random(200)
     norms[100] += 1e-7

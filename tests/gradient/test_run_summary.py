@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
-import weakref
 
 import pytest
 import torch
@@ -97,18 +95,6 @@ def test_a_state_that_is_loaded_in_a_run_changes_no_count_of_the_run(caplog):
     first, *rest = run(trainer, caplog, spikes=(45,))
     assert "59 optimizer steps in monitored iterations, 1 spike, 1 skipped" in first
     assert rest == []
-
-
-def test_no_optimizer_is_kept_after_a_run(caplog):
-    model, optimizer, trainer = make()
-    monitor = GradMonitor(model)
-    monitor.attach(trainer)
-    run(trainer, caplog, count=3)
-    monitor.detach()
-    gone = weakref.ref(optimizer)
-    del optimizer, trainer
-    gc.collect()
-    assert gone() is None
 
 
 def test_no_line_without_a_step_or_after_an_error(caplog):

@@ -184,12 +184,6 @@ def test_beside_a_nan_no_tensor_is_clipped():
     assert recorder.of("grad/clipped_count")[-1] == 0
 
 
-def test_states_load_with_and_without_it():
-    one, other = Training().monitor, GradMonitor(make_mlp())
-    other.load_state_dict(one.state_dict())
-    one.load_state_dict(GradMonitor(make_mlp()).state_dict())
-
-
 def test_provisional_updates_of_tensors_are_reverted():
     """Four micro-batches to a step; the first of the tenth is far off in one tensor."""
     training = Training(every=4, bad=(37 * 4 - 3,), factor=400.0)

@@ -73,19 +73,6 @@ def test_with_a_threshold_learned_while_training(name):
     )
 
 
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("where", [4, 5, 6])
-def test_a_spike_in_any_micro_batch_skips_the_accumulated_step(name, where):
-    batches = mlp_batches(12, [where], 1e4)
-    model, optimizer = build(name)
-    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
-    recorder = train(make_step(model, optimizer, every=3), batches, monitor)
-    other, other_optimizer = build(name)
-    train(make_step(other, other_optimizer, every=3), batches[:3] + batches[6:])
-    assert_same(training_state(model, optimizer), training_state(other, other_optimizer))
-    assert recorder.of("grad/skipped_count")[-1] == recorder.of("grad/spike_count")[-1] == 1
-
-
 def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():
     model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

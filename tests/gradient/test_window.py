@@ -7,9 +7,9 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_monitor import ActivationHandler, GradMonitor, StaticThreshold, WeightUpdateHandler
-from tests._helpers import PUT, Recorder, grad_norm, in_turn, make_step, mlp_batches, mse_loss, train
-from tests._models import Lambda, make_mlp
+from ignite_monitor import GradMonitor, StaticThreshold
+from tests._helpers import PUT, grad_norm, in_turn, make_step, mlp_batches, mse_loss, train
+from tests._models import make_mlp
 
 CLOSE = {"rel": 1e-5}
 
@@ -71,41 +71,6 @@ def test_a_step_that_raises_an_error_leaves_the_next_its_own_gradient():
     assert not errors
     assert recorder.of("grad/norm") == pytest.approx(norms, **CLOSE)
     assert recorder.of("grad/spike") == [0] * 5
-
-
-def test_gradients_and_parameters_that_are_inference_tensors_stop_nothing():
-    def forward(self, x):
-        with torch.no_grad():
-            x = self.backbone(x)
-        return self.head(x)
-
-    with torch.inference_mode():
-        backbone = nn.Linear(4, 4)
-    model, truth = Lambda(forward, backbone=backbone, head=nn.Linear(4, 2)), []
-    optimizer = sgd(model, lr=0.1)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        if engine.state.iteration % 2:
-            mse_loss(model, batch).backward()
-        else:  # as evolution strategies do
-            with torch.inference_mode():
-                for parameter in model.head.parameters():
-                    parameter.grad = 0.1 * torch.ones_like(parameter)
-        truth.append(grad_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    engine = Engine(step)
-    GradMonitor(model, optimizer).attach(engine)
-    WeightUpdateHandler(model, optimizer, sample_size=None).attach(engine)
-    ActivationHandler(model, gradients=True).attach(engine)
-    recorder = Recorder(engine)
-    engine.run(mlp_batches(6), max_epochs=1)
-    assert recorder.of("grad/norm") == pytest.approx(truth, **CLOSE)
-    assert all(recorder.of("monitor/grad_max"))
-    assert recorder.of("monitor/update_ratio_max")[1] > 0
-    assert recorder.of("gradient/head.bias/mean")[1::2] == pytest.approx([0.1] * 3)
 
 
 def set_to_none(parameter, _):
