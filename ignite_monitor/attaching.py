@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from ignite.engine import Engine, Events
@@ -23,7 +22,6 @@ from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.model.names import modules_by_name, tags
 from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
@@ -40,9 +38,9 @@ from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-_SET = "_attached_with_prefix"  # of a monitor: the prefix of the call that has attached it
-_ACTIVATION_MODULES = nn.ReLU.__module__  # of torch's activation functions
-_FEW = 6  # largest number of members of a module list that are all shown
+_OUTLINE = (
+    r"([^./]+|((?!\d+\.)[^./]+\.)*\d+)"  # the model, its children, and members of lists that are in no other list
+)
 
 
 def attach_monitors(
@@ -86,10 +84,9 @@ def attach_monitors(
                       ``SpectralNormHandler``, ``RCCHandler``
     ================  ===================================================  ====================
 
-    An ``HDF5Logger`` gets all values. Other loggers get those of the whole model, its children and its blocks: the
-    members of module lists, of more than six the first, the middle and the last.
+    An ``HDF5Logger`` gets all values. Other loggers get of activations ``nonfinite_count`` of the model, ``std`` and
+    ``max_abs`` of the model, its children and its blocks (members of module lists), and what the model records.
 
-    Calling it again with the same engine, model and prefix replaces the monitors; if that fails, the former ones stay.
     Several models on one engine, as in a GAN, take one call each, with different prefixes.
 
     Args:
@@ -120,7 +117,7 @@ def attach_monitors(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range, a name is taken, or the prefix is another model's.
+        ValueError: if an argument is out of its range, or a name is taken, as by monitors with the same prefix.
 
     Examples:
         .. code-block:: python
@@ -162,14 +159,7 @@ def attach_monitors(
     )
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
     attached = [] if (source := EventSource.on(trainer)) is None else source.monitors
-    former = [monitor for monitor in attached if vars(monitor).get(_SET) == prefix]
-    known = {id(parameter) for monitor in former for parameter in monitor.model.parameters()}
-    if known and known.isdisjoint(map(id, model.parameters())):
-        raise ValueError(
-            f"Monitors of another model are attached to this engine with the prefix {prefix!r}: give every model a "
-            "prefix of its own, or remove() the handle of the former ones"
-        )
-    if all(other.prefix != f"{start}loss" or other in former for other in attached):
+    if all(other.prefix != f"{start}loss" for other in attached):
         monitors["loss"] = LossRecorder(prefix=f"{start}loss"), always
     if setup_check:
         monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
@@ -194,10 +184,8 @@ def attach_monitors(
     for name in [extra] if isinstance(extra, str) else extra:
         check_choice("extra", name, *extras)
         monitors[name] = extras[name](model, prefix=f"{start}{name}"), sampled
-    for monitor, _ in monitors.values():
-        setattr(monitor, _SET, prefix)
-    shown: Any = {
-        "activation": _shown_activations(model, start),
+    shown = {
+        "activation": rf"^{re.escape(start)}(recorded/|activation/(_root_/nonfinite_count|{_OUTLINE}/(std|max_abs))$)",
         "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$",
     }
 
@@ -208,32 +196,4 @@ def attach_monitors(
             elif monitor.schema.keys:
                 monitor.log_to(logger, trainer, include=shown.get(name))
 
-    return MonitorHandle(trainer, monitors, former, connect_loggers, {"sampling": sampling})
-
-
-def _shown_activations(model: nn.Module, start: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a dashboard shows the value of a name, which follows ``start``."""
-    modules = modules_by_name(model)
-    lists: dict[str, list[str]] = {}
-    for name in modules:
-        *outer, own = name.split(".")
-        if own.isdecimal() and not any(map(str.isdecimal, outer)):  # in no other list
-            lists.setdefault(name.rpartition(".")[0], []).append(name)
-    few = [items if len(items) <= _FEW else [items[0], items[len(items) // 2], items[-1]] for items in lists.values()]
-    blocks = [*chain(*few)]
-    tag_of = dict(zip(modules, tags(name or "_root_" for name in modules), strict=True))
-    outline = {tag_of[name] for name in modules if name in blocks or not ("." in name or name.isdecimal())}
-    starts = tuple(f"{block}." for block in blocks) or ""
-    inside = {tag_of[name]: module for name, module in modules.items() if f"{name}.".startswith(starts)}
-
-    def is_shown(name: str) -> bool:
-        family, tag, *place, metric = name.removeprefix(start).split("/")
-        if family != "activation":
-            return family == "recorded" or tag in inside
-        if metric == "nonfinite_count":
-            return tag == "_root_"
-        if metric == "dead_fraction":
-            return type(inside.get(tag)).__module__ == _ACTIVATION_MODULES
-        return metric in ("std", "max_abs") and tag in outline and len(place) < 2
-
-    return is_shown
+    return MonitorHandle(trainer, monitors, connect_loggers, {"sampling": sampling})

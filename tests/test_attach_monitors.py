@@ -23,7 +23,6 @@ from ignite_monitor import (
     GradMonitor,
     HDF5Logger,
     MonitorEvents,
-    RCCHandler,
     SpikeMonitor,
     StaticThreshold,
     attach_monitors,
@@ -31,7 +30,6 @@ from ignite_monitor import (
 )
 from ignite_monitor.events.monitor_events import register_events
 from ignite_monitor.model.isolation import capture_rng_state, restore_rng_state
-from ignite_monitor.monitor.handle import MonitorHandle
 from tests._helpers import ListLogger, footprint, grad_norm, in_turn, make_batches, make_step, make_trainer, same
 from tests._models import GPT
 
@@ -103,10 +101,9 @@ def test_rates_that_alternate_jump_once():
     assert steps == [1, 2, 3, 4, 5, 6, 10, 11, 20, 21, 50, 51, 60, 61]
 
 
-@pytest.mark.parametrize(("count", "shown"), [(3, [0, 1, 2]), (9, [0, 4, 8])])
-def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
+def test_loggers_get_a_selection_and_files_all(tmp_path):
     torch.manual_seed(0)
-    model = GPT(blocks=count, records=True, fused=True)
+    model = GPT(blocks=3, records=True, fused=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = create_supervised_trainer(model, optimizer, lambda y, targets: F.cross_entropy(y.mT, targets))
     logger, path = ListLogger(), tmp_path / "run.h5"
@@ -115,33 +112,16 @@ def test_loggers_get_a_selection_and_files_all(tmp_path, count, shown):
         trainer.run([torch.randint(11, (2, 3, 6)) for _ in range(2)])
     families = ("gpt/activation", "gpt/attention", "gpt/recorded")
     written = {name for _, named in logger.written for name in named if name.startswith(families)}
-    outline = ["_root_", "tokens", "positions", "drop", "norm", "head", *(f"blocks.{i}" for i in shown)]
+    outline = ["_root_", "tokens", "positions", "drop", "norm", "head", "blocks.0", "blocks.1", "blocks.2"]
     assert written == {
         *(f"gpt/activation/{module}/{metric}" for module in outline for metric in ("std", "max_abs")),
         "gpt/activation/_root_/nonfinite_count",
-        *(f"gpt/activation/blocks.{i}.mlp.1/dead_fraction" for i in shown),
-        *(
-            f"gpt/attention_{kind}/blocks.{i}.attention/head_{head}"
-            for kind in ("entropy", "logit_max")
-            for i in shown
-            for head in range(2)
-        ),
-        *(f"gpt/recorded/blocks.{i}.mlp/norm" for i in range(count)),
+        *(f"gpt/recorded/blocks.{i}.mlp/norm" for i in range(3)),
     }
     kept = set(read_hdf5(path))
     assert written < kept
-    assert f"gpt/activation/blocks.{count - 2}.mlp.0/std" in kept
-
-
-def test_names_that_differ_in_a_replaced_character_alone_reach_loggers():
-    model = nn.Sequential(nn.Linear(6, 3), nn.ModuleDict({"a b": nn.ReLU(), "a_b": nn.ReLU()}))
-    model.forward = lambda x: model[1]["a_b"](model[1]["a b"](model[0](x)))
-    optimizer, logger = torch.optim.SGD(model.parameters(), lr=0.1), ListLogger()
-    trainer = Engine(make_step(model, optimizer))
-    attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
-    trainer.run(make_batches(2))
-    written = {name for _, named in logger.written for name in named if "dead_fraction" in name}
-    assert written == {f"activation/{name}/dead_fraction" for name in ("1.a_b", "1.a_b_2")}
+    assert "gpt/activation/blocks.1.mlp.0/std" in kept
+    assert "gpt/attention_entropy/blocks.1.attention/head_0" in kept
 
 
 def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all(tmp_path):
@@ -154,22 +134,6 @@ def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all
     kept = {name for name in read_hdf5(tmp_path / "run.h5") if name.startswith("rcc/")}
     whole = {f"rcc/{term}_{which}" for term in ("weight_update", "input_drift") for which in ("max", "median")}
     assert written == whole | {name for name in kept if "weight_share/" in name}
-
-
-def test_attached_again_replaces_what_was_there(parts):
-    """A cell of a notebook may be run twice."""
-    model, optimizer, trainer = parts
-    logger = ListLogger()
-    attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
-    trainer.run(make_batches(3))
-    first = len(logger.written)
-    handlers = [len(item) for item in trainer._event_handlers.values()]
-    handle = attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
-    assert [len(item) for item in trainer._event_handlers.values()] == handlers
-    trainer.run(make_batches(3))
-    assert len(logger.written) == 2 * first
-    handle.remove()
-    assert not [name for name in vars(trainer.state) if "unhealthy" in name]
 
 
 def test_gan():
@@ -260,11 +224,14 @@ def test_what_fails_half_way_leaves_nothing(parts):
 
 def test_what_is_cheap_is_there_and_the_rest_by_name():
     model, optimizer, trainer = make_trainer()
-    handle = attach_monitors(trainer, model, optimizer, every=1)
-    assert set(handle.monitors) == {"grad", "loss", "setup", "update", "activation", "step", "moments"}
-    assert "setup" not in attach_monitors(trainer, model, optimizer, setup_check=False).monitors
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert "moments" not in attach_monitors(trainer, model, plain).monitors  # which has no momentum
+    with attach_monitors(trainer, model, optimizer, every=1) as handle:
+        assert set(handle.monitors) == {"grad", "loss", "setup", "update", "activation", "step", "moments"}
+        with pytest.raises(ValueError, match=r"claimed.*remove\(\) its handle"):
+            attach_monitors(trainer, model, optimizer)
+    with attach_monitors(trainer, model, optimizer, setup_check=False) as handle:
+        assert "setup" not in handle.monitors
+    with attach_monitors(trainer, model, torch.optim.SGD(model.parameters(), lr=0.1)) as handle:
+        assert "moments" not in handle.monitors  # without momentum
     attach_monitors(trainer, model, optimizer, every=1, extra=["histograms", "replicas", "spectral", "rcc"])
     trainer.run(make_batches(2))
     assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
@@ -293,28 +260,6 @@ def test_a_logger_that_fails_leaves_nothing(parts, made):
     with pytest.raises(ConnectionError):
         ActivationHandler(model, activations=True).log_to(Offline(min(made, 1)), trainer)
     assert footprint(trainer, model, optimizer) == before
-
-
-@pytest.mark.parametrize("fault", ["logger", "flag", "prefix"])
-def test_former_monitors_and_loggers_stay_if_new_ones_can_not_be_attached(parts, fault):
-    model, optimizer, trainer = parts
-    trainer.state.mine = 1
-    logger, own = ListLogger(), ListLogger()
-    handle = attach_monitors(trainer, model, optimizer, loggers=logger, every=1)
-    handle.monitors["grad"].log_to(own, trainer)
-    handle.monitors["update"].detach()
-    trainer.run(make_batches(3))
-    expected, rows = set(trainer.state.metrics), len(logger.written)
-
-    before = footprint(trainer, model, optimizer)
-    other = make_trainer()[0] if fault == "prefix" else model  # another model, without a prefix of its own
-    wrong = {"logger": {"loggers": Offline()}, "flag": {"flag": "mine"}, "prefix": {}}[fault]
-    with pytest.raises((ConnectionError, ValueError), match=r"login|mine|prefix"):
-        attach_monitors(trainer, other, torch.optim.SGD(other.parameters()), every=1, **wrong)
-    assert footprint(trainer, model, optimizer) == before
-    trainer.run(make_batches(3))
-    assert set(trainer.state.metrics) == expected
-    assert (len(logger.written), len(own.written)) == (2 * rows, 6)
 
 
 WITHIN = [
@@ -405,11 +350,8 @@ def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
     fresh = attach_monitors(other[2], *other[:2], every=2)
     with pytest.raises(ValueError, match="states of"):
         fresh.load_state_dict({"other": {}})
-    before = copy.deepcopy(fresh.state_dict())
-    for name in (name for name, state in before.items() if state):
-        with pytest.raises(ValueError, match="is absent in provided state_dict"):
-            fresh.load_state_dict({**saved, name: {"wrong": 1}})
-        assert same(fresh.state_dict(), before)
+    with pytest.raises(ValueError, match="is absent in provided state_dict"):
+        fresh.load_state_dict({**saved, "grad": {"wrong": 1}})
     fresh.load_state_dict(saved)
     assert [message for message in caplog.messages if "differ" in message][-1].endswith("not loaded: spectral")
     assert same(fresh.state_dict(), {name: state for name, state in saved.items() if name != "spectral"})
@@ -447,18 +389,6 @@ def test_a_resumed_run_measures_the_same_iterations(at):
     expected, state = run()
     assert {6 + 5, at + 2} <= {*expected}
     assert run(state)[0] == [iteration for iteration in expected if iteration > at]
-
-
-def test_a_refused_state_leaves_a_reference_as_it_was(parts):
-    model, _, trainer = parts
-    monitors = {"rcc": RCCHandler(model), "activation": ActivationHandler(model, activations=True)}
-    handle = MonitorHandle(trainer, {name: (item, Events.ITERATION_STARTED) for name, item in monitors.items()})
-    before, wrong = copy.deepcopy(handle.state_dict()), copy.deepcopy(handle.state_dict())
-    for tensor in wrong["rcc"]["reference"].values():
-        tensor.zero_()
-    with pytest.raises(ValueError, match="state_dict"):
-        handle.load_state_dict({**wrong, "activation": {}})
-    assert same(handle.state_dict(), before)
 
 
 def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,22 +72,21 @@ def check_flag(flag: str) -> None:
         raise ValueError(f"Argument flag should name an attribute that Ignite does not use, but given {flag!r}")
 
 
-def check_attachable(monitor: Any, engine: Engine, replaced: Collection[Any]) -> None:
-    """Refuse an attached monitor, and names taken by the user's code or by monitors that will not be replaced."""
+def check_attachable(monitor: Any, engine: Engine) -> None:
+    """Refuse an attached monitor, and names taken by the user's code or by other monitors."""
     check_type("engine", engine, Engine, "ignite.engine.Engine")
     kind = type(monitor).__name__
     if monitor._attached_to() is not None:
         raise ValueError(f"This {kind} is attached already: detach() it first, or make another one")
-    again = f"detach() the other {kind}, as before a cell of a notebook is run again, or give this one a prefix"
-    replaced_names = {name for other in replaced for name in other.attributes}
+    again = f"detach() the other {kind} or remove() its handle, as before a cell runs again, or give this one a prefix"
     for name in monitor.attributes:
-        if hasattr(engine.state, name) and name not in replaced_names:
+        if hasattr(engine.state, name):
             raise ValueError(
                 f"engine.state.{name} is already claimed, by another monitor or by code of your own: {again} and a "
                 "flag of its own"
             )
     source = EventSource.on(engine)
-    others = [item for item in source.monitors if item not in replaced] if source is not None else []
+    others = [] if source is None else source.monitors
     for family, taken in itertools.product(monitor.families, (name for other in others for name in other.families)):
         if f"{family}/".startswith(f"{taken}/") or f"{taken}/".startswith(f"{family}/"):
             raise ValueError(f"Another monitor on this engine has the prefix {taken!r}: {again} of its own")

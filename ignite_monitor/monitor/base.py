@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -156,10 +156,10 @@ class Monitor(Reporter, Serializable):
         """
         return MonitorHandle(engine, {self.prefix: (self, event)})
 
-    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any]) -> None:
+    def _connect(self, engine: Engine, event: Any) -> None:
         """Add the handlers of :meth:`attach`, or raise an error that leaves everything as it was."""
         events = arguments.events_of(event, only=Events.ITERATION_STARTED)
-        arguments.check_attachable(self, engine, replaced)
+        arguments.check_attachable(self, engine)
         self._has_failed = False
         handlers, engine_handlers = self.handlers(), self.engine_handlers()
         arguments.check_handlers(self, handlers, engine_handlers)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +24,6 @@ class MonitorHandle(Serializable):
     Args:
         engine: the engine that trains the model.
         monitors: name -> monitor and event. They are attached, or an error leaves everything as it was.
-        replaced: attached monitors to detach, whose names may be taken.
         connect_loggers: a function of name and monitor that calls :meth:`Monitor.log_to`.
         saved: other objects by name, whose state is saved and loaded with that of the monitors.
 
@@ -37,7 +35,6 @@ class MonitorHandle(Serializable):
         self,
         engine: Engine,
         monitors: Mapping[str, tuple[Any, Any]],
-        replaced: Sequence[Any] = (),
         connect_loggers: Callable[[str, Any], None] = lambda name, monitor: None,
         saved: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -46,12 +43,10 @@ class MonitorHandle(Serializable):
         self._engine = weakref.ref(engine)
         with ExitStack() as undo:
             for name, (monitor, event) in monitors.items():
-                monitor._connect(engine, event, replaced)
+                monitor._connect(engine, event)
                 undo.callback(monitor._disconnect)
                 connect_loggers(name, monitor)
             undo.pop_all()
-        for monitor in replaced:
-            monitor.detach()
         for monitor in self.monitors.values():
             monitor.clear(engine)
 
@@ -68,7 +63,7 @@ class MonitorHandle(Serializable):
         return OrderedDict((name, item.state_dict()) for name, item in self._saved.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the states of all monitors, or of none if one is refused.
+        """Load the states of all monitors.
 
         Monitors without a saved state keep theirs, and saved states without a monitor are ignored: both are logged.
 
@@ -86,12 +81,8 @@ class MonitorHandle(Serializable):
         if different:
             text = "saved and attached monitors differ: not loaded: %s"
             logging.getLogger(__name__).warning(text, ", ".join(sorted(different)))
-        with ExitStack() as undo:
-            for name in both:
-                item = self._saved[name]
-                undo.callback(item.load_state_dict, copy.deepcopy(item.state_dict()))
-                item.load_state_dict(state_dict[name])
-            undo.pop_all()
+        for name in both:
+            self._saved[name].load_state_dict(state_dict[name])
 
     def __enter__(self) -> MonitorHandle:
         return self

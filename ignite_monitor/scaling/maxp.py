@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -162,8 +162,8 @@ class MaxPScheduler(ReferenceMonitor, schema=MAXP):
 
     # Events
 
-    def _connect(self, engine: Engine, event: Any, replaced: Collection[Any]) -> None:
-        super()._connect(engine, event, replaced)
+    def _connect(self, engine: Engine, event: Any) -> None:
+        super()._connect(engine, event)
         # Schedulers act at any moment, and in iterations that are not monitored too.
         hook = torch.compiler.disable(weak_method(self._before_optimizer_step))
         self._engine_handles.append(self.optimizer.register_step_pre_hook(hook))
