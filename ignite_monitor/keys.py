@@ -125,7 +125,7 @@ STEP_STATS = Schema("step", "step", (
         nonfinite="any"),
     Key("lr/group_{i}", "learning rate of a parameter group in the optimizer's first step, or after the train step",
         nonfinite="any"),
-    Key("peak_memory_mb", "peak memory so far: of tensors on CUDA, of the process on the CPU", unit="MiB"),
+    Key("peak_memory_mb", "peak memory of tensors so far", unit="MiB", when="on CUDA"),
     Key("reserved_memory_mb", "memory reserved by the allocator", unit="MiB", when="on CUDA"),
     Key("resident_memory_mb", "resident memory of the process", unit="MiB", when="on the CPU of Linux"),
 ))
@@ -236,7 +236,6 @@ CURVATURE = Schema("curvature", "curvature", (
 
 REPLICAS = Schema("replicas", "replicas", (
     Key("in_sync", "1 if everything compared is the same on all ranks, else 0", chart="replicas in sync"),
-    Key("hash/{name}", "hash of a tensor or another item, an integer below 2**53", when="with ``hashes=True``"),
 ))
 
 REPLAY = Schema("replay", "replay", (

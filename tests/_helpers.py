@@ -29,7 +29,7 @@ Batch = tuple[Tensor, Tensor]
 torch.set_num_threads(1)  # of so little work each, more of them wait for each other
 
 # What clocks and operating systems say is not the same twice.
-UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "peak_memory_mb", "resident_memory_mb")}
+UNSTEADY = {f"step/{name}" for name in ("time_ms", "items_per_s", "resident_memory_mb")}
 UNSTEADY |= {"step/data_wait_ms", "step/data_wait_share"}
 
 LONG = pytest.mark.skipif(os.environ.get("FULL_MATRIX", "0") == "0", reason="FULL_MATRIX is not set")

@@ -32,7 +32,7 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, local
-from ignite_monitor.model.names import parameters_of
+from ignite_monitor.model.names import is_from_torch, parameters_of
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
 
@@ -86,7 +86,7 @@ class StepOwner:
     @contextmanager
     def context(self) -> Iterator[None]:
         """Context of a train step in which optimizers are acting."""
-        self._patched = [_PatchedStep(self, optimizer) for optimizer in self.acting if not _is_from_torch(optimizer)]
+        self._patched = [_PatchedStep(self, optimizer) for optimizer in self.acting if not is_from_torch(optimizer)]
         handles: list[Any] = [Patch(step.optimizer, "step", step.call) for step in self._patched]
         try:
             yield
@@ -126,7 +126,7 @@ class StepOwner:
                 )
         if not callable(closure):
             self._report_step(optimizer)
-            if self._undo and not _is_from_torch(optimizer):  # it may do more than use its gradients
+            if self._undo and not is_from_torch(optimizer):  # it may do more than use its gradients
                 raise SkippedError
             return None
 
@@ -253,7 +253,7 @@ class _PatchedStep:
 
 def hides_gradients(optimizer: Optimizer) -> bool:
     """Return True if a step of this optimizer is skipped by hiding its gradients."""
-    return _is_from_torch(optimizer) and not isinstance(optimizer, LBFGS)
+    return is_from_torch(optimizer) and not isinstance(optimizer, LBFGS)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -295,11 +295,6 @@ def _device_of(optimizer: Optimizer) -> torch.device:
 def _combined(combine: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """Combine 0-dim tensors of any devices."""
     return functools.reduce(lambda one, other: combine(one, move(other, one.device)), tensors)
-
-
-def _is_from_torch(optimizer: Optimizer) -> bool:
-    # Their steps do nothing without gradients; a subclass may do more.
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor and Muon: "torch.optim"
 
 
 def _refused(optimizer: Optimizer, reason: str) -> ValueError:

@@ -99,6 +99,11 @@ def held_by(optimizer: Optimizer) -> set[int]:
     return set(map(id, parameters_of(optimizer)))
 
 
+def is_from_torch(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer of torch itself: a subclass may do anything in its step."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor and Muon: "torch.optim"
+
+
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor | None]:
     """The learning rate of each group, 0-dim if a tensor; None unless it is one real number, as with Adafactor."""
     return [_number(group.get("lr")) for group in optimizer.param_groups]

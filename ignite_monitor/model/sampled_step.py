@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import reshard
-from ignite_monitor.model.names import held_by
+from ignite_monitor.model.names import held_by, is_from_torch
 from ignite_monitor.model.sampling import ParameterSamples
 
 _FEW = 32  # elements of a sample that are not 0, from which its norm has an error of about 15 %
@@ -122,4 +122,4 @@ class StepMeasurement:
     @property
     def keeps_no_copies(self) -> bool:
         """True if only torch's own optimizers have made steps: they keep no copies of low-precision weights."""
-        return all(f"{type(optimizer).__module__}.".startswith("torch.optim.") for optimizer in self._optimizers)
+        return all(map(is_from_torch, self._optimizers))

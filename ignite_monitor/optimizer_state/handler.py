@@ -19,20 +19,20 @@ from ignite_monitor.optimizer_state.measured_step import MomentMeasurement, Mome
 
 
 class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
-    r"""Compare gradients with the moments of Adam-family, momentum-SGD, Muon and Lion optimizers.
+    r"""Compare gradients with the moments of optimizers of ``torch.optim``: Adam, AdamW, SGD with momentum, Muon ….
 
-    Any optimizer with ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer`` in its state is measured. For each tensor with
-    gradient g as the step uses it (reduced, unscaled, clipped; negated with ``maximize``, with the weight decay that is
-    added to it), and the moments as the step leaves them:
+    For each tensor with gradient g as the step uses it (reduced, unscaled, clipped; negated with ``maximize``, with the
+    weight decay that is added to it), and the moments as the step leaves them:
 
     .. math:: \mathrm{RMS} = \sqrt{\frac{1}{n} \sum_i \frac{g_i^2}{\max(\hat v_i, \epsilon^2)}}
 
-    with :math:`\hat v = v / (1 - \beta_2^t)` and v in ``exp_avg_sq`` (``max_exp_avg_sq`` where there is one); without a
-    step count t or two ``betas``, :math:`\hat v = v`.
+    with :math:`\hat v = v / (1 - \beta_2^t)` and v in ``exp_avg_sq`` (``max_exp_avg_sq`` where there is one), after t
+    steps.
 
     {keys}
 
-    Momentum SGD reports only momentum cosine and update norm. The last kind appears when a logger writes.
+    Momentum SGD reports only momentum cosine and update norm. Nothing is reported of optimizers of other classes, also
+    where they inherit from one of torch. The last kind appears when a logger writes.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -99,17 +99,14 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         if measured is not None:
             self._measured = measured
         elif self._step.stepped and step.made is not False:
-            kind = type(self.optimizer).__name__
-            text = "since no tensor has a dense real gradient and exp_avg, exp_avg_sq or momentum_buffer of its shape"
-            self.report("nothing_measured", f"nothing is reported of {kind}, {text}")
+            text = (
+                "measured are exp_avg, exp_avg_sq and momentum_buffer of dense real gradients in torch.optim's classes"
+            )
+            self.report("nothing_measured", f"nothing is reported of {type(step.optimizer).__name__}: {text}")
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running or self._step is None or self._measured is None:
+        if not self._is_running or self._measured is None:
             return
-        if self._step.has_unknown_decay:
-            kind = type(self.optimizer).__name__
-            text = f"whether {kind} adds weight decay to gradients is not known: of its groups with weight decay only "
-            self.report("unknown_weight_decay", f"{text}update_norm is reported", severity="note")
         rms, fraction, cosine = (row.unbind() for row in order_statistics(self._measured.statistics))
         self.publish(
             rms_median=rms[0],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,19 +13,12 @@ from torch.optim import Optimizer
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import move, move_like
-from ignite_monitor.model.dtensor import is_dtensor, local
-from ignite_monitor.model.modes import has_local_data
+from ignite_monitor.model.names import is_from_torch
 from ignite_monitor.model.sampled_step import StepMeasurement
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
-# Options of an optimizer that corrects no bias if they are False, and of one with weight decay apart from the gradient.
-_CORRECTING = ("bias_correction", "correct_bias")
-_DECOUPLED_STEPS = ("AdamW.step", "Muon.step", "Adafactor.step")
-_DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
-_REAL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# With these an optimizer keeps the second moment in a basis (SOAP, GaLore) or on a scale (Prodigy) of its own.
-_OTHER_UNITS = frozenset({"Q", "GG", "projector", "ortho_matrix", "p0"})
+_DECOUPLED = ("AdamW", "Muon")  # their weight decay is no part of the gradient
 
 
 class MomentStatistics(NamedTuple):
@@ -38,44 +30,41 @@ class MomentStatistics(NamedTuple):
 
 
 class MomentMeasurement(StepMeasurement):
-    """Measures the steps of an optimizer, one after the other."""
+    """Measures the steps of an optimizer of torch, one after the other."""
 
     def start(self) -> None:
         """Prepare for a train step."""
         super().start()
         self._members: list[int] = []
-        self.has_unknown_decay = False  # a gradient may have been changed by weight decay
 
     @torch.no_grad()
     def keep_gradients(self, step: OptimizerStep) -> None:
         """Keep samples of the gradients that a step uses: unscaled, negated where they are maximized, with decay."""
         self.step_started(step.optimizer)
-        self._made = step.made
-        gradients = {index: self.samples.parameters[index].grad for index in self.indices}
+        self._made, parameters = step.made, self.samples.parameters
+        gradients = {id(item): item.grad for item in step.parameters if item.grad is not None and item.numel()}
         self._members = [
             index
-            for index, gradient in gradients.items()
-            if gradient is not None and gradient.layout == torch.strided and not gradient.is_complex()
+            for index in (self.indices if is_from_torch(step.optimizer) else ())
+            if (gradient := gradients.get(id(parameters[index]))) is not None
+            and gradient.layout == torch.strided
+            and not gradient.is_complex()
         ]
-        stepping = [item for item in step.parameters if item.grad is not None and item.numel()]
-        self._all_measured = len(self._members) == len(stepping)
+        self._all_measured = len(self._members) == len(gradients)
         if not self._members:
             return
-        self._gradient = self.samples.flat(self._members, [gradients[index] for index in self._members])
+        self._gradient = self.samples.flat(self._members, [parameters[index].grad for index in self._members])
         if step.loss_scale is not None:
             self._gradient /= move_like(step.loss_scale, self._gradient)
         groups = {id(item): group for group in step.optimizer.param_groups for item in group["params"]}
-        self._groups = [groups.get(id(self.samples.parameters[index]), {}) for index in self._members]
+        self._groups = [groups[id(parameters[index])] for index in self._members]
+        adds_decay = type(step.optimizer).__name__ not in _DECOUPLED
         parts = self.split(self._gradient, self._members)
         for index, group, part in zip(self._members, self._groups, parts, strict=True):
             if group.get("maximize"):
                 part.neg_()
-            decay = _coupled_decay(step.optimizer, group)
-            if decay is None:
-                part.fill_(math.nan)
-                self.has_unknown_decay = True
-            elif isinstance(decay, Tensor) or decay:
-                part += self.samples.take(index, self.samples.parameters[index]) * decay
+            if adds_decay and group.get("weight_decay") and not group.get("decoupled_weight_decay"):
+                part.add_(self.samples.take(index, parameters[index]), alpha=group["weight_decay"])
 
     @torch.no_grad()
     def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
@@ -84,11 +73,14 @@ class MomentMeasurement(StepMeasurement):
         if not members or self._made is False:
             return None
         states = [optimizer.state.get(samples.parameters[index], {}) for index in members]
-        momenta = [self._moment(*pair, _MOMENTUM) for pair in zip(members, states, strict=True)]
-        squares = [self._moment(*pair, _SQUARE) for pair in zip(members, states, strict=True)]
+        momenta, squares = ([_first(state, names) for state in states] for names in (_MOMENTUM, _SQUARE))
         if all(moment is None for moment in momenta + squares):
             return None
-        eps, correction = self._eps_and_correction(states)
+        eps = self._vector([group.get("eps", math.nan) for group in self._groups])
+        decay = self._vector([group.get("betas", (math.nan, math.nan))[1] for group in self._groups])
+        # Of the root of the second moment; 1 without one.
+        correction = (1 - decay ** self._vector([state.get("step", math.nan) for state in states])).rsqrt()
+        correction = correction.nan_to_num(1.0, 1.0)
         lengths = torch.tensor([self.sizes[index] for index in members], device="cpu")
         min_root = (eps.nan_to_num(0.0) / correction)[move(torch.repeat_interleave(lengths), samples.device)]
         flats = _compared(self._gradient, self._elements(momenta), self._elements(squares), min_root)
@@ -110,20 +102,6 @@ class MomentMeasurement(StepMeasurement):
             update_norm if self._all_measured else math.nan,
         )
 
-    def _moment(self, index: int, state: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
-        """The first tensor by these names in a parameter's state with a real number for each of its elements."""
-        parameter = self.samples.parameters[index]
-        if names is _SQUARE and not _OTHER_UNITS.isdisjoint(state):
-            return None
-        for name in names:
-            value = state.get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in _REAL:
-                part = local(value)
-                is_like = is_dtensor(value) == is_dtensor(parameter) and part.device == local(parameter).device
-                if is_like and has_local_data(part):
-                    return value
-        return None
-
     def _elements(self, moments: Sequence[Tensor | None]) -> Tensor:
         """The sampled elements of moments, one parameter after the other; NaN without a moment."""
         unknown = self.split(torch.full_like(self._gradient, math.nan), self._members)
@@ -132,38 +110,21 @@ class MomentMeasurement(StepMeasurement):
             for index, part, moment in zip(self._members, unknown, moments, strict=True)
         ])  # fmt: skip
 
-    def _eps_and_correction(self, states: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
-        """Epsilon, and the bias correction of the root of the second moment, 1 if it is not known."""
-        steps, decays = [], []
-        for state, group in zip(states, self._groups, strict=True):
-            betas = group.get("betas") if all(group.get(name, True) for name in _CORRECTING) else None
-            steps.append(state.get("step", group.get("step", group.get("k"))))
-            decays.append(betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None)
-        decay = self._vector(decays) ** self._vector(steps)
-        return self._vector([group.get("eps") for group in self._groups]), (1 - decay).rsqrt().nan_to_num(1.0, 1.0)
-
     def _vector(self, values: Sequence[Any]) -> Tensor:
-        """One tensor of numbers and tensors with one element, without synchronization; NaN for anything else."""
-        numbers = [value if isinstance(value, (float, int)) else math.nan for value in values]
-        vector = torch.tensor(numbers, dtype=self.samples.dtype, device="cpu")
+        """One tensor of numbers and tensors with one element, without synchronization."""
+        device, dtype = self.samples.device, self.samples.dtype
         if not any(isinstance(value, Tensor) for value in values):
-            return move(vector, self.samples.device)
-        scalars = [
-            value.detach().reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else number
-            for value, number in zip(values, vector.unbind(), strict=True)
+            return move(torch.tensor(values, dtype=dtype, device="cpu"), device)
+        tensors = [
+            value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu") for value in values
         ]
-        if len({scalar.device for scalar in scalars}) > 1:
-            scalars = [move(scalar, self.samples.device) for scalar in scalars]
-        return move(torch.stack([scalar.to(self.samples.dtype) for scalar in scalars]), self.samples.device)
+        if len({tensor.device for tensor in tensors}) > 1:
+            tensors = [move(tensor, device) for tensor in tensors]
+        return move(torch.stack([tensor.detach().reshape(()).to(dtype) for tensor in tensors]), device)
 
 
-def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> Any:
-    """The factor of the weights that a step adds to the gradient; None if it is not known."""
-    step = inspect.unwrap(type(optimizer).step)
-    is_torch, decay = step.__module__.startswith("torch.optim"), group.get("weight_decay") or 0.0
-    if any(map(group.get, _DECOUPLED)) or (is_torch and step.__qualname__ in _DECOUPLED_STEPS):
-        return 0.0
-    return decay if is_torch or decay == 0 else None
+def _first(state: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
+    return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
 
 
 def _compared(gradient: Tensor, momentum: Tensor, square: Tensor, min_root: Tensor) -> Sequence[Tensor]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ignite.engine import Engine
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_type
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
-from ignite_monitor.model.devices import device_of, wide_dtype
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import all_reduce, reshard
-from ignite_monitor.model.names import Pattern, Selection, tags
+from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
@@ -44,8 +42,6 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose state to compare; None for none.
         exclude: a regular expression; items in whose name it matches are not compared, such as buffers of one rank.
-        hashes: publish the hash of every tensor, with one rank too; ``ignite-monitor compare`` then names the first
-            iteration and tensor in which two runs differ.
         group: the ranks that hold the same, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         prefix: prefix of the keys.
 
@@ -65,15 +61,12 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         optimizer: Optimizer | None = None,
         *,
         exclude: Pattern = None,
-        hashes: bool = False,
         group: Group = None,
         prefix: str = "replicas",
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer, optional=True)
-        check_type("hashes", hashes, bool, "bool")
         self.optimizer = optimizer
-        self.hashes = hashes
         self._selection = Selection(exclude=exclude)
         self.reset_run_state()
 
@@ -93,13 +86,13 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self.ranks.all_present:
             return
-        if self.ranks.size > 1 or self.hashes:
+        if self.ranks.size > 1:
             self._name_differences()
             self._check(engine, device_of(self.model))
-        if self.ranks.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             text = "nothing is compared: no wrapper of the model names the ranks that hold the same; give group"
             self.report("no_replicas", text)
-        elif self.ranks.size == 1:
+        else:
             self.publish(in_sync=1.0)
 
     def _check(self, engine: Engine, device: torch.device) -> None:
@@ -112,27 +105,20 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
             items = items_of(self.model, self.optimizer, self.ranks.ignored)
             items |= {"the iteration": engine.state.iteration, "the epoch": engine.state.epoch}
             holders = {name: replica_groups(item, self.ranks.groups) for name, item in items.items()}
-            names = [name for name in items if name in self._selection and (holders[name] or self.hashes)]
+            names = [name for name in items if name in self._selection and holders[name]]
             hashes = NamedValues(names, hashes_of({name: items[name] for name in names}, device))
             self._last = {
                 group: hashes.rows([i for i, k in enumerate(names) if group in holders[k]]) for group in groups
             }
-            if self.hashes:  # float64 holds 53 bits
-                keys = [f"hash/{tag}" for tag in tags(names)]
-                self.publish_table(keys, (hashes.values & (2**53 - 1)).to(wide_dtype(device)))
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
             fails = True
             self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
-        if self.ranks.size > 1:
-            self._compare(groups, torch.full((), 2 * fails, device=device))
-
-    def _compare(self, groups: Iterable[Any], status: Tensor) -> None:
-        """Compare the sum of the hashes of every process group, by its minimum and maximum over the ranks.
-
-        The status is 0 if all ranks hold the same, 1 if they differ, and 2 if it is not known.
-        """
+        status = torch.full(
+            (), 2 * fails, device=device
+        )  # 0 if all ranks hold the same, 1 if they differ, 2: not known
         for group in groups:
             total = self._last[group].values.sum() if group in self._last else status
+            # Their maximum and minimum over the ranks.
             largest, inverse_smallest = all_reduce(torch.stack([total, ~total]), largest=True, group=group)
             status = torch.maximum(status, (largest != ~inverse_smallest).to(status))
         status = self.ranks.max(status)

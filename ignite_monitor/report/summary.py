@@ -13,7 +13,7 @@ from ignite_monitor.report import causes, gradients, layers, losses
 from ignite_monitor.report.finding import SEVERITIES, Finding, in_order, listed, plural
 from ignite_monitor.report.run import MonitorSeries, Run, Series, natural
 
-VERSION = 5  # of the JSON; raised when a key changes its meaning or is removed
+VERSION = 6  # of the JSON; raised when a key changes its meaning or is removed
 
 MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
@@ -166,24 +166,20 @@ class Comparison:
     until: int  # the last iteration that both have
     differences: dict[str, Difference]  # by metric, the largest first, the user's own before the rest
     only: tuple[list[str], list[str]]  # names of metrics of the first run only, and of the second only
-    hashes: Mapping[str, Any] | None  # ReplicaCheckHandler's items, the first iteration that differs, names in it
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON's own types."""
         both = zip(self.runs, self.only, strict=True)
         runs = [{"last_iteration": run.last, "only_here": only} | run.common_fields for run, only in both]
         head = {"version": VERSION, "compared_until": self.until}
-        return dict(_json(head | {"runs": runs, "metrics": self.differences, "hashes": self.hashes}))
+        return dict(_json(head | {"runs": runs, "metrics": self.differences}))
 
 
 def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
     """Compare two runs, each metric up to the last iteration that both have."""
     first, second = (run.series for run in runs)
     summaries = summarise(files[0], runs[0]), summarise(files[1], runs[1])
-    starts = tuple(monitor.name("hash/") for run in runs for monitor in run.of("replicas"))
-    both = [name for name in first if name in second]
-    hashes = [name for name in both if name.startswith(starts)]
-    differences = {name: _difference(first[name], second[name]) for name in both if not name.startswith(starts)}
+    differences = {name: _difference(first[name], second[name]) for name in first if name in second}
 
     def place(name: str) -> tuple[Any, ...]:
         it = differences[name]
@@ -193,19 +189,7 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
     ordered = {name: differences[name] for name in sorted(differences, key=place)}
     only = (sorted(first.keys() - second.keys(), key=natural), sorted(second.keys() - first.keys(), key=natural))
     until = min(summary.last for summary in summaries)
-    return Comparison(summaries, until, ordered, only, _compare_hashes(runs, hashes) if hashes else None)
-
-
-def _compare_hashes(runs: tuple[Run, Run], names: list[str]) -> dict[str, Any]:
-    first: dict[int, list[str]] = {}
-    for name in names:
-        a, b = (run.series[name] for run in runs)
-        steps = np.intersect1d(a.steps, b.steps)
-        differing = steps[a.at(steps) != b.at(steps)]
-        if len(differing):
-            first.setdefault(int(differing[0]), []).append(name.rpartition("hash/")[2])
-    iteration = min(first, default=None)
-    return {"items": len(names), "iteration": iteration, "names": first.get(iteration or 0, [])}
+    return Comparison(summaries, until, ordered, only)
 
 
 def _difference(*runs: Series) -> Difference:

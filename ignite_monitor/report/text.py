@@ -53,12 +53,7 @@ def _comparison(comparison: Comparison, every: bool) -> list[RenderableType]:
         parts.append(Text.assemble((f"{letter} {printable(run.file)}", "bold"), f": to iteration {run.last}"))
         parts += _findings(run) or [Text("  nothing unusual", "green")]
         parts.append(Text())
-    hashes, differences = comparison.hashes, comparison.differences
-    if hashes is not None and hashes["iteration"] is None:
-        parts.append(Text(f"The hashes of {plural(hashes['items'], 'item')} are the same in both.", "green"))
-    elif hashes is not None:
-        text = f"The first difference in {hashes['items']} hashes, in iteration {hashes['iteration']}: "
-        parts.append(Text(text + _names(hashes["names"], every)))
+    differences = comparison.differences
     if differences:
         unequal = len({run.last for run in comparison.runs}) > 1
         until = f", up to iteration {comparison.until} where one is longer" if unequal else ""

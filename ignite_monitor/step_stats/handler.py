@@ -26,7 +26,7 @@ from ignite_monitor.model.tensors import count_items, floating_tensors
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.step_stats.measures import DataClock, StepClock, process_memory
+from ignite_monitor.step_stats.measures import DataClock, StepClock, resident_memory
 
 _MOST_TENSORS = 4  # of a batch, whose RMS is published
 
@@ -42,7 +42,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose learning rates to publish.
-        items: function of the batch that returns its number of items; None for the length of its first tensor.
+        items: function of the batch that returns its number of items, a number or a tensor on the CPU; None for the
+            length of the batch's first tensor.
         group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: prefix of the keys.
 
@@ -62,7 +63,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        items: Callable[[Any], float | Tensor] | None = None,
+        items: Callable[[Any], float] | None = None,
         group: Group = None,
         prefix: str = "step",
     ) -> None:
@@ -77,7 +78,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
 
     def reset_run_state(self) -> None:
         self._clock: StepClock | None = None
-        self._items: float | Tensor | None = None
+        self._items: float | None = None
         self._values: dict[str, float | Tensor] = {}  # values that are known before the train step ends
         self._has_stepped = False
 
@@ -105,9 +106,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
 
     def _measure_batch(self, batch: Any) -> None:
         items = count_items(batch) if self.items is None else self.items(batch)
-        if isinstance(items, Tensor) and has_local_data(items) and not items.is_complex():
-            self._items = items.detach().clone().reshape(())
-        elif items is not None:
+        if isinstance(items, Tensor) and not items.is_cpu:  # reading it would wait for the device
+            raise TypeError("items should return a number, or a tensor on the CPU")
+        if items is not None:
             self._items = float(items)
         elif self.items is None:
             text = "the batch has no tensor, so items_per_s is not reported: give items, a function of it"
@@ -159,25 +160,22 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         if device.type == "cuda":
             values["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
             values["reserved_memory_mb"] = torch.cuda.memory_reserved(device) / 2**20
-        else:
-            values |= process_memory()
         if device.type == "cpu":
-            values |= self._times(self._items)
+            values |= self._times()
+            if (memory := resident_memory()) is not None:
+                values["resident_memory_mb"] = memory
         self.publish(**values)
 
-    def _times(self, items: float | Tensor | None) -> dict[str, float]:
+    def _times(self) -> dict[str, float]:
         seconds = None if self._clock is None else self._clock.seconds()
         if not seconds:
             return {}
         values = {"time_ms": 1e3 * seconds}
         if self._data.seconds is not None:
             values["data_wait_share"] = self._data.seconds / (self._data.seconds + seconds)
-        if items is not None and items >= 0:
-            values["items_per_s"] = float(items) / seconds
+        if self._items is not None and self._items >= 0:
+            values["items_per_s"] = self._items / seconds
         return values
 
-    def deferred_tensors(self) -> list[Tensor]:
-        return [self._items] if isinstance(self._items, Tensor) else []
-
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        return self._times(extra[0][0] if extra else self._items)
+        return self._times()

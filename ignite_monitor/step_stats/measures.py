@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,16 +56,10 @@ class DataClock:
         self.seconds, self._since = None if self._since is None else self.now() - self._since, None
 
 
-def process_memory() -> dict[str, float]:
-    """Return the peak and the present resident memory of this process in MiB, where the system reports them."""
-    sizes = {}
-    with contextlib.suppress(OSError):
+def resident_memory() -> float | None:
+    """Return the resident memory of this process in MiB; None where the system does not report it."""
+    try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        sizes["resident_memory_mb"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    with contextlib.suppress(ImportError):  # on Windows
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-        # The system updates the peak with a delay.
-        sizes["peak_memory_mb"] = max(peak, sizes.get("resident_memory_mb", 0.0))
-    return sizes
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from functools import partial
 
@@ -11,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ignite_monitor import HDF5Logger, MonitorEvents, ReplicaCheckHandler
-from ignite_monitor.cli import main
+from ignite_monitor import ReplicaCheckHandler
 from ignite_monitor.replicas import handler, hashes
 from ignite_monitor.replicas.hashes import hashes_of
 from ignite_monitor.replicas.items import items_of
-from tests._helpers import make_batches, make_trainer
 from tests._models import make_model
 
 CPU = torch.device("cpu")
@@ -154,25 +151,13 @@ def test_the_optimizer_s_own_values_are_compared_by_name(name):
     assert len({*hashes}) == 3
 
 
-def test_a_published_hash_changes_with_every_bit_and_is_exact_in_float64():
-    model = nn.Linear(1, 1, bias=False)
-    model.register_buffer("words", torch.randint(-(2**62), 2**62, (25,)))
-    check = ReplicaCheckHandler(model, hashes=True)
-    numbers = []
-
-    def flip(engine):
-        numbers.append(engine.state.metrics["replicas/hash/words"])
-        place, bit = divmod(engine.state.iteration - 1, 64)
-        if place < 25:
-            model.words.copy_(first)
-            model.words[place] ^= -(2**63) if bit == 63 else 1 << bit
-
-    first, engine = model.words.clone(), Engine(lambda *_: None)
-    check.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, flip)
-    engine.run(range(25 * 64 + 1))
-    assert len(set(numbers)) == len(numbers) == 25 * 64 + 1
-    assert all(0 <= number < 2**53 and number == int(number) for number in numbers)
+def test_a_hash_changes_with_every_bit():
+    words = torch.randint(-(2**62), 2**62, (25,))
+    states = {0: words}
+    for place in range(25 * 64):
+        states[place + 1] = words.clone()
+        states[place + 1][place // 64] ^= -(2**63) if place % 64 == 63 else 1 << place % 64
+    assert len(set(hash_bits(*states.values()))) == 25 * 64 + 1
 
 
 @pytest.mark.parametrize("shape", [None, (-1, 2)], ids=["plain", "hybrid"])
@@ -223,38 +208,3 @@ def test_collectives_and_python_do_not_grow_with_the_ranks(shape, monkeypatch):
     assert other == (collectives, calls)
     assert collectives["all_reduce"] == 3 * (2 if shape is None else 4)
     assert calls < 20_000
-
-
-def test_without_items_no_hash_is_published():
-    model, _, trainer = make_trainer()
-    ReplicaCheckHandler(model, exclude=".", hashes=True).attach(trainer)
-    trainer.run(make_batches(1))
-    assert trainer.state.metrics == {"replicas/in_sync": 1.0}
-
-
-@pytest.mark.parametrize("place", [None, 3])
-def test_the_first_difference_of_two_runs_is_named(place, tmp_path, capsys):
-    """A bit of a weight flips after a step: that weight is named alone, since others follow an iteration later."""
-    for name in ("a", "b"):
-        model, optimizer, trainer = make_trainer()
-        check = ReplicaCheckHandler(model, optimizer, hashes=True)
-
-        def flip(engine, name=name, model=model):
-            if name == "b" and engine.state.iteration == place:
-                model[4].weight.data.view(-1).view(torch.int32)[5] ^= 1
-
-        check.attach(trainer)
-        trainer.add_event_handler(MonitorEvents.OPTIMIZER_STEP_COMPLETED, flip)
-        with HDF5Logger(tmp_path / f"{name}.h5") as logger:
-            check.log_to(logger, trainer)
-            trainer.run(make_batches(5))
-        published = [name for name in trainer.state.metrics if name.startswith("replicas/hash/")]
-        assert len(published) == 2 + len(items_of(model, optimizer, set()))
-    paths = [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
-    assert main(["compare", *paths]) == 0
-    text = capsys.readouterr().out
-    assert ("in iteration 3: 4.weight\n" in text) is (place == 3)
-    assert ("are the same in both" in text) is (place is None)
-    assert main(["compare", "--json", *paths]) == 0
-    hashes = json.loads(capsys.readouterr().out)["hashes"]
-    assert (hashes["iteration"], hashes["names"]) == (place, ["4.weight"] if place else [])

@@ -162,7 +162,7 @@ def test_compare(files, capsys):
 def test_compare_for_machines(files, capsys):
     assert main(["compare", str(files / "healthy.h5"), str(files / "hurt.h5"), "--json"]) == 0
     comparison = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert set(comparison) == {"version", "compared_until", "runs", "metrics", "hashes"}
+    assert set(comparison) == {"version", "compared_until", "runs", "metrics"}
     assert [item["last_iteration"] for item in comparison["runs"]] == [60, 60]
     assert comparison["runs"][1]["only_here"] == ["[bold]not markup[/] :smile:"]
     assert comparison["metrics"]["train/loss"]["b"] is None

