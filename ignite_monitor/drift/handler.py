@@ -120,10 +120,9 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         self._counts = move_like(self._counts, number) + torch.stack((drift, ~finite, drift))
         self._drifts.set(drift)
         self.publish(drift=drift.to(number.dtype), sum_up=sums[0], sum_down=sums[1])
-        if self._drifts:
-            awaited = self._source is not None and self._source.is_awaited(MonitorEvents.DRIFT_DETECTED)
-            if self._report_drift(synchronize=awaited) and awaited and self._source is not None:
-                self._source.fire(MonitorEvents.DRIFT_DETECTED)
+        awaited = self._source is not None and self._source.is_awaited(MonitorEvents.DRIFT_DETECTED)
+        if self._report_drift(synchronize=awaited) and awaited and self._source is not None:
+            self._source.fire(MonitorEvents.DRIFT_DETECTED)
 
     def _update(self, rows: Tensor, value: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the statistics after one more finite value, and the sums with it."""

@@ -7,7 +7,6 @@ on a copy of the model.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import signal
 import sys
@@ -180,16 +179,9 @@ def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any
 
 
 def generators_used_by(function: Any) -> list[Any]:
-    """Generators in the globals, closure, defaults and object of a function, and in the arguments of a partial one."""
-    held: list[Any] = []
-    if isinstance(function, functools.partial):
-        held, function = [function.args, function.keywords], function.func
-    if not hasattr(function, "__globals__"):
-        function = function.__call__  # of an object
-    held += [getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__")]
-    held += [[cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]]
-    held += [dict(getattr(getattr(function, "__self__", None), "__dict__", {}))]
-    used = _generators_in(dict(enumerate(held)), ())
+    """Generators in the globals and the closure of a function."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+    used = _generators_in(dict(enumerate(cells)), ())
     return [*(used | _generators_in(getattr(function, "__globals__", {}), (), within=False)).values()]
 
 

@@ -21,7 +21,6 @@ _ROW = 1024
 _LONGEST_SUM = 16 * _ROW
 # Float32 squares are exact enough where the norm is between these; else they may have under- or overflowed.
 _SAFE = (1e-9, 1e18)
-_FAR, _LEAST = 2.0**600, 2.0**-450  # factor, and the smallest norm whose square has all digits
 # Other devices read memory slower than they add in float64, and no branch may depend on a value there.
 _kind = attrgetter("is_cpu", "layout", "dtype")
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -98,11 +97,7 @@ def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bo
     """Norms of vectors from those of this rank's parts, by the sum over ranks, or with True their maximum."""
     if norm_type == math.inf:
         return over_ranks(norm, True)
-    if norm_type != 2.0 or norm.dtype != torch.float64:
-        return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
-    # Squares of float64 leave its range, and which scale keeps them there is not known before the sum.
-    small, usual, large = over_ranks(torch.stack((norm * _FAR, norm, norm / _FAR)).square(), False).sqrt().unbind()
-    return torch.where(usual < _LEAST, small / _FAR, torch.where(usual.isinf(), large * _FAR, usual))
+    return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
 
 
 def summed_values(sparse: Tensor) -> Tensor:

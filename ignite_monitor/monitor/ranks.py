@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ignite_monitor.model._torch import has_communication_hook, is_in_join
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, reshard
 from ignite_monitor.model.norms import combine, norms, reduce_norm, whole_norm
-from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
+from ignite_monitor.monitor.transfer import NamedValues
 
 NOT_REDUCED = "DistributedDataParallel ignores parameters, or a communication hook may leave gradients of one rank"
 
@@ -133,20 +133,12 @@ class Ranks:
             values = [item for part in parts for item in part]
         return values
 
-    def broadcast(self, value: Any, source: int) -> Any:
-        """Return the value of the rank with this index, any object that can be pickled."""
+    def of_first(self, value: Any) -> Any:
+        """Return the value of the first rank, any object that can be pickled."""
         box = [value]
         for group in self.groups:
-            source, place = divmod(source, dist.get_world_size(group))
-            dist.broadcast_object_list(box, dist.get_global_rank(group, place), group)
+            dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
         return box[0]
-
-    def first(self, flag: bool, device: torch.device) -> int | None:
-        """Return the index of the first rank whose flag is set; None if there is none."""
-        index, _ = _index(self.groups)
-        left = move(torch.tensor(flag * (self.size - index), device="cpu"), device)
-        largest = int(self.max(left))
-        return self.size - largest if largest else None
 
     def norm(
         self,
@@ -236,59 +228,53 @@ def _union(groups: Iterable[Any]) -> list[Any]:
     return union
 
 
-def _index(groups: Collection[Any]) -> tuple[int, int]:
-    """Return the index of this rank among those that groups make up, and their number."""
-    index, stride = 0, 1
-    for group in groups:
-        index, stride = index + stride * dist.get_rank(group), stride * dist.get_world_size(group)
-    return index, stride
-
-
 Rows = dict[Any, NamedValues]  # kind -> names and their rows; the rows of a kind have one length
 
 Table = tuple[str, Any, int]  # reduction, kind, length of the rows
+Tables = dict[Table, NamedValues]
 
 
 class RankReduction:
     """Sum or maximum over ranks of rows that not every rank has.
 
-    The ranks agree on the names in the first iteration, and where a rank has new ones, in the next: every iteration has
-    two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
+    The ranks agree on the names in the first iteration, and where a rank has new ones, in the next: every other
+    iteration has two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._names: dict[Table, dict[str, None]] = {}
-        self._has_news = DeferredFlag()
-        self._has_news.set(torch.tensor(True, device="cpu"))
+        self._has_news = torch.tensor(True, device="cpu")
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """Return the sums and maxima of all ranks' rows on a device."""
-        local_tables = {
-            ("sum", kind, values.shape[1]): NamedValues(names, values) for kind, (names, values) in sums.items()
-        }
+        tables = {("sum", kind, rows.values.shape[1]): rows for kind, rows in sums.items()}
         for kind, (names, values) in maxima.items():  # the maximum of NaN depends on the order of ranks
-            local_tables["max", kind, values.shape[1]] = NamedValues(
-                names, values.nan_to_num(math.inf, math.inf, -math.inf)
-            )
-        if self._has_news.take(wait=True):
-            while (source := self._ranks.first(self._lacks(local_tables), device)) is not None:
-                local_names = [(table, list(rows.names)) for table, rows in local_tables.items()]
-                for table, names in self._ranks.broadcast(local_names, source):
-                    self._names.setdefault(table, {}).update(dict.fromkeys(names))
-        flag = torch.full((1,), float(self._lacks(local_tables)), dtype=wide_dtype(device), device=device)
+            rows = NamedValues(names, values.nan_to_num(math.inf, math.inf, -math.inf))
+            tables["max", kind, values.shape[1]] = rows
+        if torch.is_nonzero(self._has_news):
+            self._add([self._ranks.of_first(self._news(tables))])  # most often those of all
+            self._add(self._ranks.gather(self._news(tables)))
+        flag = torch.full((1,), float(bool(self._news(tables))), dtype=wide_dtype(device), device=device)
         reduced = list[Rows]()
         for reduction, over_ranks, missing in (("sum", self._ranks.sum, 0.0), ("max", self._ranks.max, -math.inf)):
             known = {table: list(names) for table, names in self._names.items() if table[0] == reduction}
-            rows = [_in_order(local_tables.get(table), table, names, missing, device) for table, names in known.items()]
-            *parts, flag = over_ranks(torch.cat([*rows, flag])).split([*map(len, rows), 1])
-            tables = zip(known.items(), parts, strict=True)
-            reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in tables})
-        self._has_news.set(flag[0] > 0)
+            parts = [_in_order(tables.get(table), table, names, missing, device) for table, names in known.items()]
+            *parts, flag = over_ranks(torch.cat([*parts, flag])).split([*map(len, parts), 1])
+            both = zip(known.items(), parts, strict=True)
+            reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in both})
+        self._has_news = flag[0] > 0
         return reduced[0], reduced[1]
 
-    def _lacks(self, local_tables: dict[Table, NamedValues]) -> bool:
-        return any(not self._names.get(table, {}).keys() >= {*rows.names} for table, rows in local_tables.items())
+    def _add(self, parts: Iterable[dict[Table, list[str]]]) -> None:
+        for table, names in (item for part in parts for item in part.items()):
+            self._names.setdefault(table, {}).update(dict.fromkeys(names))
+
+    def _news(self, tables: Tables) -> dict[Table, list[str]]:
+        """Return the names that the ranks have not gathered yet, of the tables that have some."""
+        known = self._names
+        news = {key: [name for name in rows.names if name not in known.get(key, ())] for key, rows in tables.items()}
+        return {table: names for table, names in news.items() if names}
 
 
 def _in_order(

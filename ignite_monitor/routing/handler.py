@@ -97,6 +97,13 @@ class RoutingHandler(Monitor, schema=ROUTING):
         }
         return dict(zip(routers.values(), tags(routers), strict=True))
 
+    def on_run_end(self) -> None:
+        self._report_probabilities(wait=True)
+
+    def _report_probabilities(self, wait: bool = False) -> None:
+        if self._has_probabilities.take(wait):
+            self.report("probabilities", PROBABILITIES)
+
     def _on_train_step_completed(self, engine: Engine) -> None:
         decisions, self._decisions = self._decisions, None
         if decisions is None:
@@ -113,8 +120,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
             if name not in decisions.without_logits:
                 sums[name] = NamedValues([name], move(sums_of_router, device)[None])
                 largest[name] = NamedValues([name], move(largest_logit, device)[None])
-        if self._has_probabilities.take():
-            self.report("probabilities", PROBABILITIES)
+        self._report_probabilities()
         if self.ranks.size > 1:
             if not self.ranks.all_present:
                 self.report("join", "ranks may have run out of data under join(), so nothing is reported")

@@ -60,7 +60,7 @@ def test_without_a_group_nothing_is_communicated(monkeypatch):
     assert (ranks.size, ranks.replicas, ranks.exceed_wrappers, ranks.all_present) == (1, 1, False, True)
     assert ranks.sum(values) is ranks.max(values) is ranks.any(values) is values
     assert ranks.gather({"a": 1}) == [{"a": 1}]
-    assert (ranks.first(True, CPU), ranks.first(False, CPU)) == (0, None)
+    assert ranks.of_first(1) == 1
 
 
 def test_a_model_without_a_wrapper_is_alone(process_group):
@@ -108,7 +108,7 @@ def test_groups_that_overlap_in_part_are_refused(process_group):
         resolved(group, sharded(mesh["outer"]))
 
 
-@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1.0, 1e160, 1e200])
+@pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
 @pytest.mark.parametrize(
     ("norm_type", "reduction", "expected"),
     [(2.0, "mean", 5.0), (2.0, "sum", 5.0 * 3**0.5), (2.0, None, 5.0 * 3**0.5), (torch.inf, "sum", 4.0)],
@@ -153,10 +153,10 @@ _SQUARES = {"loss": lambda model, x: model(x).square().mean()}
 # Number and bytes of the collectives of the last iteration, as in docs/guides/distributed.md.
 MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "GradMonitor": (im.GradMonitor, (0, 0)),
-    "GradMonitor of a group": (lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD), (3, 40)),
+    "GradMonitor of a group": (lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD), (3, 24)),
     "GradMonitor per parameter of a group": (
         lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD, per_parameter=True),
-        (3, 88),
+        (3, 40),
     ),
     "GradMonitor with loss": (lambda m, o: im.GradMonitor(m, o, loss=lambda engine: 1.0), (1, 16)),
     "GradMonitor per parameter": (partial(im.GradMonitor, per_parameter=True), (0, 0)),
@@ -193,6 +193,11 @@ def at_once(state, bucket):
 
 def layers(width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def check_empty(parts: list[Any], value: dict[Any, Any]) -> None:
+    assert not any(value)
+    parts[:] = [value] * len(parts)
 
 
 def collectives(
@@ -235,7 +240,9 @@ def collectives(
             for name in ("all_reduce", "broadcast"):
                 patch.setattr(dist, name, partial(counted, getattr(dist, name)))
                 patch.setattr(dist.distributed_c10d, name, getattr(dist, name))
-            for name in ("all_gather", "all_gather_object", "all_to_all", "gather"):
+            # Of objects the first rank's names come first, and what is gathered is empty.
+            patch.setattr(dist, "all_gather_object", lambda parts, value, _: check_empty(parts, value))
+            for name in ("all_gather", "all_to_all", "gather"):
                 patch.setattr(dist, name, lambda *_, **__: pytest.fail("a collective of as many parts as ranks"))
             engine.run([torch.randn(8, 4) for _ in range(4)])
         return counts

@@ -134,28 +134,13 @@ def noisy_loss(model, batch, generator):
     return embedding_loss(model, [*batch]) * torch.rand((), generator=generator)
 
 
-class NoisyLoss:
-    def __init__(self, generator):
-        self.generator = generator
-
-    def __call__(self, model, batch):
-        return noisy_loss(model, batch, self.generator)
-
-
-HOLDERS = {
-    "closure": lambda generator: lambda model, batch: noisy_loss(model, batch, generator),
-    "default": lambda generator: lambda model, batch, own=generator: noisy_loss(model, batch, own),
-    "partial": lambda generator: functools.partial(noisy_loss, generator=generator),
-    "object": NoisyLoss,
-    "method": lambda generator: NoisyLoss(generator).__call__,
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_loss_may_change_its_batch_and_have_sparse_gradients_and_generators_of_its_own(holder):
+def test_a_loss_may_change_its_batch_and_have_sparse_gradients_and_a_generator_of_its_own():
     def run(*monitors):
         random_of_loss, model = torch.Generator().manual_seed(0), nn.Embedding(5, 3, sparse=True)
-        loss_of = HOLDERS[holder](random_of_loss)
+
+        def loss_of(model, batch):
+            return noisy_loss(model, batch, random_of_loss)
+
         step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_of=loss_of)
         handlers = [monitor(model, loss=loss_of) for monitor in monitors]
         return run_monitored(step, make_batches(4), *handlers), random_of_loss.get_state()
