@@ -59,10 +59,9 @@ class RouterDecisions(ModuleHook):
         tensors = [logits] if choice is None else [logits, choice]
         if not all(isinstance(tensor, Tensor) and has_local_data(tensor) and tensor.ndim for tensor in tensors):
             return False
-        is_real = logits.is_floating_point() and logits.itemsize > 1  # float8 has no arithmetic
-        has_indices = not tensors[-1].is_floating_point() or choice is None
-        has_experts = logits.shape[-1] >= max(2, self._top_k or 0)
-        return is_real and has_indices and has_experts and all(item.shape[:-1] == logits.shape[:-1] for item in tensors)
+        has_indices = choice is None or not choice.is_floating_point()
+        has_experts = logits.is_floating_point() and logits.shape[-1] >= max(2, self._top_k or 0)
+        return has_indices and has_experts and all(item.shape[:-1] == logits.shape[:-1] for item in tensors)
 
 
 def routing_sums(logits: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:

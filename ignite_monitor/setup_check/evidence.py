@@ -4,58 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.dtensor import any_dtensor, local
-from ignite_monitor.model.names import held_by, learning_rates, named_parameters
+from ignite_monitor.model.names import held_by, is_from_torch, learning_rates, named_parameters
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
+from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.setup_check.batches import is_same, leaves_of
 
 COMPARED = 3  # batches
 
 
-class Numbers(NamedTuple):
-    """Numbers that stay on the device until the check ends; all but the last are 1 or 0."""
-
-    rate_is_zero: float  # all learning rates, in all steps
-    keeps_gradients: float  # the first backward after each step finds its gradients, and no other one finds zeros
-    held_change: float  # the norm of the optimizer's parameters has changed
-    others_change: float  # that of the others
-    discarded: float  # backward passes that find zeros, before the first step and without the first backward
-
-
-class Step(NamedTuple):
-    """A step of the optimizer."""
-
-    iteration: int  # of the check
-    is_torch: bool  # the optimizer is one of torch
-    is_rate_zero: list[Any]  # by group
-    norm: Any  # maximum norm of its gradients
-    initial_norms: list[Tensor]  # of the gradients before each backward after it
-
-
 @dataclass(eq=False)
 class Evidence:
-    """Evidence since a check began."""
+    """Evidence since a check began.
+
+    Attributes:
+        held: the parameters of the model that the optimizer holds.
+        others: those that it does not hold, and that require gradients.
+    """
 
     model: nn.Module
     optimizer: Optimizer
-    numbers: Numbers = field(init=False)
     iterations: int = 0
+    stepped: set[int] = field(default_factory=set)  # iterations with a step of the optimizer
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
-    steps: list[Step] = field(default_factory=list)
     calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
-    initial_norms: list[Tensor] = field(default_factory=list)  # as those of a step, before the first one
     batch: list[Any] = field(default_factory=list)  # what is compared of the last one
     repeats: int = 0  # number of batches that equal the one before
+    steps_of_torch: bool = True  # all steps are those of optimizers of torch
+    rates: list[Tensor] = field(default_factory=list)  # 1 for a learning rate of 0, of each group in each step
+    norms: list[Tensor] = field(default_factory=list)  # maximum norm of the gradients after each step
+    initial_norms: list[list[Tensor]] = field(
+        default_factory=lambda: [[]]
+    )  # before each backward; a list between steps
 
     def __post_init__(self) -> None:
         ids = held_by(self.optimizer)
@@ -64,12 +52,7 @@ class Evidence:
         self.held = [item for item in self.parameters if id(item) in ids]
         rest = [item for item in self.parameters if id(item) not in ids and item.requires_grad and is_measurable(item)]
         self.others = [item for item in rest if local(item).numel()]
-        self._norms = total_norm(self.held), total_norm(self.others)
-
-    @property
-    def stepped(self) -> int:
-        """Number of iterations with a step of the optimizer."""
-        return len({step.iteration for step in self.steps})
+        self._before = [total_norm(self.held), total_norm(self.others)]
 
     def note_batch(self, batch: Any) -> None:
         """Compare each of the first batches with the one before."""
@@ -81,29 +64,25 @@ class Evidence:
         """Note the parameters that have a gradient."""
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
-    def note_backward(self, initial_norm: Tensor) -> None:
-        """Note the norm of the gradients before a backward."""
-        (self.steps[-1] if self.steps else self).initial_norms.append(initial_norm)
-
-    def note_step(self, is_torch: bool) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Note a step, after which gradients are as it leaves them: a fused optimizer has unscaled them."""
         gradients = [item.grad for item in self.held if item.grad is not None]
         is_known = gradients and not any_dtensor(gradients)
-        norm: Any = total_norm(gradients, math.inf) if is_known else math.nan
-        rates = [rate == 0 for rate in learning_rates(self.optimizer)]
-        self.steps.append(Step(self.iterations, is_torch, rates, norm, []))
+        self.norms.append(total_norm(gradients, math.inf) if is_known else torch.tensor(math.nan, device="cpu"))
+        self.initial_norms.append([])
+        self.stepped.add(self.iterations)
+        self.steps_of_torch &= is_from_torch(optimizer)
+        flags = [rate == 0 for rate in learning_rates(self.optimizer)]
+        self.rates += [flag if isinstance(flag, Tensor) else torch.tensor(flag, device="cpu") for flag in flags]
 
-    def end(self) -> Tensor:
-        """Return the :class:`Numbers` as a tensor."""
-        device = device_of(self.model)
-
-        def all_of(flags: Iterable[Any]) -> Tensor:
-            return torch.stack([move(torch.as_tensor(flag), device).bool() for flag in (True, *flags)]).all()
-
-        followed = [step for step in self.steps if step.initial_norms]
-        kept = (all_of([step.initial_norms[0] == step.norm, *step.initial_norms]) for step in followed)
-        norms = zip((total_norm(self.held), total_norm(self.others)), self._norms, strict=True)
-        numbers = [all_of(flag for step in self.steps for flag in step.is_rate_zero), all_of(kept)]
-        numbers += [now != before for now, before in norms]
-        numbers += [sum((norm == 0 for norm in self.initial_norms[1:]), torch.zeros((), device=device))]
-        return torch.stack([move(number, device).float() for number in numbers])
+    def read(self) -> None:
+        """Compare the numbers on the host, after one transfer."""
+        after = [total_norm(self.held), total_norm(self.others)]
+        groups = transfer([[*self._before, *after], self.rates, self.norms, *self.initial_norms])
+        totals, rates, norms, first, *rest = ([number for (number,) in group] for group in groups)
+        self.held_change, self.others_change = totals[0] != totals[2], totals[1] != totals[3]
+        self.rate_is_zero = all(rates)
+        self.discarded = first[1:].count(0)  # backwards that find zeros, before the first step
+        followed = [(norm, found) for norm, found in zip(norms, rest, strict=True) if found]
+        # The first backward after each step finds its gradients, and no other one finds zeros.
+        self.followed, self.keeps_gradients = len(followed), all(it[0] == n and all(it) for n, it in followed)

@@ -40,7 +40,7 @@ def idle_parameters(evidence: Evidence) -> list[Any]:
     return idle if sum(p.numel() for p in idle) >= _UNUSED_FROM * sum(p.numel() for p in trained) else []
 
 
-def unused_parameters(evidence: Evidence, report: Report) -> None:
+def _unused_parameters(evidence: Evidence, report: Report) -> None:
     """Report parameters of the optimizer without a gradient."""
     names = _names(evidence, idle_parameters(evidence))
     if names:
@@ -67,7 +67,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
 def _not_in_optimizer(evidence: Evidence, report: Report) -> None:
     copied = {*NARROW} - {item.dtype for item in parameters_of(evidence.optimizer)}  # may have float32 copies
     left = [item for item in evidence.others if id(item) in evidence.seen and item.dtype not in copied]
-    if not (left and evidence.stepped) or evidence.numbers.others_change:
+    if not (left and evidence.stepped) or evidence.others_change:
         return
     # Also optimizers without a step; there may be millions of objects to look at.
     alive = [item for item in gc.get_objects() if issubclass(type(item), Optimizer) and hasattr(item, "param_groups")]
@@ -87,11 +87,11 @@ def _not_in_optimizer(evidence: Evidence, report: Report) -> None:
 
 def _no_gradients(evidence: Evidence, report: Report) -> None:
     trained = {id(item) for item in evidence.held if item.requires_grad}
+    count = len(evidence.stepped)
     # An optimizer of another class may compute gradients, or keep them elsewhere.
-    is_torch = all(step.is_torch for step in evidence.steps)
-    if trained and evidence.stepped > 1 and is_torch and evidence.seen.isdisjoint(trained):
-        text = f"no parameter of the optimizer had a gradient in {evidence.stepped} iterations with a step. Check for "
-        report("no_gradients", f"{text}detach(), no_grad() and item() between the model's output and the loss")
+    if trained and count > 1 and evidence.steps_of_torch and evidence.seen.isdisjoint(trained):
+        text = f"no parameter of the optimizer had a gradient in {count} iterations with a step. Check for detach(), "
+        report("no_gradients", f"{text}no_grad() and item() between the model's output and the loss")
 
 
 def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
@@ -103,9 +103,9 @@ def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
 def _no_step(evidence: Evidence, report: Report) -> None:
     if evidence.stepped:
         return
-    name, count = type(evidence.optimizer).__name__, int(evidence.numbers.discarded)
-    text = f"{name} made no step in {evidence.iterations} iterations with {len(evidence.initial_norms)} backward passes"
-    if count > 1 and not evidence.numbers.held_change:
+    name, count, backwards = type(evidence.optimizer).__name__, evidence.discarded, len(evidence.initial_norms[0])
+    text = f"{name} made no step in {evidence.iterations} iterations with {backwards} backward passes"
+    if count > 1 and not evidence.held_change:
         report("no_step", f"{text}, whose gradients were discarded {count} times: call optimizer.step()")
     else:
         report("no_step", f"{text}: steps are not checked", "note")
@@ -119,15 +119,14 @@ def _requires_grad_false(evidence: Evidence, report: Report) -> None:
 
 
 def _gradients_not_zeroed(evidence: Evidence, report: Report) -> None:
-    count = sum(bool(step.initial_norms) for step in evidence.steps)
-    if count > 1 and evidence.numbers.keeps_gradients:
-        text = f"the backward after each of {count} steps added to the gradients of that step"
+    if evidence.followed > 1 and evidence.keeps_gradients:
+        text = f"the backward after each of {evidence.followed} steps added to the gradients of that step"
         report("gradients_not_zeroed", f"{text}: call optimizer.zero_grad()")
 
 
 def _zero_learning_rate(evidence: Evidence, report: Report) -> None:
-    if len(evidence.steps) > 1 and evidence.numbers.rate_is_zero:
-        text = f"the learning rate of all parameter groups was 0 in {len(evidence.steps)} optimizer steps"
+    if len(evidence.norms) > 1 and evidence.rate_is_zero:
+        text = f"the learning rate of all parameter groups was 0 in {len(evidence.norms)} optimizer steps"
         report("zero_learning_rate", text, "warning")
 
 
@@ -154,6 +153,5 @@ def _names(evidence: Evidence, parameters: Iterable[Any]) -> tuple[str, ...]:
 
 FINDINGS = (
     *(_not_in_optimizer, _no_gradients, _wrapper_bypassed, _no_step, _requires_grad_false, _gradients_not_zeroed),
-    *(_zero_learning_rate, _large_momentum, _batch_repeats),
+    *(_zero_learning_rate, _large_momentum, _batch_repeats, _unused_parameters),
 )
-"""Functions of the evidence when the check ends; for :func:`unused_parameters` it may take more iterations."""

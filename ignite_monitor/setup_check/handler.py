@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -27,8 +27,8 @@ from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.reports import Report
-from ignite_monitor.setup_check.evidence import Evidence, Numbers
-from ignite_monitor.setup_check.findings import FINDINGS, MOST, evaluation_mode, idle_parameters, unused_parameters
+from ignite_monitor.setup_check.evidence import Evidence
+from ignite_monitor.setup_check.findings import FINDINGS, MOST, evaluation_mode, idle_parameters
 
 _MODE_EVERY = 50  # iterations, after the check
 
@@ -36,10 +36,11 @@ _MODE_EVERY = 50  # iterations, after the check
 class SetupCheck(Monitor):
     """Check model, optimizer and batches in the first iterations of a run.
 
-    The check ends after the first iterations with an optimizer step, at the latest after 100 iterations. After it one
-    iteration in 50 is checked for evaluation mode. Each finding is reported with a kind of its own; the page of this
-    monitor lists them. Only what is certain is reported. A run from iteration 1 is checked again. Nothing is published.
-    Host and device are synchronized once, when the check ends.
+    The check ends after the first iterations with an optimizer step, once the parameters of the optimizer have had
+    gradients; at the latest after 100 iterations, or at the end of the run. After it one iteration in 50 is checked for
+    evaluation mode. Each finding is reported with a kind of its own; the page of this monitor lists them. Only what is
+    certain is reported. A run from iteration 1 is checked again. Nothing is published. Host and device are synchronized
+    once, when the check ends.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -79,37 +80,29 @@ class SetupCheck(Monitor):
         ]
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [
-            (Events.STARTED, self._on_started),
-            (Events.ITERATION_STARTED, self._on_iteration_started),
-            (Events.ITERATION_COMPLETED, lambda engine: self.on_host()),
-        ]
+        return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._on_iteration_started)]
 
     def on_run_end(self) -> None:
-        if self.findings is not None and self._evidence is not None:
+        if self._evidence is not None and len(self._evidence.stepped) >= self.iterations:
             self._finish(self._evidence)
 
     def reset_run_state(self) -> None:
         self._hooks.close()
-        self._evidence: Evidence | None = None
+        self._evidence: Evidence | None = None  # until the check ends
         self._probe: AccumulationProbe | None = None
         # In the check, and in each iteration after it: a backward was seen, and a module in training mode at any event.
         self._has_gradient = self._is_training = False
-
-    @property
-    def _is_over(self) -> bool:
-        """True once the check has ended: after it only the mode is checked, which a validation may leave changed."""
-        return self.findings is not None and self._evidence is None
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
             self.findings = None
 
     def _on_iteration_started(self, engine: Engine) -> None:
-        self.is_finished = self._is_over and engine.state.iteration % _MODE_EVERY > 0
+        # A validation may leave the mode changed.
+        self.is_finished = self.findings is not None and engine.state.iteration % _MODE_EVERY > 0
 
     def before_train_step(self, engine: Engine) -> None:
-        if self._is_over:
+        if self.findings is not None:
             self._has_gradient = self._is_training = False
         else:
             reshard(self.model)
@@ -120,7 +113,7 @@ class SetupCheck(Monitor):
         self._note()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        if self._evidence is not None and self.findings is None and self._source is not None:
+        if self._evidence is not None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
             hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
             self._hooks.callback(hook.remove)
@@ -147,14 +140,14 @@ class SetupCheck(Monitor):
         self._has_gradient = True
         self._note()
         if self._evidence is not None and self._probe is not None and self._probe.norm is not None:
-            self._evidence.note_backward(self._probe.norm)
+            self._evidence.initial_norms[-1].append(self._probe.norm)
             self._start_probe(backward.tracker)
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:
             with hidden_from_user_modes():
                 self._note()
-                self._evidence.note_step(f"{type(optimizer).__module__}.".startswith("torch.optim."))
+                self._evidence.note_step(optimizer)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
@@ -164,26 +157,20 @@ class SetupCheck(Monitor):
         evidence = self._evidence
         if evidence is None:
             self._check_mode()
-            return
-        is_last = evidence.iterations >= max(MOST, self.iterations)
-        if self.findings is None:
-            # One transfer brings the numbers to the host with the values of all monitors.
-            self._is_resolved = not (is_last or evidence.stepped >= self.iterations)
-        elif is_last or not idle_parameters(evidence):
+        elif evidence.iterations >= max(MOST, self.iterations) or (
+            len(evidence.stepped) >= self.iterations and not idle_parameters(evidence)
+        ):
             self._finish(evidence)
 
-    def deferred_tensors(self) -> list[Tensor]:
-        return [] if self._evidence is None else [self._evidence.end()]
-
-    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        if self._evidence is not None:
-            self.findings, self._evidence.numbers = [], Numbers(*extra[0])
-            for find in FINDINGS:
-                find(self._evidence, self._report)
-            self._check_mode()
-            if not idle_parameters(self._evidence):
-                self._finish(self._evidence)
-        return {}
+    def _finish(self, evidence: Evidence) -> None:
+        self.findings = []
+        evidence.read()
+        for find in FINDINGS:
+            find(evidence, self._report)
+        self._check_mode()
+        if not self.findings:
+            self.logger.info("%s: no problems found in %d iterations", self._title, evidence.iterations)
+        self.reset_run_state()
 
     def _check_mode(self) -> None:
         is_reported = any(finding.kind == "evaluation_mode" for finding in self.findings or ())
@@ -193,9 +180,3 @@ class SetupCheck(Monitor):
     def _report(self, kind: str, text: str, severity: str = "problem", names: Sequence[str] = ()) -> None:
         self.report(kind, text, severity=severity, names=names, once=False)
         self.findings = [*(self.findings or ()), self.reports[-1]]
-
-    def _finish(self, evidence: Evidence) -> None:
-        unused_parameters(evidence, self._report)
-        if not self.findings:
-            self.logger.info("%s: no problems found in %d iterations", self._title, evidence.iterations)
-        self.reset_run_state()

@@ -86,8 +86,9 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         # The engine gets a batch before it starts the iteration.
         clock = self._data
         return [
-            (Events.GET_BATCH_STARTED, lambda engine: clock.start()),
-            (Events.GET_BATCH_COMPLETED, lambda engine: clock.stop()),
+            (Events.STARTED, clock.reset),
+            (Events.GET_BATCH_STARTED, clock.start),
+            (Events.GET_BATCH_COMPLETED, clock.stop),
         ]
 
     def handlers(self) -> Handlers:
@@ -153,8 +154,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             self._put_rates()
         device = device_of(self.model)
         values = self._values
-        if self._data.seconds is not None:
-            values["data_wait_ms"] = 1e3 * self._data.seconds
+        values["data_wait_ms"] = 1e3 * self._data.seconds
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = whole_norm(parameters)
         if device.type == "cuda":
@@ -170,9 +170,8 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         seconds = None if self._clock is None else self._clock.seconds()
         if not seconds:
             return {}
-        values = {"time_ms": 1e3 * seconds}
-        if self._data.seconds is not None:
-            values["data_wait_share"] = self._data.seconds / (self._data.seconds + seconds)
+        wait = self._data.seconds
+        values = {"time_ms": 1e3 * seconds, "data_wait_share": wait / (wait + seconds)}
         if self._items is not None and self._items >= 0:
             values["items_per_s"] = self._items / seconds
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -40,20 +41,27 @@ class StepClock:
 
 
 class DataClock:
-    """Time between an engine's request for a batch and the batch; a loader that is restarted is part of it."""
+    """Time between an engine's request for a batch and the batch; a loader that is restarted is part of it.
+
+    Attributes:
+        seconds: the last wait of this run; NaN without one.
+    """
 
     def __init__(self) -> None:
-        self.seconds: float | None = None
         self.now = time.perf_counter
-        self._since: float | None = None
+        self.reset()
 
-    def start(self) -> None:
+    def reset(self, *_: Any) -> None:
+        """Forget the last run, at STARTED."""
+        self.seconds = self._since = math.nan
+
+    def start(self, *_: Any) -> None:
         """Start at GET_BATCH_STARTED."""
         self._since = self.now()
 
-    def stop(self) -> None:
+    def stop(self, *_: Any) -> None:
         """Stop at GET_BATCH_COMPLETED."""
-        self.seconds, self._since = None if self._since is None else self.now() - self._since, None
+        self.seconds = self.now() - self._since
 
 
 def resident_memory() -> float | None:

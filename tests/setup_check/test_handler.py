@@ -513,6 +513,20 @@ def test_each_run_from_its_start_is_checked_and_a_resumed_one():
     assert seen == [(5, None), (6, None), (7, []), (8, [])]
 
 
+@pytest.mark.parametrize(("count", "severity"), [(20, "note"), (110, "warning")])
+def test_all_is_reported_at_once_where_parameters_lack_a_gradient(count, severity):
+    """After 100 iterations, or at the end of a shorter run: a gradient may come."""
+    model, optimizer, train_step, batches = setup(Parts(unused=3), zero_at="never", batches=make_batches(count))
+    trainer, check, seen = Engine(train_step), SetupCheck(model, optimizer), []
+    check.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append(check.findings is not None))
+    trainer.run(batches)
+    found = [(finding.iteration, finding.kind, finding.severity) for finding in check.findings]
+    at = min(count, 100)
+    assert found == [(at, "gradients_not_zeroed", "problem"), (at, "unused_parameters", severity)]
+    assert sum(seen) == max(0, count - 99)
+
+
 def test_run_that_was_terminated_early_says_nothing(caplog):
     model, optimizer, train_step, batches = setup(zero_at="never")
     trainer, check = Engine(train_step), SetupCheck(model, optimizer)

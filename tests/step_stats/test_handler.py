@@ -380,6 +380,17 @@ def test_a_planted_wait_for_data_is_what_is_published():
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
 
 
+def test_a_run_without_data_waits_for_none():
+    model = nn.Linear(5, 7)
+    handler = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer, seen = Engine(lambda *_: None), []
+    handler.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: seen.append("step/data_wait_ms" in handler.metrics))
+    trainer.run([0, 1])
+    trainer.run(epoch_length=2)
+    assert seen == [True, True, False, False]
+
+
 class Overwriting(torch.optim.SGD):
     """Changes the gradients that it is given, as Muons and optimizers with weight decay of their own do."""
 
