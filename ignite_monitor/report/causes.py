@@ -35,6 +35,10 @@ def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     norm, growth = monitor.get("parameter_norm").finite, _growth(monitor, run)
     moved = run.sibling(monitor, "optimizer").get("update_norm").finite
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
+    loss = run.loss.values if run.judges_loss else np.empty(0)
+    # Parameters that begin at 0, as those of adapters, move by their own size, without harm unless the loss rises.
+    if ratios.values.max(initial=0.0) > limits.FROM_ZERO and (np.abs(loss) <= 2 * np.abs(loss[:1])).all():
+        return
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
@@ -107,9 +111,7 @@ def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         since = rates.since(low)
         if low[-1] and low.sum() >= MIN_ONSET and last - since >= limits.VANISHED_SHARE * last:
             what = f"The learning rate of parameter {group.replace('_', ' ')} fell from {number(highest, 3)} to less "
-            what += (
-                f"than a thousandth ({rates.name}) by iteration {since}, and stayed there to the end, iteration {last}."
-            )
+            what += f"than a thousandth ({rates.name}) by iteration {since}, and stayed there to the end."
             values = {"highest": highest, "last": rates.last}
             yield Finding("rate_vanished", "warning", what, (rates.name,), (since,), values)
             return
@@ -140,10 +142,9 @@ def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     shares = used.over(norm)
     is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
     if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
+        before = norm.part(np.isin(norm.steps, used.steps)).median
         what = f"The step used a gradient with a norm of {number(used.median, 2)} ({used.name}); the "
-        what += (
-            f"backward pass made one of {number(norm.part(np.isin(norm.steps, used.steps)).median, 2)} ({norm.name})."
-        )
+        what += f"backward pass made one of {number(before, 2)} ({norm.name})."
         names, values = (used.name, norm.name), {"share": shares.median}
         yield Finding("clipped_away", "warning", what, names, shares.steps[:1], values, onset=0)
 
@@ -155,9 +156,8 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
             name, (onset, since), rms = series.name, series.onset(far), series.part(far).median
-            scale, median = "large" if rms > 1 else "0", number(rms, 3)
-            what = f"batch[{place}] is {scale} {since}: its root mean square is {median} ({name}); networks "
-            what += "expect about 1."
+            what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "
+            what += f"{number(rms, 3)} ({name}); networks expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
             yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite

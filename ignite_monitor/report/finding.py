@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 DAMAGE, STILL = ("damage",), ("stillness",)
 BOTH = DAMAGE + STILL
 _INSPECT = 'Inspect these batches; GradMonitor(on_spike="skip") skips such steps.'
-_CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, learning rate)."
+_CHECKPOINT = "Restore a checkpoint from before, and check what changed there (data, loss, learning rate)."
 
 
 def _symptom(advice: str = "", explained_by: tuple[str, ...] = DAMAGE, explains: tuple[str, ...] = ()) -> Kind:
@@ -36,7 +36,7 @@ def _symptom(advice: str = "", explained_by: tuple[str, ...] = DAMAGE, explains:
 SETUP = {  # faults of the set-up; their reports have advice of their own
     "not_in_optimizer": Kind(explains=STILL),
     "stale_optimizer": Kind(explains=STILL),
-    "no_gradients": Kind("Check that the loss depends on the model's outputs.", STILL, DAMAGE),
+    "no_gradients": Kind("Look for detach(), layers that are all 0, and a loss that is saturated or 0.", STILL, DAMAGE),
     "gradients_not_zeroed": Kind(explains=DAMAGE),
     "zero_learning_rate": Kind(explains=STILL),
     "large_momentum": Kind("Use 0.9, or a learning rate that is smaller by the same factor.", DAMAGE),
@@ -66,13 +66,15 @@ KINDS: dict[str, Kind] = {
     "weights_shrank": Kind("Lower the weight decay, or scale large initial weights down.", BOTH, DAMAGE),
     "large_updates": Kind("Lower the learning rate, or average the loss or gradients over items.", BOTH, DAMAGE),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
-    "wrong_sign": Kind("Check the sign of the loss, the optimizer's maximize, and the learning rate.", DAMAGE, DAMAGE),
+    "wrong_sign": Kind(
+        "Check that the train step returns the loss, its sign, maximize, and the learning rate.", DAMAGE, DAMAGE
+    ),
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
     "periodic_spikes": Kind("Check for a batch or event with this period.", DAMAGE, DAMAGE),
     "bad_batches": Kind(_INSPECT, DAMAGE, DAMAGE),
     "no_step_at_spikes": Kind("", BOTH, DAMAGE),
     "lost_updates": Kind("Keep the weights, or a copy of them, in float32 and use torch.autocast.", STILL, STILL),
-    "small_updates": Kind("Raise the learning rate.", STILL, STILL),
+    "small_updates": Kind("Raise the learning rate, unless the training has converged.", STILL, STILL),
     "not_learning": Kind("Check that inputs and targets match, and that the model can fit ten examples.", (), STILL),
     "overflows": Kind("Give the GradScaler a larger growth_interval, or use bfloat16."),
     "ranks_differ": Kind("Restore a checkpoint from before, and check that rank's hardware and random seeds."),
@@ -89,8 +91,8 @@ KINDS: dict[str, Kind] = {
     "nonfinite_metric": _symptom("Find the first non-finite value: the log names the module and the iteration."),
     "rolled_back": _symptom("Inspect the batches that were skipped, and the learning rate there."),
     "dead_units": _symptom(
-        "Use GELU or LeakyReLU, or a lower learning rate; re-initialize a layer that was dead from the start. Dropout "
-        "sets units to 0 too.",
+        "Use GELU or LeakyReLU, or a lower learning rate; re-initialize a layer that was dead from the start. Dropout, "
+        "and a batch of one item, set units to 0 too.",
         *(DAMAGE, STILL),
     ),
     "activation_outlier": _symptom("Scale that module's weights down, or normalize its input."),
@@ -168,9 +170,9 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
-    """Sort findings: by iteration, causes first, each before the findings that it explains, notes last.
+    """Sort findings: unexplained causes first, problems before warnings, then by iteration; notes last.
 
-    Of several causes the one of the same iteration is named, otherwise the first.
+    Of several causes of a finding the one of the same iteration is named, otherwise the first.
     """
     ordered = sorted(findings, key=lambda it: it.place)
     notes = [it for it in ordered if it.severity == "note"]
@@ -183,6 +185,7 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
             cause = next((it for it in causes if it.onset == finding.onset), causes[0])
             relation = "related to" if finding.about.is_cause else "a consequence of"
             explained.append(replace(finding, advice=f"Probably {relation} {cause.kind} above."))
+    roots.sort(key=lambda it: (it.is_symptom, it.severity != "problem"))
     return [*roots, *sorted(explained, key=lambda it: it.is_symptom), *notes]
 
 

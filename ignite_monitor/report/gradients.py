@@ -62,8 +62,6 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
     of_loss = (monitor.get("loss_spike").at(spikes) > 0) & ~(sizes > threshold.at(spikes)) & np.isfinite(sizes)
     skips, clips = monitor.get("skipped_count"), monitor.get("clipped_count")
     skipped, clipped = (counts.steps[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
-    if skips.last >= monitor.get("spike_count").last > 0:
-        skipped = spikes
     not_made = stepped.steps[stepped.values == 0]
     outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made}
     return Norms(norm, threshold, spikes[~of_loss], spikes[of_loss], missing, outcomes)
@@ -78,7 +76,8 @@ def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
         return flags.steps[flagged], 0
     rises = np.diff(counts.at(flags.steps), prepend=0.0)
     kept = flagged & ~np.append(rises[1:] == flagged[1:] - 1.0, False)
-    return flags.steps[kept], max(0, int(counts.last) - int(kept.sum()))
+    between = np.diff(flags.steps, prepend=0) > 1  # where iterations precede that are not in the file
+    return flags.steps[kept], int(np.maximum(rises - flagged, 0)[between].sum())
 
 
 def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -95,10 +94,10 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 
 
 def not_monitored(run: Run) -> Iterator[Finding]:
-    """A run without a GradMonitor."""
+    """A run without gradient norms."""
     if not any(monitor.get("norm") or monitor.get("stepped") for monitor in run.of("grad")):
-        what = "The gradients were not monitored: the file has no metrics of a GradMonitor."
-        yield Finding("not_monitored", "note", what, advice="Attach a GradMonitor and log_to the logger.")
+        advice = "Check that a GradMonitor of the trained model is attached, and logs to the logger."
+        yield Finding("not_monitored", "note", "The file has no gradient norms.", advice=advice)
 
 
 def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
@@ -121,7 +120,7 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     elif norms is not None and not norms.threshold.finite:
         norm = norms.norm
         what = f"No gradient norm ({norm.name}) of {plural(len(norm.steps), 'iteration')} was compared with a "
-        what += "threshold: the threshold's warm-up was not over."
+        what += "threshold: the warm-up of the rule, in finite norms above 0, was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
         yield Finding("not_monitored", "note", what, (norm.name,), advice=advice)
 
@@ -165,12 +164,16 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
         size, threshold = float(sizes[worst]), float(thresholds[worst])
         above = "just above" if factor < 1.05 else f"{number(factor)} times"
         what += f" The largest, in iteration {int(at[worst])}, was {number(size)}, {above} its threshold of "
-        what += f"{number(threshold)}{_excess(monitor, at[worst])}."
+        what += f"{number(threshold)}."
         values |= {"worst_norm": size, "worst_threshold": threshold, "worst_factor": factor}
     outcome, unhandled = norms.outcome(at)
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
     names: tuple[str, ...] = norm.name, norms.threshold.name
+    stepped = monitor.get("stepped")
+    waits = np.diff(stepped.steps[stepped.values > 0])
+    if (waits != waits[:1]).any() and (stepped.at(at - 1) == 0).any():
+        what += " Before some of them no step was made: without zero_grad() such gradients add to the next one."
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
         every = period(loss, high).replace("optimizer steps", "iterations")
         what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
@@ -212,13 +215,6 @@ def period(series: Series, at: Array) -> str:
         if often and usual[phase] - np.median(rows) > np.log(limits.SPIKE_FACTOR):
             return f", every {distance} optimizer steps"
     return ""
-
-
-def _excess(monitor: MonitorSeries, step: int) -> str:
-    shares = {item: float(series.at(np.array([step]))[0]) for item, series in monitor.items("culprit/{}").items()}
-    known = sorted((item for item in shares if np.isfinite(shares[item])), key=lambda item: -shares[item])
-    named = [f"{item} {100 * shares[item]:.0f} %" for item in known[:3]]
-    return f" (share of the excess: {listed(named)})" if named else ""
 
 
 def value_spikes(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:

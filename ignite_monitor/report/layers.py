@@ -23,6 +23,9 @@ def _beyond(
     monitor: MonitorSeries, run: Run, limit: limits.Persistent, items: Mapping[str, Series]
 ) -> Iterator[Finding]:
     """The items that are beyond a limit at the end, and in 3 measurements at least, the farthest first."""
+    loss = run.loss if run.judges_loss else Series()
+    if limit.below and loss and loss.values[0] > 0 == loss.last_quarter.median:  # gradients are 0 at its minimum too
+        return
     sign = -1 if limit.below else 1
     medians = {item: series.last_quarter.median for item, series in items.items()}
     masks = {item: sign * series.values > sign * limit.limit for item, series in items.items()}
@@ -52,8 +55,8 @@ def _beyond(
 def vanishing(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Weights, not biases, whose gradients are far smaller than the largest."""
     largest = monitor.get("grad_max")
-    shares = {
-        name: series.over(largest)
+    shares = {  # of a parameter that is not among the smallest at most 1
+        name: Series(largest.steps, np.nan_to_num(series.at(largest.steps) / largest.values, nan=1.0), series.name)
         for name, series in monitor.items(limits.VANISHING.key).items()
         if not name.endswith("bias")
     }

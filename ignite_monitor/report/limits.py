@@ -21,7 +21,7 @@ OVERFLOW_ALLOWANCE = 20  # halving a scale of 65,536 down to 1 takes 16
 LOSS_POINTS = 10  # fewer values have no course
 LOST_GAIN = 0.5  # share of the gain that is lost again; noise at a plateau is far below
 LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-to-step noise above it
-RISE_NOISE = 4.0  # times the noise above the best value, of a loss that ends above its start
+RISE_NOISE, RISE_SHARE = 4.0, 0.2  # times noise above the best value, and share of the start, of a loss that never fell
 LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
@@ -44,6 +44,7 @@ GROUP_RATE = 30.0  # times the other groups' median learning rate; those of heal
 GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
+FROM_ZERO = 1e6  # update ratio of a parameter that was 0
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
 
 # Weights.
@@ -94,9 +95,7 @@ PERSISTENT = (
     Persistent("data_wait", "step", "data_wait_share", 0.3, _WAITING, severity="note"),
     # Healthy ReLU layers stay below 0.3, those of small Q-networks below 0.55.
     Persistent("dead_units", "activation", "activation/{}/dead_fraction", 0.6, _DEAD, problem=0.9),
-    Persistent(
-        "nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0, "Modules that output inf or NaN"
-    ),
+    Persistent("nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0, "Outputs with inf or NaN"),
     # QK-clip (arXiv:2507.20534) rescales queries and keys there: rounding, and one key, decide.
     Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100"),
 )

@@ -39,11 +39,13 @@ def _course(series: Series, has_to_fall: bool) -> Iterator[Finding]:
     gained, lost = begin - best, end - best
     if not has_to_fall and not smooth.values[: max(1, len(smooth.values) // 2)].min() < begin - 2 * noise:
         return
+    fell = gained > 2 * noise
     much = lost > max(limits.LOST_GAIN * gained, 2 * noise)
     far = best > 0 and end > limits.LOST_FACTOR * best and lost > max(limits.LOST_NOISE * noise, 0.1 * gained)
-    if end > begin and lost > max(limits.LOST_GAIN * max(abs(begin), gained), limits.RISE_NOISE * noise):
+    share = limits.LOST_GAIN if fell else limits.RISE_SHARE
+    if end > begin and lost > max(share * max(abs(begin), gained), limits.RISE_NOISE * noise):
         kind, severity, what = "loss_rose", "problem", f"ended above its start, at {number(end)} after {number(begin)}"
-    elif gained > 0 and (much or far):
+    elif fell and (much or far):
         kind, severity = "loss_rose_again", "warning"
         what = f"fell from {number(begin)} to {number(best)} and rose again to {number(end)}"
     else:

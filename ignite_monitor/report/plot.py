@@ -219,8 +219,6 @@ def _scale(axes: Axes, values: Array) -> None:
         axes.set_yscale("log", nonpositive="mask")
     elif sizes.max() > SIGNED_RANGE * np.median(sizes):
         axes.set_yscale("symlog", linthresh=float(max(np.quantile(sizes, 0.05), sizes.max() * 1e-8)))
-    elif (values == np.round(values)).all() and np.ptp(values) < 10:
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
 def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:

@@ -182,9 +182,7 @@ class Run:
         """Losses that attach_monitors recorded, and the user's own."""
         recorded = [series for monitor in self.of("loss") for series in monitor.series.values()]
         kept = [series for series in recorded if series.name.endswith("/value") or is_loss(series.name)]
-        # Without a known trainer, the values of an evaluator that is run again and again have the same iterations.
-        own = [series for series in self.user_series.values() if is_loss(series.name)]
-        return kept + [it for it in own if np.count_nonzero(np.diff(it.steps)) >= len(it.steps) // 2]
+        return kept + [series for series in self.user_series.values() if is_loss(series.name)]
 
     @property
     def loss(self) -> Series:

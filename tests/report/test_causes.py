@@ -58,6 +58,14 @@ CASES = {
         trained(monitor__update_ratio_median=at(np.where(STEPS < 5, 0.16, 0.004))),
         *("problem", "in iterations 1-3 a step moved the median parameter by 0.16, 0.16 and 0.16 of its norm"),
     ),
+    "large_updates: parameters that begin at 0, and a loss that falls": (
+        trained(monitor__update_ratio_median=at(np.where(STEPS == 1, 4e9, 0.8 / STEPS))),
+        *(None, ""),
+    ),
+    "large_updates: parameters that begin at 0, and a loss that rises": (
+        trained(2.4 - falling(), monitor__update_ratio_median=at(np.where(STEPS == 1, 4e9, 0.8 / STEPS))),
+        *("problem", "in iterations 1-3 a step moved the median parameter by 4e+09, 0.4 and 0.27 of its norm"),
+    ),
     "large_updates: of the median parameter, twice": (
         trained(monitor__update_ratio_median=at(np.where(STEPS < 3, 0.16, 0.08))),
         *(None, ""),
@@ -298,6 +306,20 @@ def test_reports_of_a_kind_are_one_finding():
     again = [(step, "M (m)", "odd", "warning", "is odd.", (), 1) for step in (7, 8, 9)]
     (finding,) = reported(*again).findings
     assert finding.text == "M (m), iteration 7: is odd. Reported in iterations 7-9."
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_gradients_of_0_are_no_fault_where_the_loss_has_become_0(reached):
+    begun = np.arange(300) < 120
+    run = trained(np.where(begun, falling(), 0.0 if reached else 0.1)) | runs.grad(begun * runs.calm_norms(300))
+    assert [finding.kind for finding in found(run)] == ["no_gradients"] * (not reached)
+
+
+def test_of_unrelated_causes_the_problem_is_named_first():
+    slow = trained(step__lr__group_0=at(np.where(STEPS < 100, 1e-3, 1e-9)))
+    wrapper = (200, "SetupCheck (setup)", "ranks_differ", "problem", "rank 1 differs", (), 1)
+    kinds = [finding.kind for finding in reported(wrapper, run=slow).findings]
+    assert kinds == ["ranks_differ", "rate_vanished"]
 
 
 def test_a_symptom_without_a_cause_says_so():

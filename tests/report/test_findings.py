@@ -57,6 +57,12 @@ def loss(end):
     return {"train/loss": series(values + 0.02 * runs.noise(200))}
 
 
+def steady(end):
+    """The loss that attach_monitors records, which rises from 1 on."""
+    values = np.append(np.linspace(1, 0.99, 40), np.linspace(0.99, end, 160))
+    return {"loss/value": series(values + 0.01 * runs.noise(200))}
+
+
 def nan_from(place, name="train/loss", count=100):
     return {name: series(np.where(np.arange(1, count + 1) < place, np.linspace(3, 1, count), math.nan))}
 
@@ -86,6 +92,14 @@ CASES = {
         *("warning", "exploding gradients: 4 (monitor/exploding_count), since iteration 175; largest in a."),
     ),
     "vanishing_gradients: weights": (vanishing(1e-9), "warning", "0.weight (1e-09, since iteration 105)"),
+    "vanishing_gradients: among the smallest in 7 of 40 measurements": (
+        {"monitor/grad_max": every(5.0), "monitor/smallest_grad/0.weight": (np.arange(170, 201, 5), np.full(7, 1e-12))},
+        *("warning", "0.weight (2e-13, since iteration 170)"),
+    ),
+    "vanishing_gradients: among the smallest in 4 of 40 measurements": (
+        {"monitor/grad_max": every(5.0), "monitor/smallest_grad/0.weight": (np.arange(185, 201, 5), np.full(4, 1e-12))},
+        *(None, ""),
+    ),
     "vanishing_gradients: 1e-6": (vanishing(1e-6), None, ""),
     "vanishing_gradients: biases that a normalization cancels": (vanishing(1e-9, "0.bias"), None, ""),
     "lost_updates: 90 %": (weights() | {"monitor/lost_update_fraction": every(0.9)}, "warning", "takes 90% of"),
@@ -119,6 +133,9 @@ CASES = {
         {"train/loss": series(np.append(10 * np.exp(-np.arange(300) / 50) + 0.03, np.linspace(0.03, 1.0, 100)))},
         *("warning", "lowest about iteration"),
     ),
+    "loss_rose_again: a fall within the noise": (steady(1.3), None, ""),
+    "loss_rose: steadily by 30 %": (steady(1.3), "problem", "ended above its start, at 1.2"),
+    "loss_rose: steadily by 10 %": (steady(1.1), None, ""),
     "loss_rose: above its start": (loss(6.0), "problem", "ended above its start, at 5.9"),
     "loss_rose: accuracy": ({"val/accuracy": series(np.append(np.linspace(3, 1, 100), np.full(100, 3)))}, None, ""),
     "nonfinite_metric: NaN": (nan_from(61), "problem", "train/loss is NaN from iteration 61 to the end (40 of 100"),
