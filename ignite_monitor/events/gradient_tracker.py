@@ -52,6 +52,7 @@ class GradientsReady(NamedTuple):
 class StepRequests:
     """Requests of monitors to a step during OPTIMIZER_STEP_STARTED, and the decision on it."""
 
+    may_skip: bool
     flags: list[Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
     made: bool | Tensor = True
@@ -70,7 +71,12 @@ class OptimizerStep(NamedTuple):
     requests: StepRequests
 
     def skip(self, flag: bool | Tensor) -> None:
-        """Skip the step if a flag is True: a bool, or a 0-dim bool tensor."""
+        """Skip the step if a flag is True: a bool, or a 0-dim bool tensor; ValueError without ``acts_on``."""
+        if not self.requests.may_skip:
+            kind = type(self.optimizer).__name__
+            raise ValueError(
+                f"a step of {kind} is skipped only if this optimizer is the attribute acts_on of a monitor"
+            )
         self.requests.flags.append(flag if isinstance(flag, Tensor) else torch.tensor(flag, device="cpu"))
 
     def scale(self, factor: Tensor) -> None:

@@ -40,7 +40,7 @@ class MonitorEvents(EventEnum):
 class Phase(Enum):
     """Phases of an event in which monitors are called, after those that listen to the event itself.
 
-    - STEP_DECIDED : of OPTIMIZER_STEP_STARTED: gradients are scaled, or those of a skipped step hidden.
+    - STEP_DECIDED : of OPTIMIZER_STEP_STARTED: gradients are scaled; not called for a step that is known to be skipped.
     - VALUES_PUBLISHED : of TRAIN_STEP_COMPLETED: for monitors that read what others publish.
     - SIGNALS_PUBLISHED : of TRAIN_STEP_COMPLETED: for handlers that act on what all others have published.
     """

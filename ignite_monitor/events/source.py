@@ -124,8 +124,8 @@ class EventSource:
             return
         # All monitors read before anything is changed: the order of attaching must not matter.
         for moment in () if self._has_captured else (event, *PHASES.get(event._name_, ())):
-            if moment is Phase.STEP_DECIDED:
-                self._steps.act()
+            if moment is Phase.STEP_DECIDED and not self._steps.act():
+                break
             for reference, handler in self._listeners[moment._name_]:
                 monitor = reference()
                 if monitor is not None and monitor._monitored and (about is None or id(monitor.model) in about):

@@ -1,9 +1,8 @@
 """The owner of optimizer steps: does once what monitors ask of a step, and undoes it once.
 
 - Fused optimizers of ``torch.optim`` skip by their ``found_inf``, as with GradScaler: on the device.
-- From others of ``torch.optim`` gradients are hidden during the step, which then does nothing.
-- The step of any other is not run: it may update weights without gradients too. A call with a closure, or that bypasses
-  ``optimizer.step``, is refused, since parameters may have changed before it can be skipped.
+- The step of any other is not run: it may update weights without gradients too. A call that bypasses
+  ``optimizer.step`` is refused, and one with a closure, except in ``torch.optim``, which evaluates it first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from ignite_monitor.events.gradient_tracker import GradientTracker, OptimizerSte
 from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import (
-    first_post_hook,
     foreach_scale,
     has_pre_hooks,
     has_step_hooks,
@@ -49,7 +47,11 @@ def skippable(optimizer: Optimizer) -> Optimizer:
 
 
 class SkippedError(Exception):
-    """Ends a step before it begins."""
+    """Ends a step, which returns ``loss``, before it changes anything."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 class StepOwner:
@@ -61,7 +63,7 @@ class StepOwner:
         self._hooks = [torch.compiler.disable(weak_method(method)) for method in methods]
         self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
         self._patched: list[_PatchedStep] = []
-        self._undo: list[Callable[[], Any]] = []  # what restores the optimizer
+        self._replaced: tuple[Any, Tensor | None] | None = None  # an optimizer whose found_inf is replaced, and its own
         self._handles: list[Any] = []  # hooks of the step that runs
         self.reset()
 
@@ -86,7 +88,7 @@ class StepOwner:
     @contextmanager
     def context(self) -> Iterator[None]:
         """Context of a train step in which optimizers are acting."""
-        self._patched = [_PatchedStep(self, optimizer) for optimizer in self.acting if not is_from_torch(optimizer)]
+        self._patched = [_PatchedStep(optimizer) for optimizer in self.acting]
         handles: list[Any] = [Patch(step.optimizer, "step", step.call) for step in self._patched]
         try:
             yield
@@ -119,15 +121,10 @@ class StepOwner:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         for step in self._patched:
-            if step.optimizer is optimizer and (callable(closure) or not step.is_running):
-                raise ValueError(
-                    f"on_spike='skip' can skip a step of {type(optimizer).__name__} only if it is called as "
-                    f"optimizer.step() after backward(), without a closure: call it so, or {_FIX}"
-                )
+            if step.optimizer is optimizer:
+                step.check(closure)
         if not callable(closure):
             self._report_step(optimizer)
-            if self._undo and not is_from_torch(optimizer):  # it may do more than use its gradients
-                raise SkippedError
             return None
 
         @functools.wraps(closure)
@@ -137,47 +134,50 @@ class StepOwner:
                 loss = closure(*args, **kwargs)
             finally:
                 self._in_closure = False
-            self._report_step(optimizer)  # the step uses the gradients that its closure computes
+            self._report_step(optimizer, loss)  # the step uses the gradients that its closure computes
             return loss
 
         if "closure" in kwargs:
             return args, kwargs | {"closure": evaluate}
         return (args[0], evaluate, *args[2:]), kwargs
 
-    def _report_step(self, optimizer: Optimizer) -> None:
+    def _report_step(self, optimizer: Optimizer, loss: Any = None) -> None:
         if self._optimizer is optimizer and self._requests is None:
-            self._requests = requests = StepRequests()
+            self._requests = requests = StepRequests(optimizer in self.acting)
             for key, tracker in self._source.trackers.items():
                 self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
             self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
+            if requests.made is False:
+                raise SkippedError(loss)
 
-    def act(self) -> None:
-        """Do what monitors ask of the step that starts."""
+    def act(self) -> bool:
+        """Do what monitors ask of the step that starts; return False if it is known to be skipped."""
         optimizer, requests = self._optimizer, self._requests
         if optimizer is None or requests is None:  # a handler has detached the monitors
-            return
+            return True
         if requests.factors:
             gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
             scale(gradients, _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
         requests.made = True if found_inf is None else move(found_inf.reshape(()), _device_of(optimizer)) == 0
         if not requests.flags:
-            return
+            return True
         flag = _combined(torch.logical_or, requests.flags)
         if skips_on_device(optimizer):
             skipped = move(flag.to(torch.float32), _device_of(optimizer))
             if found_inf is not None:
                 skipped = torch.maximum(skipped, move(found_inf.reshape(()), skipped.device))
             requests.made = skipped == 0
-            self._replace_found_inf(optimizer, found_inf, skipped)
+            self._replaced = optimizer, found_inf  # GradScaler's, for the time of the step
+            optimizer.found_inf = skipped  # type: ignore[attr-defined]
         elif torch.is_nonzero(flag):  # read on the host
             requests.made = False
-            self._hide_gradients(optimizer)
-        for tracker in self._source.trackers.values() if self.acting else ():  # else no statistics are kept
+        for tracker in self._source.trackers.values():
             # A discriminator that has seen backwards of its generator's loss alone is passed through too.
             is_shared = tracker.accumulates and not tracker.has_own_backward
             if tracker in self._sharing or tracker.is_passed_through or is_shared:
                 tracker.statistics.restore(flag)
+        return requests.made is not False
 
     def end_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Undo what was done, report the completed step, and start another window of its models."""
@@ -192,67 +192,45 @@ class StepOwner:
         self.reset()
 
     def release(self) -> None:
-        """Undo what was done, also after a step that raised an error, and remove the hooks of the step."""
-        if self._undo or self._handles:
-            self.undo()
+        """Restore the optimizer, also after a step that raised an error, and remove the hooks of the step."""
+        if self._handles:
             remove_all(self._handles)
-
-    def undo(self, *_: Any) -> None:
-        """Restore what a skipped step has changed in its optimizer."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace_found_inf(self, optimizer: Any, before: Tensor | None, value: Tensor) -> None:
-        optimizer.found_inf = value
-
-        def restore() -> None:
-            optimizer.found_inf = before  # GradScaler's, for the time of the step
-            if before is None:
+        if self._replaced is not None:
+            (optimizer, found_inf), self._replaced = self._replaced, None
+            optimizer.found_inf = found_inf
+            if found_inf is None:
                 del optimizer.found_inf
-
-        self._undo_first(optimizer, restore)
-
-    def _hide_gradients(self, optimizer: Optimizer) -> None:
-        if not (hides_gradients(optimizer) or any(step.optimizer is optimizer for step in self._patched)):
-            raise _refused(optimizer, "is of unknown kind, and not the attribute acts_on of a monitor")
-        hidden = [(item, item.grad) for item in parameters_of(optimizer) if item.grad is not None]
-
-        def show() -> None:
-            for parameter, gradient in hidden:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-
-        self._undo_first(optimizer, show)
-        for parameter, _ in hidden:
-            parameter.grad = None
-
-    def _undo_first(self, optimizer: Optimizer, undo: Callable[[], Any]) -> None:
-        # The gradients that the user's hooks see are those that the train step made.
-        self._undo.append(undo)
-        self._handles.append(first_post_hook(optimizer, weak_method(self.undo)))
 
 
 class _PatchedStep:
     """The replaced ``step`` of an optimizer."""
 
-    def __init__(self, owner: StepOwner, optimizer: Optimizer) -> None:
-        self.owner, self.optimizer, self.is_running = owner, optimizer, False
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.is_running = optimizer, False
+
+    def check(self, closure: Any) -> None:
+        """Raise a ValueError if the step that starts can't be skipped."""
+        takes_closure = is_from_torch(self.optimizer)
+        if not self.is_running or (callable(closure) and not takes_closure):
+            raise ValueError(
+                f"on_spike can skip a step of {type(self.optimizer).__name__} only if it is called as optimizer.step()"
+                f"{'' if takes_closure else ' after backward(), without a closure'}: call it so, or {_FIX}"
+            )
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.is_running = True
         try:
             return original(*args, **kwargs)
-        except SkippedError:
-            self.owner.undo()
-            for hook in post_hooks(self.optimizer):
+        except SkippedError as skipped:
+            for hook in post_hooks(self.optimizer):  # among them the one that ends the step
                 hook(self.optimizer, (self.optimizer, *args), kwargs)
-            return self.owner.end_step(self.optimizer)
+            return skipped.loss
         finally:
             self.is_running = False
 
 
-def hides_gradients(optimizer: Optimizer) -> bool:
-    """Return True if a step of this optimizer is skipped by hiding its gradients."""
+def allows_closures(optimizer: Optimizer) -> bool:
+    """Return True if a step can be skipped with a closure too, which is evaluated first."""
     return is_from_torch(optimizer) and not isinstance(optimizer, LBFGS)
 
 

@@ -13,7 +13,7 @@ from ignite_monitor.checks import check_function
 from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
-from ignite_monitor.events.step_owner import hides_gradients, skippable, skips_on_device
+from ignite_monitor.events.step_owner import allows_closures, skippable, skips_on_device
 from ignite_monitor.gradient.window import StepDetection
 from ignite_monitor.model.devices import wide_dtype
 
@@ -40,7 +40,7 @@ class SpikeAction:
             raise ValueError(f"on_spike={self.kind!r} requires `optimizer`")
         elif self.kind == "skip":
             self.acts_on = skippable(optimizer)
-        elif hides_gradients(optimizer):  # others cannot be stopped inside of "clip", which allows for closures
+        elif allows_closures(optimizer):  # as "clip" does
             self.acts_on = optimizer
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         self.counts: dict[str, Any] = dict.fromkeys(names, 0.0)  # steps so far: numbers, or 0-dim on a device
@@ -64,7 +64,7 @@ class SpikeAction:
                 step.scale(factor)
                 self._count("clipped_count", factor < 1.0)
             lost = detection.spike & detection.nonfinite
-            if skips_on_device(step.optimizer) or (lost.is_cpu and hides_gradients(step.optimizer)):
+            if step.optimizer is self.acts_on and (lost.is_cpu or skips_on_device(step.optimizer)):
                 step.skip(lost)
                 self._count("skipped_count", lost)
 

@@ -31,9 +31,10 @@ try:
     foreach_mul: Callable[..., list[Tensor]] = _torch._foreach_mul
     foreach_scale: Callable[..., None] = _torch._foreach_mul_
     foreach_copy: Callable[..., None] = _torch._foreach_copy_
+    _GLOBAL_POST_HOOKS: dict[int, Any] = vars(sys.modules["torch.optim.optimizer"])["_global_optimizer_post_hooks"]
     unseen_by_functions: Callable[[], AbstractContextManager[Any]] = _torch._C.DisableTorchFunction
     _BACKWARD = _torch.autograd.graph._engine_run_backward.__code__
-except AttributeError as error:  # which an import from the package would hide
+except (AttributeError, KeyError) as error:  # which an import from the package would hide
     raise ImportError(f"ignite_monitor does not support torch {torch.__version__}: {error}") from error
 # Missing in torch 2.6: there may be hooks.
 hooks_of_saved_tensors = getattr(_torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -110,15 +111,9 @@ has_pre_hooks: Callable[[Any], Any] = attrgetter("_optimizer_step_pre_hooks")  #
 
 
 def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
-    """The step post-hooks of an optimizer's own."""
-    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
-
-
-def first_post_hook(optimizer: Any, hook: Callable[..., None]) -> Any:
-    """Register a step post-hook that is called before the other ones; return its handle."""
-    handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
-    return handle
+    """The post-hooks of a step: the optimizer's own, then those of all optimizers."""
+    own = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    return [*own.values(), *_GLOBAL_POST_HOOKS.values()]
 
 
 # Modules

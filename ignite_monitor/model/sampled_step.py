@@ -34,7 +34,7 @@ class UpdatedParameters:
         return bool(self._moves)
 
     def started(self, optimizer: Optimizer) -> list[int]:
-        """Note a step that is about to be made, once unused gradients are hidden; return its indices."""
+        """Note a step that is about to be made; return its indices."""
         groups = [
             [item for item in group["params"] if id(item) in self._indices and item.requires_grad]
             for group in optimizer.param_groups

@@ -56,13 +56,14 @@ class Monitor(Reporter, Serializable):
         metrics: values of this iteration by name, until the next one starts; also in ``engine.state.metrics``.
         attributes: attributes of ``engine.state`` that the monitor sets -> their value before it is known.
         reports: what :meth:`report` has recorded, oldest first.
+        acts_on: the optimizer whose steps the monitor may skip; None by default.
 
     Raises:
         ValueError: if the model has no initialized parameters with data, or ``prefix`` is unfit for loggers.
     """
 
     schema: ClassVar[Schema] = Schema("other", "", ())
-    acts_on: Optimizer | None = None  # the optimizer whose steps the monitor may skip or scale
+    acts_on: Optimizer | None = None
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
     _is_guarded = True  # False while an error has to end training, a part of which the monitor may have changed

@@ -93,12 +93,12 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
             self._step.keep_gradients(step)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
-        if self._step is None or not step.is_of(self.optimizer) or not self._step.fits():
+        if self._step is None or step.made is False or not step.is_of(self.optimizer) or not self._step.fits():
             return
         measured = self._step.completed(step.optimizer)
         if measured is not None:
             self._measured = measured
-        elif self._step.stepped and step.made is not False:
+        elif self._step.stepped:
             text = (
                 "measured are exp_avg, exp_avg_sq and momentum_buffer of dense real gradients in torch.optim's classes"
             )
