@@ -78,15 +78,12 @@ class SpikeDetector:
         reset = above & (score >= self.max_consecutive_spikes - 1)
         return Detection(value, comparable, threshold, rule_threshold, mean, std, spike, nonfinite, above, reset)
 
-    @property
-    def was_normal(self) -> Tensor:
-        """True if the value before was no spike, or the first one of another level."""
-        return self._state["was_normal"]
-
-    def observe(self, detection: Detection) -> None:
-        """Update the statistics with a detection."""
+    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
+        """Update the statistics with a detection, if a 0-dim bool tensor is True; None for True."""
         state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset
         counted = value != self.ignored
+        if when is not None:
+            counted, above, reset = counted & when, above & when, reset & when
         is_normal = ~above | reset  # or the first value of another level
         entry = torch.where(is_normal, value, self.rule.entry(detection.rule_threshold))
         updates = torch.where(is_normal, counted, state["was_normal"])
@@ -95,7 +92,8 @@ class SpikeDetector:
         self.rule.observe(entry, updates, reset)
         score = torch.add(state["spike_score"], counted, alpha=-self._DECREASE)
         score = torch.add(score, above, alpha=1.0 + self._DECREASE).clamp(min=0.0)
-        self._state = {"spike_score": score.masked_fill(reset, 0.0), "was_normal": is_normal}
+        was_normal = is_normal if when is None else torch.where(when, is_normal, state["was_normal"])
+        self._state = {"spike_score": score.masked_fill(reset, 0.0), "was_normal": was_normal}
         if self._suspends:
             is_within = counted & (value <= detection.rule_threshold)
             self._state["awaits_normal_value"] = (state["awaits_normal_value"] & ~is_within) | reset
@@ -112,13 +110,9 @@ class SpikeDetector:
         """Return the state for :meth:`restore`; its tensors are never changed in place."""
         return self.rule._rows, self._state
 
-    def restore(self, earlier: tuple[Tensor, dict[str, Tensor]], when: Tensor | None = None) -> None:
-        """Return to an earlier state, where a 0-dim bool tensor is True if it is given."""
-        rows, state = earlier
-        if when is not None:
-            rows = torch.where(when, rows, self.rule._rows)
-            state = {name: torch.where(when, state[name], value) for name, value in self._state.items()}
-        self.rule._rows, self._state = rows, state
+    def restore(self, earlier: tuple[Tensor, dict[str, Tensor]]) -> None:
+        """Return to an earlier state."""
+        self.rule._rows, self._state = earlier
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and a dict of tensors."""

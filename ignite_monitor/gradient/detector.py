@@ -34,11 +34,11 @@ def has_gradients(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 @dataclass(eq=False)
-class PostponedSpike:
-    """State before a spike that no step has used; it returns if the next backward accumulates into its gradient."""
+class PendingSpike:
+    """A spike that no step has used: it is observed if the next backward does not accumulate into its gradient."""
 
-    states: list[Any]  # snapshots of the detectors
-    counts: Sequence[Tensor]
+    detection: GradientDetection
+    flag: Tensor  # False if it is no spike after all
     probe: AccumulationProbe | None = None
 
 
@@ -69,10 +69,9 @@ class GradientDetector:
         if per_parameter:
             self._detectors["per_parameter"] = PerParameterDetector(**options)
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
-        self.postponed: PostponedSpike | None = None
+        self.pending: PendingSpike | None = None
         self.reset_by: GradientDetection | None = None  # the last one that may have reset a threshold
-        # Numbers of spikes, non-finite norms and resets so far, a postponed spike included.
-        self.counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
+        self._counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
 
     def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
         """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
@@ -122,86 +121,85 @@ class GradientDetector:
             self._named = parameters, tuple(name_of.get(id(parameter), "") for parameter in parameters)
         return self._named[1]
 
-    def observe(self, detection: GradientDetection) -> None:
-        """Update statistics and counts."""
+    def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
+        """Update statistics and counts, if a 0-dim bool tensor is True; None for True."""
         parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
         for name, detector in self._detectors.items():
-            detector.observe(parts[name])
+            detector.observe(parts[name], when)
         if may_be_true(detection.threshold_reset):
             self.reset_by = detection
+        self._counts = self._counts_with(detection, when)
+
+    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Sequence[Tensor]:
         flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
-        if self.counts[0].device != flags[0].device:
-            self.counts = [move_like(count, detection.norm.value) for count in self.counts]
-        self.counts = foreach_add(self.counts, flags)
+        if when is not None:
+            flags = [flag & when for flag in flags]
+        if self._counts[0].device != flags[0].device:
+            self._counts = [move_like(count, detection.norm.value) for count in self._counts]
+        return foreach_add(self._counts, flags)
 
-    def postpone(self, detection: GradientDetection, is_spike: Tensor) -> None:
-        """Update statistics and counts until the next backward decides, if a 0-dim bool tensor is True."""
-        self.postponed = self._saved()
-        if self.losses is not None:
-            self.losses.take()
-        self.observe(detection)
-        self._restore(self.postponed, ~is_spike)
-
-    def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
-        """Contexts of a train step that show whether it accumulates into the gradient of a postponed spike."""
-        postponed = self.postponed
-        # It may have been measured in a backward under no_sync().
-        if postponed is None or (postponed.probe is not None and postponed.probe.accumulates is not None):
-            return []
-        postponed.probe = AccumulationProbe(tracker, optimizer)
-        return [postponed.probe]
-
-    def decide(self, postponed: PostponedSpike) -> Tensor:
-        """A backward has come: undo the update of the postponed spike if that of any rank accumulates."""
-        accumulated = None if postponed.probe is None else postponed.probe.accumulates
-        if accumulated is None:
-            accumulated = torch.zeros_like(self.counts[0], dtype=torch.bool)
-        accumulated = self._ranks.any(accumulated)
-        self._restore(postponed, accumulated)
-        if self.losses is not None:
-            self.losses.give_back(accumulated)
-        self.postponed = None
-        return accumulated
-
-    def undo_postponed(self) -> None:
-        """Undo the update of a postponed spike: its gradient is that of a step, or a part of it."""
-        if self.postponed is not None:
-            self._restore(self.postponed)
-            self.postponed = None
-
-    def _saved(self) -> PostponedSpike:
-        return PostponedSpike([detector.snapshot() for detector in self._detectors.values()], self.counts)
-
-    def _restore(self, before: PostponedSpike, when: Tensor | None = None) -> None:
-        for detector, state in zip(self._detectors.values(), before.states, strict=True):
-            detector.restore(state, when)
-        pairs = zip(before.counts, self.counts, strict=True)
-        self.counts = [old if when is None else torch.where(when, move_like(old, new), new) for old, new in pairs]
+    @property
+    def counts(self) -> Sequence[Tensor]:
+        """Numbers of spikes, non-finite norms and resets so far, a pending spike included, each 0-dim."""
+        pending = self.pending
+        return self._counts if pending is None else self._counts_with(pending.detection, pending.flag)
 
     @property
     def resets(self) -> Tensor:
-        """Number of resets of a threshold so far, without that of a postponed spike, 0-dim."""
-        return (self.counts if self.postponed is None else self.postponed.counts)[2]
+        """Number of resets of a threshold so far, without that of a pending spike, 0-dim."""
+        return self._counts[2]
+
+    def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
+        """Contexts of a train step that show whether it accumulates into the gradient of a pending spike."""
+        pending = self.pending
+        # It may have been measured in a backward under no_sync().
+        if pending is None or (pending.probe is not None and pending.probe.accumulates is not None):
+            return []
+        pending.probe = AccumulationProbe(tracker, optimizer)
+        return [pending.probe]
+
+    def decide(self, pending: PendingSpike) -> Tensor:
+        """A backward has come: observe the pending spike unless that of any rank accumulates into its gradient."""
+        accumulated = None if pending.probe is None else pending.probe.accumulates
+        discarded = ~self._ranks.any(torch.zeros_like(pending.flag) if accumulated is None else accumulated)
+        self.pending = None
+        self.observe(pending.detection, pending.flag & discarded)
+        if self.losses is not None:
+            self.losses.drop(discarded)
+        return discarded
+
+    def _snapshot(self) -> tuple[list[Any], Sequence[Tensor]]:
+        return [detector.snapshot() for detector in self._detectors.values()], self._counts
+
+    def _restore(self, before: tuple[list[Any], Sequence[Tensor]]) -> None:
+        states, self._counts = before
+        for detector, state in zip(self._detectors.values(), states, strict=True):
+            detector.restore(state)
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
         if self.losses is not None:
-            self.losses.take()
+            self.losses.drop()
         self._named, self.reset_by = ((), ()), None
 
     def reset_threshold(self) -> None:
         """Discard all earlier values; counts stay."""
-        self.postponed = None
+        self._counts, self.pending = self.counts, None
         for detector in self._detectors.values():
             detector.reset_threshold()
 
     def threshold_state(self) -> dict[str, Any]:
-        """Return statistics, as if the gradient of a postponed spike had been discarded."""
-        return {name: detector.state_dict() for name, detector in self._detectors.items()}
+        """Return statistics, as if the gradient of a pending spike had been discarded."""
+        before = self._snapshot()
+        if self.pending is not None:
+            self.observe(self.pending.detection, self.pending.flag)
+        state = {name: detector.state_dict() for name, detector in self._detectors.items()}
+        self._restore(before)
+        return state
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
         """Continue from earlier statistics; a ValueError if they are not of this kind, and nothing has changed then."""
-        before = self._saved()
+        before = self._snapshot()
         try:
             for name, detector in self._detectors.items():  # that of parameters last: its names have changed then
                 if name in state:
@@ -209,7 +207,7 @@ class GradientDetector:
         except Exception:
             self._restore(before)
             raise
-        self.postponed = None
+        self._counts, self.pending = self.counts, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return statistics and counts."""
@@ -219,4 +217,4 @@ class GradientDetector:
         """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
         self.restore_threshold(state_dict)
-        self.counts = counts.clone().unbind()
+        self._counts = counts.clone().unbind()

@@ -19,7 +19,7 @@ from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.gradient.detector import GradientDetector, has_gradients
+from ignite_monitor.gradient.detector import GradientDetector, PendingSpike, has_gradients
 from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import Iteration
@@ -158,10 +158,10 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if not has_gradients(parameters) or backward.reached.isdisjoint(map(id, parameters)):
             return  # it reached others of the model
         self._now.seen = True
-        if self._detector.postponed is not None:
-            accumulated = self._detector.decide(self._detector.postponed)
+        if self._detector.pending is not None:
+            discarded = self._detector.decide(self._detector.pending)
             if self._window.is_reported:  # which has synchronized already
-                self._window.is_reported = bool(accumulated)
+                self._window.is_reported = not discarded
         if self._detector.losses is not None:
             self._detector.losses.backward_ended(engine, backward.shared)
         self._now.scale = None if self.scaler is None else backward.scale(self.scaler)
@@ -190,7 +190,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
 
         def detect() -> GradientDetection:
             self._now.seen = True
-            self._detector.undo_postponed()
+            self._detector.pending = None  # its gradient is that of this step, or a part of it
             if self._detector.losses is not None:
                 self._detector.losses.add_shared()
             return self._detector.detect(parameters, step.loss_scale)
@@ -200,14 +200,14 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._set_flag(engine, taken.detection, report=taken.updates)
         if self._action.kind is not None and not self._is_known_normal(taken.detection.spike):
             norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731
-            self._action.ask(step, taken, norm, self._iteration, self._detector.of_norm.was_normal)
+            self._action.ask(step, taken, norm)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):
             return
         taken = self._window.step_completed()
         if self._detector.losses is not None:
-            self._detector.losses.take()
+            self._detector.losses.drop()
         if taken is None:
             return
         self._now.stepped = self._now.stepped | (made := step.made)
@@ -227,7 +227,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if since_step is not None:
             flag = since_step.spike | since_step.norm.nonfinite
             if may_be_true(flag):
-                self._detector.postpone(since_step, flag)
+                self._detector.pending = PendingSpike(since_step, flag)
                 if published is None:  # else the values are those of the last step
                     published, is_published = since_step, None if is_cpu(flag) else flag
         self._warn(published or since_step)

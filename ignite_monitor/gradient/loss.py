@@ -72,7 +72,6 @@ class LossCollector:
         self._missing = 0  # iterations with a gradient, as long as there was no loss
         self._shared: Tensor | None = None  # of the last backward that reached other monitored models too
         self._sum_and_count: Tensor | None = None
-        self._taken: Tensor | None = None  # the same of a gradient that may be accumulated into
 
     def backward_ended(self, engine: Any, shared: bool) -> None:
         """Add the loss of a backward; if the backward is shared, only at the own step."""
@@ -102,17 +101,14 @@ class LossCollector:
         """Drop what no gradient has used, and all losses after iterations that were not monitored."""
         self._shared = None
         if unseen:
-            self._sum_and_count = self._taken = None
+            self._sum_and_count = None
 
-    def take(self) -> None:
-        """Remove the losses: their gradient has been used, or may be discarded or accumulated into."""
-        self._taken, self._sum_and_count = self._sum_and_count, None
-
-    def give_back(self, accumulated: Tensor) -> None:
-        """Count what :meth:`take` removed if its gradient was accumulated into, a 0-dim bool tensor."""
-        if self._taken is not None:
-            taken = torch.where(move(accumulated, self._taken.device), self._taken, 0.0)
-            self._sum_and_count = _plus(self._sum_and_count, taken)
+    def drop(self, discarded: Tensor | None = None) -> None:
+        """Drop the losses: their gradient has been used, or is discarded if a 0-dim bool tensor is True."""
+        if discarded is None or self._sum_and_count is None:
+            self._sum_and_count = None
+        else:
+            self._sum_and_count = self._sum_and_count.masked_fill(move(discarded, self._sum_and_count.device), 0.0)
 
     def is_missing(self) -> bool:
         """An iteration with a gradient has ended: return whether it is the 20th, and there was no loss so far."""

@@ -39,10 +39,9 @@ class PerParameterDetector(SpikeDetector):
         common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
         return super().detect(norms, norms / common**_SHARED)
 
-    def observe(self, detection: Detection) -> None:
-        """Update the statistics."""
+    def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         if len(detection.value) == len(self.names):  # else another state has been loaded since
-            super().observe(detection)
+            super().observe(detection, when)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the parameters, and their state: vectors."""

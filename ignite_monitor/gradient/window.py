@@ -24,9 +24,9 @@ train step returned (6)   publish last           publish last, or since_step
 4. ``last_step``, if an own step of this iteration took the detection of a backward. Otherwise the gradients were set by
    hand or are of an earlier iteration; they are detected at each step.
 5. The detection that the step took updates the statistics.
-6. ``since_step`` is published if it is a spike and there was no own step: without a spike the gradient is incomplete. A
-   spike is postponed: the next backward shows whether its gradient was discarded, and it updates the statistics, or
-   was accumulated into.
+6. ``since_step`` is published if it is a spike and there was no own step: without a spike the gradient is incomplete. It
+   is pending then: the next backward shows whether its gradient was discarded, and it updates the statistics, or was
+   accumulated into.
 
 ``tests/_oracle.py`` implements the same rule independently.
 """
