@@ -82,11 +82,6 @@ class DetectionMonitor(CountingMonitor):
             self._known_spike = spike, torch.is_nonzero(spike)
         return self._known_spike[1]
 
-    def _is_known_normal(self, spike: Tensor) -> bool:
-        """Return True if a flag is known to be False."""
-        known = self._known_spike
-        return known is not None and known[0] is spike and not known[1]
-
     def _is_awaited(self, event: MonitorEvents) -> bool:
         if event is MonitorEvents.SPIKE_DETECTED and callable(self.on_spike):
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,13 +23,14 @@ from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector, PendingSpike, has_gradients
 from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.gradient.publisher import GradientPublisher
-from ignite_monitor.gradient.window import Iteration
+from ignite_monitor.gradient.window import GradientWindow, Iteration
 from ignite_monitor.keys import GRADIENT
 from ignite_monitor.model.modes import in_backward
-from ignite_monitor.monitor.arguments import check_optimizer
+from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
+from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
 
 class GradMonitor(GradientPublisher, schema=GRADIENT):
@@ -97,7 +99,11 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         prefix: str = "grad",
         flag: str = "unhealthy_spike",
     ) -> None:
-        super().__init__(model, prefix, flag, max_consecutive_spikes, generators, group)
+        super().__init__(model, prefix, flag, max_consecutive_spikes, group)
+        self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
+        if flag == self._norm_attribute:
+            raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
+        self.attributes[self._norm_attribute] = None
         check_optimizer(optimizer, model, optional=True)
         self.set_scaler(scaler)
         if norm_type != torch.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
@@ -106,6 +112,8 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         self.optimizer = optimizer
         self.acts_on = self._action.acts_on
         self.on_spike = on_spike
+        self._window, self._now = GradientWindow(), Iteration()
+        self._locator = NonFiniteLocator(model, check_generators(generators))
         self._detector = GradientDetector(
             model,
             self.ranks,
@@ -198,7 +206,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         taken = self._window.step_started(detect)
         if not (taken.of_backward and taken.updates):  # else the backward has
             self._set_flag(engine, taken.detection, report=taken.updates)
-        if self._action.kind is not None and not self._is_known_normal(taken.detection.spike):
+        if self._action.kind is not None:
             norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731
             self._action.ask(step, taken, norm)
 

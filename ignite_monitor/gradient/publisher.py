@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from ignite_monitor.detection.monitor import DetectionMonitor
 from ignite_monitor.detection.run_summary import SummarizedMonitor
@@ -24,8 +22,6 @@ from ignite_monitor.gradient.detector import GradientDetector
 from ignite_monitor.gradient.loss import NO_LOSS
 from ignite_monitor.gradient.window import PATIENCE, GradientWindow, Iteration
 from ignite_monitor.model.names import tags
-from ignite_monitor.monitor.arguments import check_generators
-from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.monitor.transfer import as_published, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
@@ -56,26 +52,11 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
     _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
     _detector: GradientDetector
     _action: SpikeAction
-
-    def __init__(
-        self,
-        model: nn.Module,
-        prefix: str,
-        flag: str,
-        max_consecutive_spikes: int,
-        generators: Iterable[Any],
-        group: Group,
-    ) -> None:
-        super().__init__(model, prefix, flag, max_consecutive_spikes, group)
-        self._norm_attribute = re.sub(r"\W", "_", prefix) + "_norm"
-        if flag == self._norm_attribute:
-            raise ValueError(f"Argument flag should not be {flag!r}, the attribute of the norm")
-        self.attributes[self._norm_attribute] = None
-        self.optimizer: Optimizer | None = None
-        self._window = GradientWindow()
-        self._now = Iteration()
-        self._locator = NonFiniteLocator(model, check_generators(generators))
-        self._unseen = 0  # consecutive iterations without a gradient
+    _window: GradientWindow
+    _now: Iteration
+    _locator: NonFiniteLocator
+    _norm_attribute: str  # of the engine's state
+    _unseen = 0  # consecutive iterations without a gradient
 
     def counts(self) -> Tensor:
         return torch.stack([*self._detector.counts])

@@ -24,8 +24,8 @@ train step returned (6)   publish last           publish last, or since_step
 4. ``last_step``, if an own step of this iteration took the detection of a backward. Otherwise the gradients were set by
    hand or are of an earlier iteration; they are detected at each step.
 5. The detection that the step took updates the statistics.
-6. ``since_step`` is published if it is a spike and there was no own step: without a spike the gradient is incomplete. It
-   is pending then: the next backward shows whether its gradient was discarded, and it updates the statistics, or was
+6. ``since_step`` is published if it is a spike and there was no own step: without a spike the gradient is incomplete.
+   It is pending then: the next backward shows whether its gradient was discarded, and it updates the statistics, or was
    accumulated into.
 
 ``tests/_oracle.py`` implements the same rule independently.
@@ -72,7 +72,7 @@ class GradientWindow:
 
     since_step: GradientDetection | None = None  # of this iteration's latest backward since the own step
     is_mixed: bool = False  # whether a shared backward has changed the gradient since then
-    in_step: StepDetection | None = None  # of the own step in progress
+    in_step: StepDetection | None = None  # of the own step that runs
     last_step: StepDetection | None = None  # of the last own step of this iteration
     is_reported: bool = False  # whether the gradient has been reported as a spike
     spikes_without_step: int = 0
