@@ -109,8 +109,9 @@ class StepOwner:
                 sharing[tracker] = parameters
         if not sharing:
             return None
+        if self._optimizer is not None:  # its step has raised an error
+            self.release()
         self._optimizer, self._sharing, self._requests = optimizer, sharing, None
-        self.release()  # from a step that raised an error
         if has_pre_hooks(optimizer):
             self._handles.append(optimizer.register_step_pre_hook(self._hooks[1]))
             return None
