@@ -218,20 +218,14 @@ OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
 ))
 
 _CURVATURE = "curvature and stability threshold"
-_PRECONDITIONED = "with Adam or AdamW"
 
 CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
-    Key("along_gradient_preconditioned", "curvature along the preconditioned gradient, of the preconditioned Hessian",
-        when=_PRECONDITIONED, chart=_CURVATURE),
-    Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum", chart=_CURVATURE),
+    Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum", when="with SGD",
+        chart=_CURVATURE),
     Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian found; not reported if its residual is above 10 %",
         chart=_CURVATURE),
     Key("hessian_max_eigenvalue_residual", "largest relative distance from an eigenvalue, not always the largest one"),
-    Key("hessian_max_eigenvalue_preconditioned", "largest eigenvalue of the preconditioned Hessian found",
-        when=_PRECONDITIONED, chart=_CURVATURE),
-    Key("hessian_max_eigenvalue_preconditioned_residual", "its largest relative distance from an eigenvalue",
-        when=_PRECONDITIONED),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (

@@ -11,7 +11,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.curvature.hessian import (
@@ -23,14 +23,13 @@ from ignite_monitor.curvature.hessian import (
     length,
     start_vector,
 )
-from ignite_monitor.curvature.preconditioner import adam_preconditioner, makes_step_of, stability_limit
-from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import CURVATURE
+from ignite_monitor.model.devices import move
 from ignite_monitor.model.isolation import is_from_signal_handler
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_generators, check_loss, check_optimizer
-from ignite_monitor.monitor.base import Handlers, Monitor
+from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group, Ranks
 from ignite_monitor.reference.reference import evaluate, isolated_copy, user_forward_hooks
@@ -39,25 +38,23 @@ _MAX_RESIDUAL = 0.1  # of an eigenvalue that is reported, relative to it
 
 
 class CurvatureHandler(Monitor, schema=CURVATURE):
-    r"""Measure the curvature of the loss, and the stability threshold of the optimizer.
+    r"""Measure the curvature of the loss, and the stability threshold of SGD.
 
     {keys}
 
     With the gradient g and the Hessian H of the loss of one batch, ``along_gradient`` is :math:`g^\top H g / g^\top g`.
-    In training the largest eigenvalue tends to rise to the threshold :math:`2 / \eta` (arXiv:2103.00065). For Adam the
-    preconditioned Hessian :math:`P^{-1/2} H P^{-1/2}` counts, :math:`P = \sqrt{\hat v} + \epsilon` (arXiv:2207.14484).
+    In training with SGD the largest eigenvalue tends to rise to the threshold :math:`2 / \eta` (arXiv:2103.00065).
 
     Before a monitored train step, ``loss`` is evaluated on a copy of the model, with the RNG state of the train step.
-    The Hessian is only multiplied by vectors: ``1 + lanczos_steps`` products, with Adam twice as many, of about two
-    backward passes. If the loss can't be differentiated twice, or the model has forward hooks of yours, nothing is
-    reported, with one warning.
+    The Hessian is only multiplied by vectors: ``1 + lanczos_steps`` products of about two backward passes. If the loss
+    can't be differentiated twice, or the model has forward hooks of yours, nothing is reported, with one warning.
 
     Args:
         model: the model, as the train step uses it (wrapped, where it is wrapped).
         optimizer: the optimizer whose parameters count.
         loss: function of a model, without wrappers, and the batch that returns the loss of a train step, a tensor with
             one element. It runs under ``sdpa_kernel(SDPBackend.MATH)``.
-        lanczos_steps: number of products for each eigenvalue.
+        lanczos_steps: number of products for the eigenvalue.
         generators: random generators of the forward pass that its modules, their classes and files do not hold, for a
             second pass to restore.
         group: the ranks that hold the same weights, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
@@ -97,8 +94,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         self.loss = loss
         self.lanczos_steps = check_count("lanczos_steps", lanczos_steps, least=1)
         self._generators = check_generators(generators)
-        self._values: dict[str, Tensor] = {}
-        self._tridiagonals: dict[str, Tensor] = {}  # by the name of their largest eigenvalue
+        self._tridiagonal: Tensor | None = None  # of the Lanczos recurrence, on a device
 
     def attach(self, engine: Engine, event: Any = None) -> MonitorHandle:
         """Attach to an engine, as :meth:`Monitor.attach`.
@@ -109,18 +105,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         """
         return super().attach(engine, Events.ITERATION_STARTED(every=2000) if event is None else event)
 
-    def handlers(self) -> Handlers:
-        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
-
-    def start_iteration(self, engine: Engine) -> None:
-        self.reset_run_state()
-
-    def reset_run_state(self) -> None:
-        self._values = {}
-
     def clear(self, engine: Engine) -> None:
         super().clear(engine)
-        self._tridiagonals = {}  # values of a run's last iteration may be read after its end
+        self._tridiagonal = None  # the value of a run's last iteration may be read after its end
 
     def before_train_step(self, engine: Engine) -> None:
         parameters = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
@@ -129,18 +116,25 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if not self.ranks.reduces(parameters):
             self.report("not_measured", f"nothing is reported: {NOT_REDUCED}")
             return
-        is_adam = makes_step_of(self.optimizer, Adam, AdamW)
         try:
-            with rank_mean(self.ranks, parameters, 1 + (1 + self.lanczos_steps) * (1 + is_adam)) as mean:
-                self._measure(engine, parameters, is_adam, mean)
+            with rank_mean(self.ranks, parameters, 2 + self.lanczos_steps) as mean:
+                along_gradient, tridiagonal = self._measure(engine.state.batch, parameters, mean)
         except Exception as error:
             if is_from_signal_handler(error):
                 raise
-            self._values, self._tridiagonals = {}, {}
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.report("not_measured", f"nothing is reported, since the loss can't be measured: {reason}")
+            return
+        self.publish(along_gradient=along_gradient)
+        if type(self.optimizer) is SGD:
+            self.publish(stability_threshold=stability_threshold(self.optimizer, parameters))
+        if transfer.is_cpu(tridiagonal):
+            self.publish(**self.resolve_deferred([tridiagonal.tolist()]))
+        else:
+            self._tridiagonal = tridiagonal
 
-    def _measure(self, engine: Engine, parameters: list[nn.Parameter], is_adam: bool, mean: Product) -> None:
+    def _measure(self, batch: Any, parameters: Sequence[Tensor], mean: Product) -> tuple[Tensor, Tensor]:
+        """Return the curvature along the gradient, and what :func:`lanczos` returns, flat."""
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
@@ -150,42 +144,45 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             copies = {id(original): copy for original, copy in zip(originals, model.parameters(), strict=True)}
             if not copies.keys() >= set(map(id, parameters)):
                 raise RuntimeError("the optimizer holds parameters of another model")
-            copied = [copies[id(parameter)] for parameter in parameters]
-            hessian = Hessian(evaluate(self.loss, model, engine.state.batch), copied)
+            hessian = Hessian(evaluate(self.loss, model, batch), [copies[id(item)] for item in parameters])
             gradient = mean(hessian.gradient())
-            scales = {"": torch.ones_like(gradient)}
-            if is_adam:
-                scales["_preconditioned"] = adam_preconditioner(self.optimizer, parameters, gradient).sqrt()
-            for kind, scale in scales.items():
 
-                def product(vector: Tensor, scale: Tensor = scale) -> Tensor:
-                    return mean(hessian.times(vector / scale)) / scale
+            def product(vector: Tensor) -> Tensor:
+                return mean(hessian.times(vector))
 
-                direction = gradient / scale
-                unit = direction / length(direction)
-                self._values[f"along_gradient{kind}"] = unit @ product(unit)
-                start = start_vector(direction, seed=0)
-                self._tridiagonals[f"hessian_max_eigenvalue{kind}"] = lanczos(product, start, self.lanczos_steps)
-        if is_adam or makes_step_of(self.optimizer, SGD):
-            self._values["stability_threshold"] = stability_limit(self.optimizer, parameters)
-
-    def _on_train_step_completed(self, engine: Engine) -> None:
-        self.publish(**self._values)
-        tridiagonals = self.deferred_tensors()
-        if all(map(transfer.is_cpu, tridiagonals)):
-            self.publish(**self.resolve_deferred([tensor.tolist() for tensor in tridiagonals]))
+            unit = gradient / length(gradient)
+            along_gradient = unit @ product(unit)
+            start = start_vector(gradient, seed=0)
+            return along_gradient, lanczos(product, start, self.lanczos_steps).flatten()
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [tridiagonal.flatten() for tridiagonal in self._tridiagonals.values()]
+        return [] if self._tridiagonal is None else [self._tridiagonal]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
-        values: dict[str, float] = {}
-        for name, elements in zip(self._tridiagonals, extra, strict=False):
+        for elements in extra:
             if all(map(math.isfinite, elements)):
                 value, residual = largest_eigenvalue(elements[: self.lanczos_steps], elements[self.lanczos_steps :])
                 if residual <= _MAX_RESIDUAL * abs(value):
-                    values |= {name: value, f"{name}_residual": residual / abs(value) if value else 0.0}
-        return values
+                    relative = residual / abs(value) if value else 0.0
+                    return {"hessian_max_eigenvalue": value, "hessian_max_eigenvalue_residual": relative}
+        return {}
+
+
+def stability_threshold(optimizer: SGD, parameters: Sequence[Tensor]) -> Tensor:
+    r"""Curvature above which SGD diverges on a quadratic loss, for the group with the smallest threshold.
+
+    :math:`2 / \eta`, with momentum :math:`(2 + 2\beta) / \eta`, and with Nesterov's :math:`(2 + 2\beta) / ((1 +
+    2\beta)\,\eta)` (arXiv:2103.00065, section 2); infinite if all learning rates are 0, NaN if a group maximizes.
+    """
+    ids, thresholds = set(map(id, parameters)), []
+    for group in optimizer.param_groups:
+        if ids.intersection(map(id, group["params"])):
+            momentum = group["momentum"]
+            dampening = group["dampening"] if momentum else 0.0  # SGD without momentum ignores it
+            damped = 1 + 2 * momentum if group["nesterov"] else 1 - dampening
+            rate = torch.as_tensor(math.nan if group["maximize"] else group["lr"], dtype=flat_dtype(parameters))
+            thresholds.append(move((2 + 2 * momentum) / (damped * rate.detach().reshape(())), parameters[0].device))
+    return torch.stack(thresholds).min()
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
 from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor
+from ignite_monitor.curvature.handler import stability_threshold
 from ignite_monitor.curvature.hessian import lanczos, largest_eigenvalue, start_vector
-from ignite_monitor.curvature.preconditioner import adam_preconditioner, stability_limit
 from tests._helpers import assert_same, make_step, mse_loss, run_monitored, same
 from tests._models import Attention, Checkpointed, Lambda, Net
 
@@ -71,7 +71,6 @@ def test_as_the_exact_hessian(dtype):
         )
         assert result["curvature/hessian_max_eigenvalue_residual"] < 1e-3
         assert result["curvature/stability_threshold"] == pytest.approx(3.8 / 0.05)
-        assert "curvature/hessian_max_eigenvalue_preconditioned" not in result
         assert all(type(value) is float for value in result.values())
 
 
@@ -86,22 +85,6 @@ def test_of_a_loss_whose_gradients_have_squares_out_of_range(scale):
     )
     for name in ("curvature/along_gradient", "curvature/hessian_max_eigenvalue"):
         assert scaled[name] == pytest.approx(scale * plain[name], rel=1e-3)
-
-
-def test_of_adam_the_preconditioned_one_counts():
-    torch.manual_seed(0)
-    model = make_net().double()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, betas=(0.8, 0.95), eps=1e-3)
-    batch = tuple(item.double() for item in data())
-    second = torch.zeros(sum(item.numel() for item in model.parameters()), dtype=torch.float64)
-    for count in range(1, 4):
-        gradient, matrix = exact(model, batch)
-        second = 0.95 * second + 0.05 * gradient**2
-        root = ((second / (1 - 0.95**count)).sqrt() + 1e-3).sqrt()
-        result = measured(model, optimizer, batch)
-        expected = torch.linalg.eigvalsh(matrix / root / root[:, None])[-1]
-        assert result["curvature/hessian_max_eigenvalue_preconditioned"] == pytest.approx(float(expected), rel=1e-4)
-        assert result["curvature/stability_threshold"] == pytest.approx(2 * 1.8 / 0.2 / 0.01)
 
 
 @pytest.mark.parametrize("along_second", [1, 30, 3000])
@@ -253,14 +236,15 @@ def test_what_cannot_be_measured_is_warned_of_once(case, caplog):
     assert reason in caplog.text
 
 
-def test_a_limit_only_of_optimizers_that_have_one():
-    for kind in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD, torch.optim.Adam):
+def test_a_threshold_only_of_sgd():
+    class Renamed(torch.optim.SGD):
+        pass
+
+    for kind in (torch.optim.RMSprop, torch.optim.AdamW, Renamed, torch.optim.SGD):
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
         seen, _ = three_iterations(model, kind(model.parameters(), 0.01))
-        assert [("curvature/stability_threshold" in item) for item in seen] == [kind.__name__ in ("SGD", "Adam")] * 3
-        assert [("curvature/hessian_max_eigenvalue_preconditioned" in item) for item in seen] == [
-            kind.__name__ == "Adam"
-        ] * 3
+        assert [("curvature/stability_threshold" in item) for item in seen] == [kind is torch.optim.SGD] * 3
+        assert all("curvature/along_gradient" in item for item in seen)
 
 
 def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
@@ -291,19 +275,6 @@ def test_gradients_that_are_retained_and_other_monitors_do_not_see_it():
     assert result[0] == result[1]
 
 
-def test_along_the_step_of_adam():
-    """The curvature of the preconditioned Hessian along the preconditioned gradient, in float64."""
-    torch.manual_seed(0)
-    model = make_net().double()
-    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
-    batch = tuple(item.double() for item in data())
-    gradient, matrix = exact(model, batch)
-    scale = gradient.abs() + 1e-3
-    expected = (gradient / scale) @ matrix @ (gradient / scale) / (gradient @ (gradient / scale))
-    result = measured(model, optimizer, batch)["curvature/along_gradient_preconditioned"]
-    assert result == pytest.approx(float(expected), rel=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 def test_of_a_model_with_hooks_of_the_user_nothing_is_reported(kind, caplog):
     model = make_net()
@@ -327,43 +298,14 @@ def test_the_loss_may_change_its_batch():
     assert "curvature/hessian_max_eigenvalue" in monitor.metrics
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_the_preconditioner_is_that_of_a_step_with_l2_penalty(maximize):
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(6).double())
-    optimizer = torch.optim.Adam([weight], 1e-3, betas=(0.9, 0.9), weight_decay=3.0, maximize=maximize)
-    for _ in range(4):
-        gradient = torch.randn(6).double()
-        preconditioner = adam_preconditioner(optimizer, [weight], gradient)
-        weight.grad = gradient
-        optimizer.step()
-        state = optimizer.state[weight]
-        second = state["exp_avg_sq"] / (1 - 0.9 ** float(state["step"]))
-        torch.testing.assert_close(preconditioner, second.sqrt() + 1e-8)
-    assert bool(stability_limit(optimizer, [weight]).isnan()) is maximize
-
-
 @pytest.mark.parametrize(
     ("momentum", "dampening", "limit"), [(0, 0.5, 20), (0, 1, 20), (0.5, 0.5, 60), (0.5, 1, math.inf)]
 )
-def test_dampening_counts_only_with_momentum(momentum, dampening, limit):
+def test_dampening_counts_only_with_momentum_and_of_groups_that_train(momentum, dampening, limit):
     weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     groups = [{"params": weights[:1], "lr": torch.tensor([0.1])}, {"params": weights[1:], "lr": 0.05}]
     optimizer = torch.optim.SGD(groups, momentum=momentum, dampening=dampening)
-    assert float(stability_limit(optimizer, weights)) == pytest.approx(limit)
-
-
-def test_a_subclass_with_a_step_of_its_own_has_no_threshold():
-    class Halving(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["lr"] /= 2
-            return super().step(closure)
-
-    class Renamed(torch.optim.SGD):
-        pass
-
-    for kind in (Halving, Renamed):
-        model = nn.Linear(4, 1)
-        seen, _ = three_iterations(model, kind(model.parameters(), 0.01))
-        assert [("curvature/stability_threshold" in item) for item in seen] == [kind is Renamed] * 3
+    assert float(stability_threshold(optimizer, weights)) == pytest.approx(limit)
+    assert float(stability_threshold(optimizer, weights[1:])) == pytest.approx(2 * limit)
+    optimizer.param_groups[1]["maximize"] = True
+    assert stability_threshold(optimizer, weights).isnan()

@@ -172,7 +172,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "AlignmentHandler": (lambda m, _: AlignmentHandler(m), (1, 2 * 48)),
     "StepStatsHandler": (im.StepStatsHandler, (0, 0)),
     "GradientNoiseScaleHandler": (partial(im.GradientNoiseScaleHandler, items=len), (1, 40)),
-    "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (13, 13 * 4 * 76)),
+    "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (7, 7 * 4 * 76)),
     "ReplicaCheckHandler": (im.ReplicaCheckHandler, (2, 24)),
     "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, **_SQUARES), (1, 8)),
     "RoutingHandler": (lambda m, _: im.RoutingHandler(m, routers=r"2$", top_k=1), (2, 72)),
