@@ -97,13 +97,10 @@ _SPECTRAL = "spectral norm over the weights"
 SPECTRAL = Schema("spectral", "spectral", (
     Key("norm_max", "largest spectral norm", chart=_SPECTRAL),
     Key("norm_mean", "mean spectral norm", chart=_SPECTRAL),
-    Key("norm_std", "population standard deviation of the spectral norms"),
     Key("stable_rank_min", r"smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`"),
     Key("stable_rank_median", "median stable rank"),
     Key("error_max", f"bound of the relative errors of all norms; {_ERROR}"),
-    Key("iterations", 'largest number of "power" iterations over the weights'),
     Key("norm/{name}", "spectral norm of a matrix", when="with ``per_parameter=True``"),
-    Key("embedding/{name}", "spectral norm of an embedding", when="with ``per_parameter=True``"),
     Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
     Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
     Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),

@@ -203,9 +203,9 @@ def spectral(
         if isinstance(module, nn.Embedding) and module.weight is item
     }
     pairs = zip(names, tags(names), strict=True)
-    values = {f"{'embedding' if name in tables else 'norm'}/{tag}": norms[name] for name, tag in pairs}
+    values = {f"norm/{tag}": norms[name] for name, tag in pairs}
     every = torch.tensor([*norms.values()], dtype=torch.float64)
-    values |= {"norm_max": every.max(), "norm_mean": every.mean(), "norm_std": every.std(correction=0)}
+    values |= {"norm_max": every.max(), "norm_mean": every.mean()}
     ranks = [(norm([now[name]]) / item) ** 2 for name, item in norms.items() if item]
     if ranks:
         summary = order_statistics("stable_rank", ranks)

@@ -29,7 +29,7 @@ PAGES = {
 """Name of a schema -> its monitor, and the monitor's page."""
 
 RANGES = (
-    (r"[_/]count$|/iterations$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
+    (r"[_/]count$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
     (r"fraction$|share(/|$)|/load_entropy/|/culprit/|epsilon_dominated", "0 to 1"),
     (r"cosine", "−1 to 1"),
     (r"stable_rank|^noise_scale/batch$|/max_over_rms$", "≥ 1"),
@@ -39,7 +39,7 @@ RANGES = (
     ),
     (r"^curvature/(along|hessian_max_eigenvalue$)", "any number"),
     (r"norm|^grad/|^monitor/|ratio|rms|_ms$|_mb$|_per_s$|/lr/|error|condition|max_abs|entropy", "≥ 0"),
-    (r"^rcc/|^drift/sum|^noise_scale/|stability_threshold|/topk/|/embedding/|spectral_scale|_residual$", "≥ 0"),
+    (r"^rcc/|^drift/sum|^noise_scale/|stability_threshold|/topk/|spectral_scale|_residual$", "≥ 0"),
 )
 """Patterns of names, and the range of the values; the first that matches counts."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,8 +54,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: the optimizer whose parameters count.
         micro_batches: number of backward passes per optimizer step, each over items of its own.
-        items: function of the batch that returns its number of items, shared equally by the backward passes, or a list
-            with the number of each; None for the length of the first tensor.
+        items: function of the batch that returns its number of items, shared equally by the backward passes; None for
+            the length of the first tensor.
         scaler: the GradScaler of the train step; without it steps through a GradScaler are not measured.
         decay: weight of earlier steps, greater than 0.905 (20 effective steps) and less than 1.
         group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; nothing is reported if
@@ -83,7 +83,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         optimizer: Optimizer,
         *,
         micro_batches: int = 1,
-        items: Callable[[Any], float | Sequence[float]] | None = None,
+        items: Callable[[Any], float] | None = None,
         scaler: GradScaler | None = None,
         decay: float = 0.99,
         group: Group = None,
@@ -107,9 +107,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step
         self._closed: list[list[Increment]] = []  # of this iteration's steps
-        self._observed = set[int]()  # ids of the parameters whose gradients are seen
         self._iteration = -1
-        self._items: float | list[float] = math.nan  # of the batch, or of each backward pass
+        self._items = math.nan  # of the batch
         self._skipped = 0.0  # steps, until the first value; then infinite
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -138,9 +137,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self._closed.clear()
         self._items = math.nan
         with self._training_continues("unknown_items", "the number of items is not known"):
-            items: Any = (self.items or count_items)(engine.state.batch)
-            if items is not None:
-                self._items = list(map(float, items)) if isinstance(items, (list, tuple)) else float(items)
+            items = (self.items or count_items)(engine.state.batch)
+            self._items = math.nan if items is None else float(items)
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._source is None:
@@ -148,7 +146,6 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         tracker = self._source.trackers[id(self.model)]
         parameters = tracker.parameters_of(self.optimizer)
         parameters = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_inference()]
-        self._observed = set(map(id, parameters))
         return [IncrementObserver(tracker, parameters, self._window)]
 
     def reset_run_state(self) -> None:
@@ -163,20 +160,16 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if step.is_of(self.optimizer):
-            # The train step may have added or unfrozen some.
-            is_whole = all(
-                id(item) in self._observed for item in step.parameters if item.requires_grad and item.grad is not None
-            )
-            self._closed.append(list(self._window) if is_whole else [])
+            self._closed.append(list(self._window))
             self._window.clear()
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
         new = [part for window in (*self._closed, self._window) for part in window if part.items is None]
         # A backward pass after the last step may be of another batch, through a model that is not being trained.
-        is_clear = not (self._closed and self._window)
-        for part, items in zip(new, _shared(self._items, len(new), is_clear), strict=True):
-            part.items = items
+        is_known = new and self._items % len(new) == 0 and not (self._closed and self._window)
+        for part in new:
+            part.items = self._items / len(new) if is_known else math.nan
         for window in self._closed:
             self._observe(window)
         self._closed.clear()
@@ -209,18 +202,9 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         is_complete = has_all and all(0 < (part.items or 0) < math.inf for part in window)
         self._skipped = math.inf if is_complete else self._skipped + 1
         if self._skipped == _PATIENCE:
-            reason = (
-                "the number of items of each backward pass is not known; give the argument items"
-                if has_all
-                else f"the last was made from {len(window)} backward passes in monitored iterations, and micro_batches "
-                f"is {self.micro_batches}"
-            )
+            reason = f"the last was made from {len(window)} backward passes in monitored iterations, and "
+            reason += f"micro_batches is {self.micro_batches}"
+            if has_all:
+                reason = "its backward passes do not share a known number of items equally; see the argument items"
             self.report("no_value", f"no value after {_PATIENCE} optimizer steps: {reason}")
         return is_complete
-
-
-def _shared(items: float | list[float], count: int, is_clear: bool) -> list[float]:
-    """Return the number of items of each of ``count`` passes, which share ``items`` if ``is_clear``; NaN if unknown."""
-    if isinstance(items, list):
-        return items if len(items) == count else [math.nan] * count
-    return [items / count if is_clear and items % count == 0 else math.nan for _ in range(count)]

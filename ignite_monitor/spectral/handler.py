@@ -14,20 +14,13 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import SPECTRAL
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
-from ignite_monitor.model.names import Pattern, Selection, listed, named_parameters, tags, top
+from ignite_monitor.model.names import Pattern, Selection, listed, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.model.sampled_step import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
-from ignite_monitor.spectral.matrices import (
-    Label,
-    MatrixWeight,
-    embedding,
-    is_special,
-    labelled_matrices,
-    matrix_weights,
-)
+from ignite_monitor.spectral.matrices import Label, MatrixWeight, labelled_matrices, matrix_weights
 from ignite_monitor.spectral.norm import METHODS, SpectralNorms
 from ignite_monitor.spectral.spectra import measure_all
 
@@ -38,8 +31,8 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     .. math:: \sigma = \lVert W\rVert_2 = \max_{\lVert x\rVert = 1} \lVert W x\rVert
 
     Parameters of two dimensions or more are measured, unless their names end in ``bias``, frozen ones included and
-    shared ones once: convolutions flattened to (out, in·k…), stacked matrices (experts) one by one as ``{name}/{i}``.
-    Embeddings and stacked matrices, whose output dimension is unknown, have no spectral scale.
+    shared ones once: convolutions flattened to (out, in·k…), other parameters of more than two dimensions (experts) as
+    stacks of matrices, one by one as ``{name}/{i}``. Embeddings and stacks have no spectral scale.
     Not measured are complex parameters, and those from which a module computes its weight (parametrization, weight or
     spectral normalization, pruning).
 
@@ -95,16 +88,10 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self.per_parameter = per_parameter
         self._selection = Selection(include, exclude)
         self._nonfinite = DeferredFlag()  # a weight or an update
-        special = [name for name, parameter, module in named_parameters(model) if is_special(parameter, module)]
-        skipped = [name for name in special if name in self._selection]
-        text = f"complex and computed weights are not measured: {listed(skipped, 5)}"
+        self._special: set[str] = set()  # names that were reported
         if not self._weights():
-            reason = f"; {text}" if skipped else ""
-            raise ValueError(
-                f"Argument model should have real weights of two dimensions or more that are selected{reason}"
-            )
-        if skipped:
-            self.report("special_weights", text, names=skipped)
+            text = "real weights of two dimensions or more that are selected, and not computed by their modules"
+            raise ValueError(f"Argument model should have {text}")
         self._before: list[tuple[MatrixWeight, Tensor]] = []  # and copies, in the order of ``_stepped``
         self._stepped = UpdatedParameters({})
         self._names: list[str] = []
@@ -140,30 +127,22 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     def _measure(self) -> None:
         weights = self._weights()
         if not weights:
-            self.report("no_weights", "the model has no weight matrices any more, so nothing is published")
             return
         matrices = (pair for weight in weights for pair in labelled_matrices(weight, weight.parameter.detach()))
         labels, measured = measure_all(matrices, self.method)
         self._names, self._norms = [label.name for label in labels], measured.norms
         norm, error, scale, rank = self._order_statistics(labels, measured)
-        unit = norm[3].clamp(min=torch.finfo(norm.dtype).tiny)  # squares of float64 may leave its range
-        relative = measured.norms / unit
-        mean = relative.nanmean()
-        values: dict[str, float | Tensor] = {
+        values = {
             "norm_max": norm[3],
-            "norm_mean": mean * unit,
-            "norm_std": (relative - mean).square().nanmean().sqrt() * unit,
+            "norm_mean": measured.norms.nanmean(),
             "stable_rank_min": rank[2],
             "stable_rank_median": rank[0],
             "error_max": error[3],
-            "iterations": measured.steps,
             "weight_spectral_scale_max": scale[3],
             "weight_spectral_scale_median": scale[0],
         }
         if self.per_parameter:
-            kinds = ["embedding" if label.weight.layout is embedding else "norm" for label in labels]
-            keys = [f"{kind}/{tag}" for kind, tag in zip(kinds, tags(self._names), strict=True)]
-            self.publish_table(keys, measured.norms)
+            self.publish_table([f"norm/{tag}" for tag in tags(self._names)], measured.norms)
         if self.updates:
             values |= self._update_values()
         self.publish(**values)
@@ -178,7 +157,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         labels, measured = measure_all(matrices, self.method)
         indices = {weight.name: index for index, (weight, _) in enumerate(self._before)}
         device = measured.norms.device
-        at = torch.tensor([indices[label.weight.name] for label in labels], device="cpu")
+        at = torch.tensor([indices[label.weight] for label in labels], device="cpu")
         moved = self._stepped.mask(len(indices), device)[move(at, device)]
         norm, error, scale, _ = self._order_statistics(labels, measured, moved)
         if not self._stepped:
@@ -208,11 +187,18 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             self.report("nonfinite", "weights or updates that are not finite are not reported")
 
     def _weights(self) -> list[MatrixWeight]:
+        """Return the weights to measure, and report each of the others once, whenever it becomes special."""
         reshard(self.model)
-        return [weight for weight in matrix_weights(self.model) if weight.name in self._selection]
+        weights, special = matrix_weights(self.model, self._selection)
+        new = [name for name in special if name not in self._special]
+        self._special.update(new)
+        if new:
+            text = f"complex and computed weights are not measured: {listed(new, 5)}"
+            self.report("special_weights", text, names=new, once=False)
+        return weights
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [] if self._norms is None or not self.top_k or not self.metrics else [self._norms]
+        return [] if self._norms is None else [self._norms]
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         return top("topk", tags(self._names), extra[0], self.top_k) if extra else {}

@@ -26,13 +26,11 @@ class SpectralNorms(NamedTuple):
     norms: Tensor  # (B,); NaN for a matrix that is not finite
     errors: Tensor  # (B,), bounds of relative errors; NaN where there is none
     frobenius: Tensor  # (B,), Frobenius norms
-    steps: int  # the number of products of WᵀW with a block of vectors
 
 
 def measure(matrices: Tensor, method: str, seed: int) -> SpectralNorms:
     """Measure the spectral norms of real matrices (B, rows, columns); ``seed`` is that of the methods' random start."""
     with full_precision(matrices.device):
-        is_low = matrices.dtype == torch.bfloat16
         matrices = matrices if matrices.dtype == torch.float64 else matrices.float()
         generator = torch.Generator(matrices.device).manual_seed(seed % 2**63)
         # Scaled so that squares neither overflow nor vanish.
@@ -44,13 +42,10 @@ def measure(matrices: Tensor, method: str, seed: int) -> SpectralNorms:
         frobenius = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=2).to(wide), dim=1)
         scaled /= torch.where(frobenius > 0, frobenius, 1.0).to(scaled.dtype)[:, None, None]
         scaled = scaled.mT if scaled.shape[1] > scaled.shape[2] else scaled
-        if method == "power":
-            norms, errors, steps = _power(scaled, generator)
-        else:
-            norms, errors = _newton_schulz(scaled, method, generator, torch.bfloat16 if is_low else scaled.dtype)
-            steps = 0
+        is_power = method == "power"
+        norms, errors = _power(scaled, generator) if is_power else _newton_schulz(scaled, method, generator)
         whole = torch.where(is_finite, unit.to(wide) * frobenius, torch.nan)
-        return SpectralNorms(norms.to(wide) * whole, errors.to(wide) + 0 * whole, whole, steps)
+        return SpectralNorms(norms.to(wide) * whole, errors.to(wide) + 0 * whole, whole)
 
 
 def _random_rows(scaled: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -58,7 +53,7 @@ def _random_rows(scaled: Tensor, count: int, generator: torch.Generator) -> Tens
     return torch.randn(shape, generator=generator, dtype=scaled.dtype, device=scaled.device)
 
 
-def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     r"""Block Lanczos on A = WWᵀ: the norm of Wᵀv for the Ritz vector v with the largest Ritz value.
 
     An eigenvalue of A lies within :math:`r = \lVert Av - \theta v\rVert` of :math:`\theta = v^\top Av`. It is the
@@ -67,7 +62,7 @@ def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, 
     """
     order, on_host = scaled.shape[1], scaled.device.type == "cpu"
     if order <= (_SMALL if on_host else _SMALL_ON_DEVICE):
-        return *_with_bound(scaled, dominant(scaled @ scaled.mT)), 0
+        return _with_bound(scaled, dominant(scaled @ scaled.mT))
     most = min(order // _WIDTH - 1, _MOST_STEPS if on_host else _DEVICE_STEPS)
     # Vectors are rows, which the CPU multiplies several times as fast as columns.
     start = _random_rows(scaled, _WIDTH, generator)
@@ -84,7 +79,7 @@ def _power(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, 
             coordinates = dominant((projected + projected.mT) / 2)
             result = _with_bound(scaled, (coordinates[:, None] @ basis).squeeze(1))
             if step == most or not len((result[1] > TOLERANCE).nonzero()):
-                return *result, step
+                return result
             check += max(2, check // 3)
         # Where the space is exhausted only rounding is left: some noise keeps the directions apart.
         scale = torch.linalg.matrix_norm(block, keepdim=True)
@@ -147,9 +142,7 @@ def _with_bound(scaled: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 _NEWTON_SCHULZ = {"ns5-fast": (3.4445, -4.7750, 2.0315, 5, 7), "ns3-accurate": (1.5, -0.5, 0.0, 8, 10)}
 
 
-def _newton_schulz(
-    scaled: Tensor, method: str, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _newton_schulz(scaled: Tensor, method: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     r"""Biased norms from the polar factor, which Newton-Schulz iterations approximate.
 
     With W = UΣVᵀ the polar factor is Q = UVᵀ, and WQᵀ = UΣUᵀ has the singular values of W for eigenvalues: power
@@ -161,11 +154,10 @@ def _newton_schulz(
     ‖W‖_F/√n, which no matrix with n rows has, are replaced by it.
     """
     a, b, c, steps, iterations = _NEWTON_SCHULZ[method]
-    polar = scaled.to(dtype)
+    polar = scaled
     for _ in range(steps):
         gram = polar @ polar.mT
         polar = a * polar + (b * gram + c * gram @ gram if c else b * gram) @ polar
-    polar = polar.to(scaled.dtype)
     vector = image = _random_rows(scaled, 1, generator)
     for _ in range(iterations + 1):
         vector = image / torch.linalg.vector_norm(image, dim=2, keepdim=True)

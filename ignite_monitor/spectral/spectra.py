@@ -36,7 +36,5 @@ def measure_all(matrices: Iterable[tuple[Label, Tensor]], method: str) -> tuple[
     for key in list(stacks):
         measure_stack(key)
     device = results[0].norms.device
-    norms, errors, frobenius = (
-        torch.cat([move(column, device) for column in columns]) for columns in list(zip(*results, strict=True))[:3]
-    )
-    return labels, SpectralNorms(norms, errors, frobenius, max(result.steps for result in results))
+    columns = zip(*results, strict=True)
+    return labels, SpectralNorms(*(torch.cat([move(part, device) for part in column]) for column in columns))

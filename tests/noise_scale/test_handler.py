@@ -265,34 +265,48 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_skipped(what):
     assert not any(result[1::2])
 
 
-def test_a_step_with_parameters_that_the_train_step_added_is_skipped():
+def test_parameters_that_the_train_step_adds_do_not_count_in_its_step():
+    """The value is that of the parameters that it had before."""
     model, x, y = problem()
-    optimizer = torch.optim.SGD(model[0].parameters(), 0.0)
 
-    def add(engine, _):
-        if engine.state.iteration == 4:
-            optimizer.add_param_group({"params": [*model[2].parameters()]})
+    def train(adds):
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.0)
 
-    _, entered = watched(in_turn(add, step_of(model, optimizer)), model, optimizer, batches(x, y, 64, 6))
-    assert entered == [True, True, True, False, True, True]
+        def add(engine, _):
+            if adds and engine.state.iteration == 30:
+                optimizer.add_param_group({"params": [*model[2].parameters()]})
+
+        return watched(in_turn(add, step_of(model, optimizer)), model, optimizer, batches(x, y, 64, 30))
+
+    assert train(True) == train(False)
+    assert train(True)[0][-1]
 
 
-def test_parts_of_unequal_sizes_are_counted_or_not_reported(caplog):
-    """The exact value is that of the parts of equal size: 62 items make parts of 16, 16, 16 and 14."""
+def test_parts_of_unequal_sizes_are_not_reported(caplog):
+    """50 items make parts of 13, 13, 13 and 11."""
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    result = {}
-    of_parts = lambda batch: [len(part) for part in batch[0].chunk(4)]  # noqa: E731
-    for name, items in (("unknown", None), ("negative", lambda batch: -48), ("known", of_parts)):
+    for items in (None, lambda batch: -48):
         with caplog.at_level(logging.WARNING):
-            result[name], _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 50, 100), items=items)
-    assert not any(result["unknown"] + result["negative"])
-    assert "give the argument items" in caplog.text
-    assert result["known"][-1]["low"] < exact(model, x, y) < result["known"][-1]["high"]
-    assert result["known"][-1]["batch"] == 50
+            result, _ = watched(step_of(model, optimizer), model, optimizer, batches(x, y, 50, 100), items=items)
+        assert not any(result)
+    assert "see the argument items" in caplog.text
 
 
-@pytest.mark.parametrize("items", [lambda batch: {}["x"], lambda batch: "many", lambda batch: ["a", "b"], torch.stack])
+def test_the_unit_is_that_of_items():
+    """Half as many items, in the same gradients, are half of the noise scale."""
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    half = lambda batch: len(batch[0]) / 2  # noqa: E731
+    result = [
+        watched(step_of(model, optimizer), model, optimizer, batches(x, y, 64, 60), items=items)[0][-1]
+        for items in (None, half)
+    ]
+    assert result[1] == pytest.approx({name: value / 2 for name, value in result[0].items()})
+    assert result[1]["batch"] == 32
+
+
+@pytest.mark.parametrize("items", [lambda batch: {}["x"], lambda batch: "many", lambda batch: [16, 16], torch.stack])
 def test_an_error_of_items_is_reported_once_and_does_not_end_training(items, caplog):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -313,13 +327,11 @@ def test_of_a_gan_only_its_own_backward_passes_count(first):
         own = make_step(model, optimizer, 2)
         other = lambda _, batch: with_generator and model(generator(batch[0])).mean().backward()  # noqa: E731
         step = in_turn(*(own, other) if first == "discriminator" else (other, own))
-        count = 3 if with_generator and first == "discriminator" else 2
-        items = lambda batch: [32, 32, 64][:count]  # noqa: E731
-        items = items if count == 3 else None
-        return watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2, items=items)
+        return watched(step, model, optimizer, batches(x, y, 64, 60), micro_batches=2)[0]
 
-    assert train(True) == train(False)
-    assert train(True)[0][-1]
+    expected = train(False)
+    assert expected[-1]
+    assert list(train(True)) == ([{}] * 60 if first == "discriminator" else list(expected))
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
