@@ -56,8 +56,6 @@ WEIGHT_UPDATE = Schema("weights", "monitor", (
     Key("smallest_grad/{name}", "the ``top_k`` smallest gradient norms", chart="smallest gradient norms"),
     Key("largest_weight/{name}", "the ``top_k`` largest parameters, by their l2 norm before the step",
         chart="largest parameters"),
-    Key("topk_frozen/{name}", "number of monitored steps without an update, of the ``top_k`` longest frozen parameters",
-        when="if parameters are frozen", chart="monitored steps without a move"),
     Key("largest_update_ratio/group_{i}/{name}", "largest update ratio in a parameter group",
         when="with ``optimizer``", chart="largest update ratio per group"),
 ))

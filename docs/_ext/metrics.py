@@ -29,7 +29,7 @@ PAGES = {
 """Name of a schema -> its monitor, and the monitor's page."""
 
 RANGES = (
-    (r"[_/]count$|_rank$|iteration$|/topk_frozen/", "0, 1, 2, …"),
+    (r"[_/]count$|_rank$|iteration$", "0, 1, 2, …"),
     (r"fraction$|share(/|$)|/load_entropy/|/culprit/|epsilon_dominated", "0 to 1"),
     (r"cosine", "−1 to 1"),
     (r"stable_rank|^noise_scale/batch$|/max_over_rms$", "≥ 1"),

@@ -93,9 +93,8 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         check_optimizer(optimizer, model)
         if any_dtensor(model.parameters()):
             raise ValueError("Argument model should not be sharded: no rank has a gradient of its own part of a batch")
-        self._over_ranks = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self.micro_batches = check_count("micro_batches", micro_batches, least=1)
-        if micro_batches == 1 and not self._over_ranks:
+        if micro_batches == 1 and not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError(
                 "Argument micro_batches should be at least 2 without DistributedDataParallel, but given 1: make each "
                 "optimizer step from several backward passes, each over a part of the batch"
@@ -107,7 +106,6 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
         self._window: list[Increment] = []  # of the next optimizer step
         self._closed: list[list[Increment]] = []  # of this iteration's steps
-        self._iteration = -1
         self._items = math.nan  # of the batch
         self._skipped = 0.0  # steps, until the first value; then infinite
 
@@ -131,10 +129,6 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        if engine.state.iteration != self._iteration + 1:
-            self._window.clear()  # there were backward passes in iterations that were not monitored
-        self._iteration = engine.state.iteration
-        self._closed.clear()
         self._items = math.nan
         with self._training_continues("unknown_items", "the number of items is not known"):
             items = (self.items or count_items)(engine.state.batch)
@@ -151,7 +145,6 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     def reset_run_state(self) -> None:
         self._window.clear()
         self._closed.clear()
-        self._iteration = -1
 
     def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
         if self._window and not ready.reached.isdisjoint(map(id, ready.tracker.parameters_of(self.optimizer))):

@@ -104,7 +104,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
     @torch.no_grad()
     def start_iteration(self, engine: Engine) -> None:
         self._norms, self._before = None, []
-        self._report_nonfinite()
         if not self.updates:
             return
         weights = self._weights()

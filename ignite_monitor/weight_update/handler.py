@@ -17,7 +17,7 @@ from ignite_monitor.checks import check_count, check_real
 from ignite_monitor.events.gradient_tracker import GradientsReady, OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import WEIGHT_UPDATE
-from ignite_monitor.model.devices import move, move_like
+from ignite_monitor.model.devices import move_like
 from ignite_monitor.model.names import named_parameters, tags, top
 from ignite_monitor.model.norms import order_statistics
 from ignite_monitor.monitor import transfer
@@ -27,10 +27,6 @@ from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.scaler import ScaledMonitor
 from ignite_monitor.weight_update.train_step import UpdateMeasurement
 
-_ROUNDING = (
-    ". Weights in bfloat16 or float16 lose small updates to rounding: keep float32 weights and use torch.autocast, or "
-    "an optimizer that keeps float32 copies of them."
-)
 _ROWS = 5  # of a handler's table
 
 
@@ -127,16 +123,10 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         self.frozen_update_ratio_threshold = ratio
         self.top_k = check_count("top_k", top_k)
         self.eps = check_real("eps", eps, above=0.0, below=math.inf)
-        if vanishing_grad_threshold > exploding_grad_threshold:
-            raise ValueError(
-                "Argument vanishing_grad_threshold should be at most exploding_grad_threshold, "
-                f"but given {vanishing_grad_threshold} and {exploding_grad_threshold}"
-            )
-
         self._names = [name for name, _, _ in named_parameters(model)]
         self._counts = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")  # of steps without a move
-        # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts, whether few sampled
-        # elements have moved, and norms of weights. A list once the host knows it.
+        # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts (NaN without a step),
+        # whether few sampled elements have moved, and norms of weights. A list once the host knows it.
         self._table: Tensor | list[list[float]] = _unknown(self._names)
         self._fully_measured: set[str] = set()  # names of parameters whose elements are all measured
         self._step: UpdateMeasurement | None = None  # while a run lasts
@@ -154,7 +144,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
                 ratio,
                 norm < self.vanishing_grad_threshold,
                 norm > self.exploding_grad_threshold,
-                self._is_frozen(ratio, count),
+                count >= self.frozen_patience_steps,
             )
             for name, norm, ratio, count, *_ in zip(self._names, *self._rows(), strict=True)
         }
@@ -171,16 +161,13 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
         Raises:
             TypeError: if it holds something else than names and counts.
-            ValueError: if it was saved by a monitor of another kind, or of another model, or is damaged.
+            ValueError: if it was saved by a monitor of another kind, or of another model.
         """
         super().load_state_dict(state_dict)
         names, counts = state_dict["names"], state_dict["counts"]
-        is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not is_named or not isinstance(counts, Tensor):
-            text = "Argument state_dict should hold a list of names in 'names' and a tensor in 'counts'"
+        if not isinstance(names, list) or not isinstance(counts, Tensor) or counts.shape != (len(names),):
+            text = "Argument state_dict should hold a list in 'names' and a tensor of as many elements in 'counts'"
             raise TypeError(f"{text}, but it holds {names!r} and {counts!r}")
-        if counts.shape != (len(names),) or not all(0 <= count < math.inf for count in counts.tolist()):
-            raise ValueError("Argument state_dict should hold in 'counts' one finite count of at least 0 for each name")
         if set(names).isdisjoint(self._names):
             raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
         saved = dict(zip(names, counts.tolist(), strict=True))
@@ -200,19 +187,13 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
     def start_iteration(self, engine: Engine) -> None:
         if self._step is None or not self._step.fits():
             self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer, self.eps)
-            self._set_names(self._step.samples.names, self._step.samples.factors)
+            names = self._step.samples.names
+            if names != self._names:
+                self._names, self._table = names, _unknown(names)
+                self._counts = self._counts.new_zeros(len(names))
+            self._counts = move_like(self._counts, self._step.samples.factors)
         self._step.samples.take_whole(self._fully_measured)
         self._step.start()
-
-    def _set_names(self, names: list[str], like: Tensor) -> None:
-        """Continue with the parameters of these names, on the device of a tensor; known names keep their counts."""
-        self._counts = counts = move_like(self._counts, like)
-        if names != self._names:
-            places = {name: place for place, name in enumerate(self._names)}
-            # A new name takes the zero at the end.
-            at = torch.tensor([places.get(name, len(places)) for name in names], dtype=torch.long, device="cpu")
-            self._counts = torch.cat([counts, counts.new_zeros(1)])[move(at, like.device)]
-            self._names, self._table = names, _unknown(names)
 
     def reset_run_state(self) -> None:
         self._step = None
@@ -226,11 +207,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             self._step.measured_step_started(step)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
-        if not self._is_running or self._step is None:
-            return
-        if not self._step.fits():
-            text = f"parameters were replaced in the train step of iteration {engine.state.iteration}, so nothing is "
-            self.report("parameters_replaced", f"{text}reported of it")
+        if not self._is_running or self._step is None or not self._step.fits():
             return
         measured = self._step.completed()
         if measured is None:
@@ -244,74 +221,59 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             values |= _named("grad", statistics[0])
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
+        unmoved = measured.unmoved
+        if self.frozen_update_ratio_threshold:
+            unmoved = unmoved | (ratios <= self.frozen_update_ratio_threshold)
+        self._counts = torch.where(stepped, torch.where(unmoved, self._counts + 1, 0), self._counts)
+        counts = torch.where(stepped, self._counts, math.nan)
         if self._step.stepped:
-            unmoved = measured.unmoved
-            if self.frozen_update_ratio_threshold:
-                unmoved = unmoved | (ratios <= self.frozen_update_ratio_threshold)
-            self._counts = torch.where(stepped, torch.where(unmoved, self._counts + 1, 0), self._counts)
-            frozen = (stepped & (self._counts >= self.frozen_patience_steps)).sum(dtype=ratios.dtype)
+            frozen = (counts >= self.frozen_patience_steps).sum(dtype=ratios.dtype)
             values |= _named("update_ratio", statistics[1])
             values["frozen_count"] = torch.where(stepped.any(), frozen, math.nan)
             if measured.lost is not None:
                 values["lost_update_fraction"] = measured.lost
-        self._table = torch.stack([norms, ratios, self._counts, measured.few.to(norms.dtype), measured.weights])
+        self._table = torch.stack([norms, ratios, counts, measured.few.to(norms.dtype), measured.weights])
         self.publish(**values)
         if transfer.is_cpu(self._table):
             self._learn(self._table.tolist())
 
     def deferred_tensors(self) -> list[Tensor]:
-        return [*self._table.unbind()] if self.metrics and isinstance(self._table, Tensor) else []
+        return [*self._table.unbind()] if isinstance(self._table, Tensor) else []
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
         if extra:
             self._learn(extra)
-        if not self.metrics:
-            return {}
-        names, (norms, ratios, counts, _, weights) = tags(self._names), self._table
-        pairs = zip(ratios, counts, strict=True)
-        frozen = [count if self._is_frozen(ratio, count) else math.nan for ratio, count in pairs]
-        values = top("topk_grad", names, norms, self.top_k)
+        names, (norms, ratios, _, _, weights) = tags(self._names), self._table
+        values = top("topk_grad", names, norms, self.top_k) | top("largest_weight", names, weights, self.top_k)
         values |= top("smallest_grad", names, norms, self.top_k, least=True)
-        values |= top("largest_weight", names, weights, self.top_k) | top("topk_frozen", names, frozen, self.top_k)
-        for group, members in enumerate(self._groups()):
-            kind = f"largest_update_ratio/group_{group}"
-            values |= top(kind, [names[i] for i in members], [ratios[i] for i in members], 1)
+        if self.optimizer is not None and self._step is not None:
+            indices = {id(parameter): index for index, parameter in enumerate(self._step.samples.parameters)}
+            for number, group in enumerate(self.optimizer.param_groups):
+                members = [indices[id(item)] for item in group["params"] if id(item) in indices]
+                of_group = [names[i] for i in members], [ratios[i] for i in members]
+                values |= top(f"largest_update_ratio/group_{number}", *of_group, min(self.top_k, 1))
         return values
 
-    def _is_frozen(self, ratio: float, count: float) -> bool:
-        return not math.isnan(ratio) and count >= self.frozen_patience_steps
-
-    def _groups(self) -> list[list[int]]:
-        """Indices of the parameters in each group of the given optimizer."""
-        if self.optimizer is None or self._step is None or not self.top_k:
-            return []
-        indices = {id(parameter): index for index, parameter in enumerate(self._step.samples.parameters)}
-        groups = [map(id, group["params"]) for group in self.optimizer.param_groups]
-        return [[indices[key] for key in group if key in indices] for group in groups]
-
     def _rows(self) -> list[list[float]]:
-        self.on_host()
-        rows = self._table
-        if isinstance(rows, Tensor):  # nothing is published, as after the run
-            self._learn(rows := rows.tolist())
-        return rows
+        return self._learn(self._table.tolist()) if isinstance(self._table, Tensor) else self._table
 
-    def _learn(self, rows: list[list[float]]) -> None:
-        """Keep the table that the host knows; report frozen parameters, and choose those to measure whole."""
+    def _learn(self, rows: list[list[float]]) -> list[list[float]]:
+        """Keep and return the table, now on the host; report frozen parameters, and choose those to measure whole."""
         self._table, new = rows, {}
-        for name, norm, ratio, count, is_few, _ in zip(self._names, *rows, strict=True):
-            if self._is_frozen(ratio, count) and name not in self._reported:
+        for name, norm, _, count, is_few, _ in zip(self._names, *rows, strict=True):
+            if count >= self.frozen_patience_steps and name not in self._reported:
                 new[name] = norm
             if is_few:
                 self._fully_measured.add(name)
         self._reported.update(new)
         if new:
-            advice = _ROUNDING if self._step is not None and self._step.any_rounded(new) else ""
-            steps = f"the last {self.frozen_patience_steps} monitored steps"
-            text = f"parameters unchanged during {steps}: {', '.join(new)}{advice}"
+            text = (
+                f"parameters unchanged during the last {self.frozen_patience_steps} monitored steps: {', '.join(new)}"
+            )
             # Without a gradient it may be a part of the model that is rarely used.
             severity = "warning" if any(norm > 0 for norm in new.values()) else "note"
             self.report("frozen_parameters", text, severity=severity, names=tuple(new), once=False)
+        return rows
 
 
 def _unknown(names: list[str]) -> list[list[float]]:

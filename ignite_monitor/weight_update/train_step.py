@@ -73,11 +73,6 @@ class UpdateMeasurement(StepMeasurement):
             self._between_steps.index_add_(0, move(torch.tensor(again, device="cpu"), self.samples.device), changes)
         self._of_last_step |= {index: self._after_backward.get(index) for index in indices}
 
-    def any_rounded(self, names: Iterable[str]) -> bool:
-        """Return True if rounding may keep a parameter, by name, from moving."""
-        narrow = {name for name, is_narrow in zip(self.samples.names, self._narrow, strict=True) if is_narrow}
-        return self.keeps_no_copies and not narrow.isdisjoint(names)
-
     @torch.no_grad()
     def completed(self) -> MeasuredUpdates | None:
         """Measure the train step that has returned; None if there was neither a gradient nor a step."""

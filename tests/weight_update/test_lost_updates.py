@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -125,16 +123,3 @@ def test_of_other_optimizers_than_torch_s_it_is_not_known():
     run = Run(model, OwnSGD(model.parameters(), lr=1e-4))
     assert run.published == [None] * 6
     assert run.true[-1] > 0
-
-
-@pytest.mark.parametrize(("lr", "warned"), [(1e-9, True), (1.0, False)])
-def test_the_warning_of_frozen_parameters_names_rounding(caplog, lr, warned):
-    """Once per parameter, however often it freezes."""
-    model = make_model(width=16)
-    with caplog.at_level(logging.WARNING, "ignite_monitor"):
-        Run(model, torch.optim.SGD(model.parameters(), lr=lr), iterations=12, frozen_patience_steps=2)
-    texts = [text for text in caplog.messages if "unchanged during the last 2 monitored steps" in text]
-    assert bool(texts) is warned
-    names = [name for text in texts for name in text.split("steps: ")[1].split(". Weights")[0].split(", ")]
-    assert len(names) == len(set(names))
-    assert all("torch.autocast" in text and "float32 copies" in text for text in texts)
