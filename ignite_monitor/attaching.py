@@ -38,9 +38,8 @@ from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
-_OUTLINE = (
-    r"([^./]+|((?!\d+\.)[^./]+\.)*\d+)"  # the model, its children, and members of lists that are in no other list
-)
+# Of the model, its children, and members of lists that are in no other list; of outputs with a place of their own too.
+_OUTLINE = r"(_root_(/.+)?/nonfinite_count|([^./]+|((?!\d+\.)[^./]+\.)*\d+)(/[^/]+)?/(std|max_abs))"
 
 
 def attach_monitors(
@@ -185,7 +184,7 @@ def attach_monitors(
         check_choice("extra", name, *extras)
         monitors[name] = extras[name](model, prefix=f"{start}{name}"), sampled
     shown = {
-        "activation": rf"^{re.escape(start)}(recorded/|activation/(_root_/nonfinite_count|{_OUTLINE}/(std|max_abs))$)",
+        "activation": rf"^{re.escape(start)}(recorded/|activation/{_OUTLINE}$)",
         "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$",
     }
 

@@ -124,6 +124,38 @@ def test_loggers_get_a_selection_and_files_all(tmp_path):
     assert "gpt/attention_entropy/blocks.1.attention/head_0" in kept
 
 
+class Wrapped(nn.Module):
+    """Outputs as of transformers: a tuple of each block, and a mapping of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Module()
+        self.body.h = nn.ModuleList([nn.ModuleList([nn.Linear(6, 6)]), nn.Linear(6, 6)])
+        self.body.h[0].forward = lambda x: (self.body.h[0][0](x), None)
+
+    def forward(self, x):
+        x = self.body.h[1](self.body.h[0](x)[0])
+        return {"logits": x[:, :3], "cache": (x, x)}
+
+
+def test_outputs_with_a_place_reach_loggers():
+    model, logger = Wrapped(), ListLogger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_step(model, optimizer, loss_of=lambda model, batch: model(batch)["logits"].square().mean())
+    trainer = Engine(step)
+    attach_monitors(trainer, model, optimizer, loggers=logger)
+    trainer.run([torch.ones(2, 6)])
+    written = {name for _, named in logger.written for name in named if name.startswith("activation")}
+    assert written == {
+        *(
+            f"activation/{tag}/{metric}"
+            for tag in ("_root_/logits", "body.h.0/0", "body.h.1")
+            for metric in ("std", "max_abs")
+        ),
+        *(f"activation/_root_/{place}/nonfinite_count" for place in ("logits", "cache/0", "cache/1")),
+    }
+
+
 def test_loggers_get_the_share_of_each_layer_of_a_coordinate_check_and_files_all(tmp_path):
     model, optimizer, trainer = make_trainer()
     logger = ListLogger()

@@ -26,7 +26,7 @@ from ignite_monitor.model._torch import (
     has_pre_hooks,
     has_step_hooks,
     post_hooks,
-    sparse_parts,
+    values_of,
 )
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, local
@@ -263,7 +263,7 @@ def _values(gradient: Tensor) -> Tensor:
     """The tensor of a gradient's numbers: of a DTensor this rank's part, of a sparse tensor its values."""
     gradient = local(gradient)
     if gradient.layout == torch.sparse_coo:
-        return sparse_parts(gradient)[1]
+        return values_of(gradient)
     return gradient if gradient.layout == torch.strided else gradient.values()
 
 

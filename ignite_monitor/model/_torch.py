@@ -190,9 +190,9 @@ class DispatchMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
 
-def sparse_parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a sparse tensor, coalesced or not, without synchronization."""
-    return sparse._indices(), sparse._values()
+def values_of(sparse: Tensor) -> Tensor:
+    """The values of a sparse tensor, coalesced or not."""
+    return sparse._values()
 
 
 def version(tensor: Tensor) -> int:
@@ -221,28 +221,24 @@ def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
     ``ran`` is called with the name of each function, other than a module's, that would have run compiled.
     """
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
-    decide, stance = frames._callback_from_stance, frames._stance
+    decide, is_forced = frames._callback_from_stance, frames._stance.stance == "force_eager"
 
     @untraced
     def decide_by_function(callback: Any) -> Any:
         function: Any = inspect.unwrap(sys._getframe(1).f_locals["fn"])
         module = str(getattr(function, "__module__", ""))
-        if not module.startswith("torch.nn.attention"):
-            if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
-                ran(f"{module}.{getattr(function, '__qualname__', '')}")
-            return decide(callback)
-        forced, frames._stance = frames._stance, stance  # the user's own
-        try:
-            return decide(callback)
-        finally:
-            frames._stance = forced
+        if module.startswith("torch.nn.attention"):
+            return callback
+        if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
+            ran(f"{module}.{getattr(function, '__qualname__', '')}")
+        return decide(callback)
 
-    with contextlib.ExitStack() as exits:
-        exits.enter_context(torch.compiler.set_stance("force_eager"))
-        if stance.stance != "force_eager":
-            frames._callback_from_stance = decide_by_function
-            exits.callback(setattr, frames, "_callback_from_stance", decide)
-        yield
+    with torch.compiler.set_stance("force_eager"):
+        frames._callback_from_stance = decide if is_forced else decide_by_function
+        try:
+            yield
+        finally:
+            frames._callback_from_stance = decide
 
 
 # Ignite's engines

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import foreach_norm, sparse_parts
+from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, shard_of
 
@@ -29,7 +29,7 @@ _NARROW, _NARROW_ON_DEVICE = (frozenset((on_cpu, torch.strided, it) for it in _D
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The 1-, 2- or maximum norm of every tensor, without synchronization, on the device of the first tensor.
+    """The 1-, 2- or maximum norm of every tensor, on the device of the first tensor; only sparse ones synchronize.
 
     In float64, or float32 on devices without it. Sparse tensors count coalesced, DTensors with all shards: one
     collective per device mesh and sharded mesh dimension.
@@ -100,22 +100,6 @@ def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bo
     return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
 
 
-def summed_values(sparse: Tensor) -> Tensor:
-    """The values of a sparse COO tensor, those of the same index summed, as a dense tensor.
-
-    Unlike ``coalesce()`` it does not synchronize: the result keeps its size, with zeros in place of merged values.
-    """
-    indices, values = sparse_parts(sparse)
-    if sparse.is_coalesced() or not len(values):
-        return values
-    places = torch.zeros_like(indices[0])
-    for size, index in zip(sparse.shape, indices, strict=False):
-        places = places * size + index
-    ordered, order = places.sort()
-    first = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
-    return torch.zeros_like(values).index_add_(0, first.cumsum(0), values[order])
-
-
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if any(tensor.layout != torch.strided or tensor.is_complex() for tensor in tensors):
         return _local_norms([_as_dense_real(tensor, norm_type) for tensor in tensors], norm_type)
@@ -167,7 +151,7 @@ def _unit(largest: Tensor) -> Tensor:
 
 def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
     if tensor.layout != torch.strided:
-        tensor = summed_values(tensor) if tensor.is_sparse else tensor.values()
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()) if norm_type == 2.0 else tensor.abs()
     return tensor

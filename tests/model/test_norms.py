@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ignite_monitor.model.norms import combine, norms, order_statistics, reduce_norm, summed_values, total_norm
+from ignite_monitor.model.norms import combine, norms, order_statistics, reduce_norm, total_norm
 
 
 def exact(tensors, norm_type):
@@ -153,25 +153,6 @@ def test_order_statistics_with_infinity():
 def test_order_statistics_of_rows():
     rows = torch.tensor([[1.0, math.nan, 3.0], [5.0, 6.0, 7.0]])
     assert torch.equal(order_statistics(rows), torch.stack([order_statistics(row) for row in rows]))
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_summed_values_have_the_norm_of_the_tensor(dims):
-    generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, 4, (dims, 60), generator=generator)
-    sparse = torch.sparse_coo_tensor(
-        indices, torch.randn(60, 5, generator=generator), (4,) * dims + (5,), check_invariants=True
-    )
-    norm = sparse.to_dense().double().norm()
-    assert float(summed_values(sparse).double().norm()) == pytest.approx(float(norm), rel=1e-6)
-    assert torch.equal(summed_values(sparse.coalesce()), sparse.coalesce().values())
-
-
-def test_summed_values_of_nothing():
-    sparse = torch.sparse_coo_tensor(
-        torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 5), (4, 5), check_invariants=True
-    )
-    assert summed_values(sparse).shape == (0, 5)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 0.0])
