@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import itertools
 import logging
@@ -15,44 +13,24 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import (
-    ActivationHandler,
-    CurvatureHandler,
     GradMonitor,
-    HistogramHandler,
     Monitor,
     MonitorEvents,
-    RCCHandler,
-    SpectralNormHandler,
     StaticThreshold,
-    WeightUpdateHandler,
 )
-from ignite_monitor.histograms.handler import EDGES
-from tests._helpers import ListLogger, assert_same, same
-from tests.accelerator._device import Device
+from tests._helpers import assert_same, same
 from tests.accelerator._trainings import (
     MONITORS,
     Training,
-    all_monitors,
     assert_alike,
     batches,
     copied,
     transformer,
-    without_machine,
 )
 
 pytestmark = pytest.mark.cuda
 
 SPIKE = 4  # 0-based
-
-
-@pytest.mark.parametrize("kind", ["plain", "scaled"])
-def test_training_is_untouched(kind, device):
-    states = []
-    for make in (lambda training: [], all_monitors):
-        training = Training(device, kind)
-        training.run(make(training), batches(3, device.name))
-        states.append(training.state())
-    assert_same(*states)
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled"])
@@ -112,34 +90,6 @@ def test_a_source_that_is_not_looked_for_is_reported_once_values_are_read(listen
     assert sum("if SPIKE_DETECTED has a handler" in text for text in reports[-1]) == (not listens)
 
 
-def test_histograms_leave_no_edges_on_the_device(device):
-    training = Training(device, model=transformer(1, 8, records=False))
-
-    def edges():
-        tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
-        return [item for item in tensors if item.device.type == device.name and item.shape == (len(EDGES),)]
-
-    during = []
-    with HistogramHandler(training.model).attach(training.trainer):
-        training.optimizer.register_step_post_hook(lambda *_: during.append(len(edges())))
-        training.trainer.run(batches(2, device.name), max_epochs=1)
-    assert during == [1, 1]
-    assert edges() == []
-
-
-def test_curvature_is_read_after_the_run(device):
-    model = nn.Linear(3, 1).to(device.name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handler = CurvatureHandler(model, optimizer, loss=lambda model, x: model(x).square().mean(), lanczos_steps=4)
-    trainer = Engine(lambda engine, x: None)
-    handler.attach(trainer, Events.ITERATION_STARTED)
-    x = torch.randn(8, 3)
-    trainer.run([x.to(device.name)], max_epochs=1)
-    inputs = torch.cat([x, torch.ones(8, 1)], 1).double()
-    expected = torch.linalg.eigvalsh(2 * inputs.T @ inputs / 8)[-1].item()
-    assert handler.on_host()["curvature/hessian_max_eigenvalue"] == pytest.approx(expected, rel=1e-3)
-
-
 def test_steps_skipped_before_values_are_read_are_not_those_of_the_last_norm(device, caplog):
     training = Training(device, fused=True, model=transformer(1, 8, records=False))
     data = batches(10, device.name, [3, 5])
@@ -162,27 +112,6 @@ def test_other_optimizers_read_the_flag_once(device):
     assert float(monitor.metrics["grad/skipped_count"]) == 1
 
 
-@pytest.mark.parametrize("loggers", [1, 3])
-def test_one_transfer_for_all_monitors_and_loggers(loggers, device, caplog):
-    """Values are logged in the middle of a run; flags are read at its end."""
-    caplog.set_level(logging.ERROR)
-    training = Training(device)
-    writers, counts, counting = [ListLogger() for _ in range(loggers)], [], contextlib.ExitStack()
-    training.trainer.add_event_handler(
-        Events.ITERATION_STARTED, lambda: counts.append(counting.enter_context(device.counted_synchronizations()))
-    )
-    for monitor in all_monitors(training):
-        monitor.attach(training.trainer)
-        for writer in writers:
-            monitor.log_to(writer, training.trainer)
-    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, counting.close)
-    training.trainer.run(batches(4, device.name), max_epochs=1)
-    assert [len(item) for item in counts] == [1] * 4, counts
-    for writer in writers:
-        assert all(isinstance(value, float) for _, row in writer.written for value in row.values())
-        assert sum(len(row) for _, row in writer.written) > 400
-
-
 @pytest.mark.parametrize("name", ["GradMonitor, RobustThreshold", "GradMonitor, loss", "WeightUpdateHandler"])
 def test_a_resumed_run_publishes_what_the_whole_one_does(name, device):
     data = batches(7, device.name, [5])
@@ -201,38 +130,6 @@ def test_a_resumed_run_publishes_what_the_whole_one_does(name, device):
         for item, state in zip((second.model, second.optimizer, resumed), states, strict=True):
             item.load_state_dict(state)
         assert_alike(second.run([resumed], data[4:]), rows[4:], 1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype, device):
-    rows = []
-    for item in (None, dtype):
-        training = Training(device, "scaled" if dtype == torch.float16 else "plain", dtype=item)
-        rows.append(without_machine(training.run(all_monitors(training), batches(4, device.name))))
-    for actual, expected in zip(*rows, strict=True):
-        names = {name for name in (*actual, *expected) if "topk" not in name}
-        assert all((name in actual) == (name in expected) for name in names)
-        if "grad/norm" in actual:
-            assert actual["grad/norm"] == pytest.approx(expected["grad/norm"], rel=0.05, nan_ok=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_low_precision(dtype, device):
-    """Weights that do not move differ by rounding alone."""
-    rows = []
-    for item in (Device("cpu"), device):
-        torch.manual_seed(0)
-        training = Training(item, model=transformer(records=False).to(dtype), lr=0.0)
-        model, optimizer = training.model, training.optimizer
-        monitors = [
-            ActivationHandler(model, activations=True, parameters=True, gradients=True),
-            SpectralNormHandler(model),
-            RCCHandler(model),
-            WeightUpdateHandler(model, optimizer, sample_size=None),
-        ]
-        result = training.run(monitors, batches(2, item.name))
-        rows.append([{name: value for name, value in row.items() if "topk" not in name} for row in result])
-    assert_alike(rows[1], rows[0], 0.1, 1e-2)
 
 
 def test_whether_a_step_was_made_is_on_the_device_of_the_parameters(device):
