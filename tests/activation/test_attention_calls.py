@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import threading
 
 import pytest
@@ -21,7 +20,6 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConf
 
 from ignite_monitor.activation import attention_calls
 from ignite_monitor.activation.attention_calls import NOT_PLAIN, AttentionCalls
-from ignite_monitor.model.modes import eager
 from tests._helpers import assert_same, unset_default_device
 from tests._models import Attention, Checkpointed, Lambda
 
@@ -298,13 +296,6 @@ def test_a_fast_path_is_left_to_torch_beside_the_model(watch, monkeypatch):
     assert seen.calls == ["0", "1.self_attn"]
 
 
-@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.MultiheadAttention])
-def test_modules_with_a_fast_path(kind):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(kind(16, 4)))
-    assert not attention_calls.may_use_fast_path(model.train())
-    assert attention_calls.may_use_fast_path(model.eval())
-
-
 def mixed():
     """Attention of both kinds with dropout."""
     torch.manual_seed(0)
@@ -475,15 +466,6 @@ def test_tensors_without_values_are_reported_as_such():
         F.scaled_dot_product_attention(nested, nested, nested)
         F.scaled_dot_product_attention(*x[:3].to("meta"))
     assert result == [NOT_PLAIN] * 3
-
-
-def test_functions_that_are_compiled_are_named_once(caplog):
-    compiled = torch.compile(lambda x: x.sin(), backend="eager")
-    for _ in range(2):
-        with caplog.at_level(logging.INFO, "ignite_monitor"), eager():
-            compiled(torch.ones(3))
-    (line,) = caplog.messages
-    assert "test_functions_that_are_compiled_are_named_once.<locals>.<lambda> is compiled, and runs eagerly" in line
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

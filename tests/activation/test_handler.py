@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 from functools import partial
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ignite_monitor import ActivationHandler, HistogramHandler, Metric, record
 from ignite_monitor.activation.measurement import Measurement
 from tests._helpers import assert_same, in_turn, make_step, run_monitored, square_loss
-from tests._models import FrozenEncoder, Lambda, make_model
+from tests._models import FrozenEncoder, Lambda
 from tests._truth import statistics
 
 
@@ -90,36 +89,6 @@ def test_a_metric_that_fails_names_itself_module_and_shape(name, wrong):
     with pytest.raises(RuntimeError, match=rf"'{name}'.*activation/1.*\(8, 5\)") as caught:
         run(mlp(), activations={name: Metric(wrong, include="1")})
     assert isinstance(caught.value.__cause__, (RuntimeError, TypeError))
-
-
-@dataclasses.dataclass
-class Output:
-    hidden: torch.Tensor
-    loss: torch.Tensor | None = None
-
-
-class Kinds(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, *, x):
-        y = self.layer(x)
-        return {
-            "tuple": lambda: (y, (y.sum(), y.argmax())),
-            "dict": lambda: {"a b": y, "none": None},
-            "dataclass": lambda: Output(y, y.mean()),
-        }[self.kind]()
-
-
-@pytest.mark.parametrize(
-    ("kind", "places"), [("tuple", ["0", "1/0"]), ("dict", ["a_b"]), ("dataclass", ["hidden", "loss"])]
-)
-def test_outputs_of_any_structure_and_keyword_arguments(kind, places):
-    model = Kinds(kind)
-    (published,) = run(model, lambda handler, optimizer, x: model(x=x) and None, activations={"mean": True})
-    assert set(part(published, "activation")) == {"layer/mean", *(f"_root_/{place}/mean" for place in places)}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -261,53 +230,7 @@ def test_gradients_of_an_earlier_iteration_are_none():
     assert [len(item) for item in published] == [4, 0, 4]
 
 
-def test_parameters_are_those_that_the_forward_pass_used():
-    model = mlp()
-    initial = copy.deepcopy(model)
-    published = run(
-        model, batches=2, parameters={"n": torch.norm, "mean": True}, include="weight", reference="init",
-        parameter_differences={"d": lambda now, then: (now - then).norm()},
-    )  # fmt: skip
-    for name, parameter in initial.named_parameters():
-        wanted = {"n": parameter.double().norm().item(), "mean": parameter.double().mean().item()}
-        assert part(published[0], f"parameter/{name}") == pytest.approx(wanted if "weight" in name else {}, rel=1e-5)
-    differences = [part(item, "parameter_difference") for item in published]
-    assert set(differences[0].values()) == {0.0}
-    assert min(differences[1].values()) > 0
-
-
 # The reference
-
-
-def test_differences_from_the_start_are_0_before_the_first_update():
-    torch.manual_seed(0)
-    model, plain = (make_model(dropout=0.5) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    initial = copy.deepcopy(model)
-    torch.manual_seed(3)
-    published = run(model, batches=2, activation_differences=True, reference="init")
-    drawn = torch.get_rng_state()
-    torch.manual_seed(3)
-    run(plain, batches=2)
-    assert_same(drawn, torch.get_rng_state())
-    for actual, references in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
-        assert_same(actual, references)
-    assert set(part(published[0], "activation_difference")) == {
-        f"{name}/{kind}" for name in (*"01234", "_root_")
-        for kind in ("mean", "std", "l2_norm", "max_abs", "nonfinite_count")
-    }  # fmt: skip
-    assert set(published[0].values()) == {0.0}
-    # After one step, of the linear layer, which needs no random number.
-    torch.manual_seed(3)
-    again = copy.deepcopy(initial)
-    optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(1)
-    first, second = (torch.randn(8, 6, generator=generator) for _ in range(2))
-    again(first).square().mean().backward()
-    optimizer.step()
-    with torch.no_grad():
-        wanted = expected_of_weights([again[0](second).double() - initial[0](second).double()])
-    assert part(published[1], "activation_difference/0") == pytest.approx(wanted, rel=1e-3, abs=1e-8)
 
 
 def test_a_metric_of_differences_that_fails_is_raised():
@@ -680,83 +603,6 @@ def test_a_compiled_model_is_compiled_once_and_measured_eagerly():
     assert states[1][0]["unique_graphs"] == 1  # compiled in the first iteration, and never again
     assert states[1] == states[-1]
     assert states[-1][1:] == ({}, {})
-
-
-class Stored(nn.Module):
-    """Parameters of dtypes that few operations know."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.stored = nn.Parameter((torch.arange(1, 7).reshape(2, 3) / 4).to(dtype), requires_grad=dtype.is_complex)
-
-    def forward(self, x):
-        kept = self.stored if self.stored.is_complex() else self.stored.float()
-        record("phase", kept.sum())
-        record("number", 1 + 2j if self.stored.is_complex() else 3.0)
-        return (self.linear(x) * kept[0]).abs()
-
-
-@pytest.mark.parametrize("size", [3, 70_000])
-def test_complex_parameters_have_no_built_in_statistics(size, caplog):
-    model = Stored(torch.complex64)
-    model.large = nn.Parameter(torch.ones(size, dtype=torch.complex64))
-    with caplog.at_level(logging.WARNING):
-        published = run(
-            model,
-            batches=2,
-            activations=True,
-            parameters={"mean": True, "largest": lambda x: x.abs().max()},
-            gradients=True,
-            parameter_differences=True,
-            reference="init",
-        )
-    for values in published:
-        assert {name for name in values if "stored" in name or "large/" in name} == {
-            "parameter/stored/largest",
-            "parameter/large/largest",
-        }
-        assert "gradient/linear.weight/mean" in values
-        assert not any(name.startswith("recorded/") for name in values)
-    complex_, recorded = (item.getMessage() for item in caplog.records if "ActivationHandler" in item.name)
-    reason = "complex numbers have no built-in metrics"
-    assert complex_ == f"ActivationHandler: iteration 1: skipped stored, large: {reason}"
-    assert recorded.startswith(
-        "ActivationHandler: iteration 1: skipped _root_: recorded values should be real numbers,"
-    )
-
-
-def make_cached(rows):
-    """Holds weights in float8, and makes an activation in float8."""
-
-    def forward(self, x):
-        self.cast(x)
-        return self.linear(x)
-
-    stored = nn.Parameter(torch.arange(3.0).repeat(rows, 1).to(torch.float8_e5m2), requires_grad=False)
-    cast = Lambda(lambda self, x: x.detach().to(torch.float8_e4m3fn))
-    return Lambda(forward, linear=nn.Linear(6, 3), cast=cast, stored=stored)
-
-
-@pytest.mark.parametrize("rows", [2, 30_000])
-def test_float8_is_measured_as_what_it_stands_for(rows):
-    model, other = make_cached(rows), make_cached(rows)
-    with torch.no_grad():
-        other.stored.zero_()
-    (values,) = run(
-        model,
-        activations=True,
-        parameters=True,
-        parameter_differences=True,
-        activation_differences=True,
-        reference=other,
-    )
-    stored = expected_of_weights([model.stored.double()])
-    assert part(values, "parameter/stored") == pytest.approx(stored, rel=1e-6)
-    assert part(values, "parameter_difference/stored") == pytest.approx(stored, rel=1e-6)
-    cast = expected_of_weights([data().to(torch.float8_e4m3fn).double()])  # whose units are not known
-    assert part(values, "activation/cast") == pytest.approx(cast, rel=1e-6)
-    assert part(values, "activation_difference/cast")["max_abs"] == 0
 
 
 def test_what_cannot_be_compared_is_warned_of_once_in_several_runs(caplog):

@@ -240,18 +240,6 @@ def test_two_monitors_on_one_model_share_one_event():
     assert published == [(False, True), (True, True)] * 2
 
 
-def test_monitor_of_a_model_and_one_of_its_part():
-    model, _, trainer = make_trainer()
-    whole, head = GradMonitor(model), GradMonitor(model[4], prefix="head", flag="head_spike")
-    whole.attach(trainer)
-    head.attach(trainer)
-    log = record(trainer, MonitorEvents.GRADIENTS_READY)
-    trainer.run(make_batches(2))
-    assert len(log) == 2
-    assert float(whole.metrics["grad/norm"]) == approx(grad_norm(model))
-    assert float(head.metrics["head/norm"]) == approx(grad_norm(model[4]))
-
-
 # Handlers and loggers of the user's own
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from ignite_monitor import GradMonitor, StaticThreshold, WeightUpdateHandler
+from ignite_monitor import GradMonitor, StaticThreshold
 from ignite_monitor.events.step_owner import scale
 from tests._helpers import assert_same, grad_norm, make_step, mlp_batches, moves_of, train
 from tests._models import make_mlp
 from tests._optimizers import EVERY_FOREIGN, FEW, OPTIMIZERS, build
-from tests._truth import norm
 
 LIMIT = 50.0
 
@@ -183,22 +182,6 @@ def test_a_second_step_with_the_same_gradient_does_not_scale_it_again():
     recorder = train(make_step(model, [optimizer] * 2), mlp_batches(2, [2]), monitor)
     assert norms[2:] == pytest.approx([LIMIT, LIMIT], rel=1e-5)
     assert recorder.of("grad/clipped_count")[-1] == 1
-
-
-def test_other_monitors_see_the_gradient_of_backward_and_clipping_needs_no_order():
-    model, truth = make_mlp(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-    def note(engine):
-        truth.append(max(norm(p.grad) for p in model.parameters()))
-
-    recorder = train(
-        make_step(model, optimizer, after_backward=note),
-        mlp_batches(3, [2]),
-        GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="clip"),
-        WeightUpdateHandler(model, optimizer),
-    )
-    assert recorder.of("monitor/grad_max") == pytest.approx(truth, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
-from tests._oracle import function, mean_of, mean_std, std_of
+from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, ThresholdRule
 
 
 def feed(rule, norms):
@@ -22,32 +21,6 @@ def feed(rule, norms):
 
 
 NORMS = np.random.default_rng(0).lognormal(size=60)
-
-
-def expected(rule, norms):
-    """The threshold before each norm, by the rule's definition."""
-    histories = [norms[:i].tolist() for i in range(len(norms))]
-    limits = [rule.limit(item, mean_of(item, rule.decay), std_of(item, rule.decay)) for item in histories]
-    return [math.inf] * rule.warmup + limits[rule.warmup :]
-
-
-@pytest.mark.parametrize("rule", [mean_std(2.5, 10, None), mean_std(3.0, 5, 0.8)], ids=["mean + k std", "weighted"])
-def test_mean_plus_k_std_of_the_norms_before(rule):
-    np.testing.assert_allclose(feed(rule.make(), NORMS), expected(rule, NORMS), rtol=1e-12)
-
-
-def test_static_from_the_first_norm_on():
-    assert feed(StaticThreshold(2.0), NORMS[:4]) == [2.0] * 4
-
-
-def test_a_function_is_asked_from_the_third_norm_on():
-    asked = []
-
-    def rule(mean, std, count):
-        asked.append(count.item())
-        return 2 * mean + std
-
-    np.testing.assert_allclose(feed(CallableThreshold(rule), NORMS[:6]), expected(function(2.0), NORMS[:6]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("opinion", [math.nan, math.inf])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from torch import nn
 
 from ignite_monitor import GradMonitor, StaticThreshold
-from tests._helpers import PUT, grad_norm, in_turn, make_step, mlp_batches, mse_loss, train
+from tests._helpers import grad_norm, make_step, mlp_batches, mse_loss, train
 from tests._models import make_mlp
 
 CLOSE = {"rel": 1e-5}
@@ -23,26 +22,6 @@ def observations(monitor):
 
 
 # What becomes of a gradient between backward and step
-
-
-def test_a_shared_backward_after_the_own_step_is_no_spike_of_the_model():
-    """A generator passes its gradient through the discriminator, which has made its step; detected at its own step."""
-    models = generator, discriminator = nn.Linear(2, 4), make_mlp()
-    optimizers = [sgd(model) for model in models]
-    step = in_turn(
-        make_step(discriminator, optimizers[1]),
-        make_step(
-            generator, optimizers[0], loss_of=lambda *_: discriminator(generator(torch.ones(3, 2))).sum(),
-            factor=lambda engine: 1e6 if engine.state.iteration == 3 else 1e-3,
-        ),
-    )  # fmt: skip
-    monitors = [
-        GradMonitor(model, optimizer, threshold=StaticThreshold(1e3), prefix=name, flag=name)
-        for model, optimizer, name in zip(models, optimizers, ("generator", "discriminator"), strict=True)
-    ]
-    recorder = train(step, mlp_batches(4), *monitors)
-    assert recorder.of("generator/spike_count")[-1] == 1
-    assert recorder.of("discriminator/spike_count") == [0] * 4
 
 
 def test_a_step_that_raises_an_error_leaves_the_next_its_own_gradient():
@@ -71,39 +50,6 @@ def test_a_step_that_raises_an_error_leaves_the_next_its_own_gradient():
     assert not errors
     assert recorder.of("grad/norm") == pytest.approx(norms, **CLOSE)
     assert recorder.of("grad/spike") == [0] * 5
-
-
-def set_to_none(parameter, _):
-    parameter.grad = None
-
-
-@pytest.mark.parametrize("how", [*PUT, "none"])
-@pytest.mark.parametrize("zero_at", ["start", "end"])
-def test_a_skipped_spike_counts_however_gradients_are_set_to_zero(how, zero_at):
-    model, reported = make_mlp(), []
-    optimizer = sgd(model)
-
-    def zero():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                (set_to_none if how == "none" else PUT[how])(parameter, torch.zeros_like(parameter))
-
-    steps = [
-        lambda *_: zero(),
-        make_step(model, optimizer, zero_at="never", leave_out=lambda engine: engine.state.unhealthy_spike),
-    ]
-    monitor = GradMonitor(
-        model,
-        optimizer,
-        threshold=StaticThreshold(50.0),
-        on_spike=lambda engine, norm: reported.append(engine.state.iteration),
-    )
-    step = in_turn(*steps if zero_at == "start" else reversed(steps))
-    recorder = train(step, mlp_batches(8, spikes=[3, 4, 6]), monitor)
-    assert recorder.of("grad/spike_count") == [0, 0, 1, 2, 2, 3, 3, 3]
-    assert recorder.of("grad/stepped") == [1, 1, 0, 0, 1, 0, 1, 1]
-    assert reported == [3, 4, 6]
-    assert observations(monitor) == 7  # of spikes in a row the first enters alone
 
 
 def test_a_loaded_state_does_not_include_the_spike_that_was_skipped_before():
