@@ -30,10 +30,6 @@ from ignite.handlers.clearml_logger import ClearMLLogger
 from ignite.handlers.clearml_logger import OutputHandler as ClearMLOutputHandler
 from ignite.handlers.mlflow_logger import MLflowLogger
 from ignite.handlers.mlflow_logger import OutputHandler as MLflowOutputHandler
-from ignite.handlers.neptune_logger import NeptuneLogger
-from ignite.handlers.neptune_logger import OutputHandler as NeptuneOutputHandler
-from ignite.handlers.polyaxon_logger import OutputHandler as PolyaxonOutputHandler
-from ignite.handlers.polyaxon_logger import PolyaxonLogger
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from ignite.handlers.wandb_logger import OutputHandler as WandBOutputHandler
 from ignite.handlers.wandb_logger import WandBLogger
@@ -616,22 +612,11 @@ def make_clearml(note, _):
     return logger
 
 
-def make_neptune(note, _):
-    def item(_, key):
-        return MagicMock(append=lambda value, step: note(step, {key: value}))
-
-    return spied(NeptuneLogger, NeptuneOutputHandler, __getitem__=item)
-
-
 # note(step, names and values), monkeypatch -> logger
 SERVICES = {
     "wandb": lambda note, _: spied(
         WandBLogger, WandBOutputHandler, log=lambda named, step, sync=None: note(step, named)
     ),
-    "polyaxon": lambda note, _: spied(
-        PolyaxonLogger, PolyaxonOutputHandler, log_metrics=lambda step, **named: note(step, named)
-    ),
-    "neptune": make_neptune,
     "clearml": make_clearml,
     "mlflow": make_mlflow,
 }

@@ -37,7 +37,7 @@ def language(name, sharing=2, **more):
 
     def sized(n):
         heads = {"num_attention_heads": n // HEAD, "num_key_value_heads": n // HEAD // sharing}
-        sizes = {"hidden_size": n, "intermediate_size": 2 * n, "moe_intermediate_size": n, "lru_width": n}
+        sizes = {"hidden_size": n, "intermediate_size": 2 * n, "moe_intermediate_size": n}
         return options | heads | sizes | more
 
     return of_transformers(f"{name} ForCausalLM", sized)
@@ -70,28 +70,6 @@ def t5():
     )
 
 
-def encoder(name, options, *rest):
-    def sized(n):
-        sizes = {"hidden_size": n, "num_attention_heads": n // HEAD, "intermediate_size": 2 * n}
-        return options | sizes | {"num_hidden_layers": 1}
-
-    return of_transformers(name, sized, *rest)
-
-
-def bert():
-    return encoder("Bert ForMaskedLM", {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH})
-
-
-def vit():
-    options = {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
-    return encoder("ViT ForImageClassification", options, picture(16))
-
-
-def vit_torchvision():
-    models = importlib.import_module("torchvision.models")
-    return lambda n: models.VisionTransformer(16, 4, 2, n // HEAD, n, 2 * n, num_classes=CLASSES), picture(16)
-
-
 def resnet_torchvision():
     """Bottlenecks, whose inner width grows; the stream between them is as torchvision makes it."""
     resnet = importlib.import_module("torchvision.models.resnet")
@@ -100,11 +78,6 @@ def resnet_torchvision():
         return resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=n)
 
     return make, picture(16)
-
-
-def of_timm(kind, options, size=16):
-    models = importlib.import_module("timm.models")
-    return lambda n: getattr(models, kind)(num_classes=CLASSES, **options(n, models)), picture(size)
 
 
 class LSTMLanguageModel(nn.Module):
@@ -145,38 +118,15 @@ def lora():
 
 CASES = {  # name -> function that returns a function of the width, and an input
     "Llama, GQA (transformers)": lambda: language("Llama"),
-    "Llama, MQA (transformers)": lambda: language("Llama", num_key_value_heads=1),
     "GPT-2 (transformers)": gpt2,
     "T5 (transformers)": t5,
     "Gemma (transformers)": lambda: language("Gemma"),
-    "BERT (transformers)": bert,
     "Mixtral (transformers)": lambda: language("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "DeepSeek (transformers)": deepseek,
     "GPT-OSS (transformers)": lambda: language("GptOss", num_local_experts=4, num_experts_per_tok=2),
-    "RecurrentGemma (transformers)": lambda: language(
-        "RecurrentGemma", num_hidden_layers=2, block_types=("recurrent", "attention")
-    ),
     "Swin (transformers)": lambda: stages("Swinv2", {"window_size": 4, "patch_size": 2}),
     "ConvNeXt (transformers)": lambda: stages("ConvNextV2", {}),
-    "ViT (transformers)": vit,
-    "ViT (torchvision)": vit_torchvision,
-    "ResNet (timm)": lambda: of_timm(
-        "ResNet",
-        lambda n, models: {
-            "block": models.resnet.BasicBlock,
-            "layers": [1, 1, 1, 1],
-            "channels": [n, n, 2 * n, 2 * n],
-            "stem_width": n // 2,
-            "stem_type": "deep",
-        },
-    ),
     "ResNet, Bottleneck (torchvision)": resnet_torchvision,
-    "MLP-Mixer (timm)": lambda: of_timm(
-        "MlpMixer", lambda n, _: {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": n}
-    ),
-    "ConvNeXt (timm)": lambda: of_timm(
-        "ConvNeXt", lambda n, _: {"depths": (1, 1, 1, 1), "dims": (n, n, 2 * n, 2 * n)}, 32
-    ),
     "LSTM language model": lambda: (LSTMLanguageModel, IDS),
     "nn.Transformer": lambda: (Seq2Seq, IDS),
     "LoRA on a frozen Llama (PEFT)": lora,

@@ -39,11 +39,6 @@ def reinitialized(width, preset):
     return parametrization
 
 
-def mup(width):
-    parametrization = reinitialized(width, "mup")
-    return parametrization, torch.optim.Adam(parametrization.param_groups)
-
-
 def standard(width):
     """Weights of variance 1 / fan-in, no multipliers, and one learning rate for all layers and widths."""
     model = reinitialized(width, "standard").model
@@ -56,24 +51,6 @@ def slopes_of(result, quantity, step):
 
 def steep_layers(result, step):
     return {slope.layer for slope in result.slopes if slope.is_steep and slope.step == step}
-
-
-def test_mup_is_flat():
-    result = coordinate_check(mup, lambda width: (X, Y), WIDTHS, steps=3, seeds=2)
-    for slope in result.slopes:
-        if slope.layer != "6":  # its output and the change by its input start by shrinking
-            assert not slope.is_steep, slope
-            # The batch's inputs may be more than the width is.
-            low = -0.5 if slope.layer != "0" and slope.quantity in ("weight_update", "output_change") else 0.0
-            assert slope.expected == pytest.approx((low, 0.0))
-    for step in (1, 2, 3):
-        assert abs(slopes_of(result, "weight_update", step)["6"].slope) < 0.1
-    # Its output is a sum over n of independent terms, times 1 / n.
-    assert slopes_of(result, "activation", 0)["6"].slope == pytest.approx(-0.5, abs=0.2)
-    for quantity in ("input_drift", "output_change"):
-        assert slopes_of(result, quantity, 3)["6"].expected == (-0.5, 0.0)
-    assert steep_layers(result, 3) == set()
-    assert "(-0.50 to +0.00)" in result.table()
 
 
 class Bottlenecks(nn.Module):
@@ -301,17 +278,6 @@ def test_slopes_of_little():
         result = CoordinateCheck([Record(width, seed, 1, "x", "activation", value) for width, seed, value in values])
         assert steep_layers(result, 1) == ({"x"} if seeds > 1 else set())
         assert ("± inf" in result.table()) is (seeds == 1)
-
-
-def test_a_training_that_diverges_is_named():
-    def make_model(width):
-        model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
-        return model, torch.optim.SGD(model.parameters(), lr=1e30 if width == 8 else 0.1)
-
-    batch = torch.ones(4, 6), torch.zeros(4, dtype=torch.int64)
-    result = coordinate_check(make_model, lambda width: batch, [4, 8], steps=3, seeds=1)
-    assert "not finite at width 8" in result.table()
-    assert "not finite at width 4" not in result.table()
 
 
 def test_the_change_of_an_embedding_is_that_by_its_weights():

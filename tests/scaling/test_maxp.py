@@ -173,19 +173,6 @@ def test_a_weight_that_is_used_functionally_too_has_the_alignment_of_its_module(
     assert scheduler.alignment[module] == tuple(handler.metrics[f"alignment/{term}/mid"] for term in TERMS)
 
 
-def test_two_schedulers_on_one_engine():
-    schedulers = [MaxPScheduler(*make(), prefix=prefix) for prefix in ("maxp", "maxp_d")]
-    optimizers = [scheduler.optimizer for scheduler in schedulers]
-    steps = [make_step(scheduler.parametrization.model, scheduler.optimizer) for scheduler in schedulers]
-    engine = Engine(lambda engine, batch: [step(engine, batch) for step in steps])
-    for scheduler in schedulers:
-        scheduler.attach(engine)
-    engine.run(make_batches(3))
-    for scheduler, optimizer in zip(schedulers, optimizers, strict=True):
-        assert rates(optimizer) == expected_rates(scheduler.solution, 0.02, optimizer)
-        assert float(scheduler.metrics[f"{scheduler.prefix}/c/4"]) == scheduler.solution.c["4"]
-
-
 def test_failed_solves_change_nothing_and_warn_once(monkeypatch, caplog):
     parametrization, optimizer = make()
     scheduler = MaxPScheduler(parametrization, optimizer)

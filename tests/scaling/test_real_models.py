@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 
 import pytest
 import torch
@@ -24,15 +23,11 @@ COUNTS = {
     "GPT-2 (transformers)": (2, 4, 1),  # positions are embedded, too
     "T5 (transformers)": (4, 16, 1),  # two for relative positions
     "Gemma (transformers)": (1, 7, 1),
-    "BERT (transformers)": (3, 7, 1),
     "Mixtral (transformers)": (1, 6, 2),
     "DeepSeek (transformers)": (3, 8, 2),  # complex rotations; what a fixed rank gives is embedded
     "GPT-OSS (transformers)": (1, 6, 2),  # softmax of the largest logits
-    "RecurrentGemma (transformers)": (2, 13, 1),  # biases of blocks
-    "ViT (transformers)": (1, 6, 1),
     "Swin (transformers)": (3, 13, 1),  # positions by an MLP
     "ConvNeXt (transformers)": (3, 5, 1),  # a norm over positions
-    "ConvNeXt (timm)": (5, 11, 1),  # depthwise convolutions sum over nothing that grows
     "LSTM language model": (1, 4, 1),
     "nn.Transformer": (2, 10, 1),
 }
@@ -88,23 +83,6 @@ def test_every_weight_that_grows_has_its_role_and_a_rate(name):
     for key, parameter in parametrization.model.named_parameters():
         grows = parameter.ndim > 1 and parameter.requires_grad and parameter.shape != sizes[key]
         assert not grows or any(part in key for part in OTHERS) or id(parameter) in weights, key
-
-
-@pytest.mark.parametrize("name", ["GPT-2 (transformers)", "Mixtral (transformers)", "T5 (transformers)"])
-def test_the_program_gives_the_closed_form_for_random_alignments(name):
-    """c = max(alpha, u) - a, and -a for embeddings, whatever omega is; tied weights have the larger of two."""
-    _, parametrization = made(name)
-    rng = random.Random(0)
-    for _ in range(5):
-        alignment = {layer: [rng.uniform(0.3, 1.2) for _ in range(3)] for layer in parametrization.layers}
-        expected: dict[str, float] = {}
-        for layer in parametrization.layers.values():
-            alpha, _, u = alignment[layer.name]
-            gain = 0.0 if layer.role == "embedding" else min(max(alpha, u, 0.5), 1.0)
-            expected[layer.weight] = max(expected.get(layer.weight, -1.0), gain - layer.a)
-        c = parametrization.solve(alignment).c
-        result = {layer.weight: c[layer.name] for layer in parametrization.layers.values()}
-        assert result == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.compatibility
