@@ -1,4 +1,4 @@
-"""Models of torchvision, timm and transformers at tiny sizes, with a batch and a loss for each."""
+"""Models of other packages at tiny sizes, one for each way to build a model, with a batch and a loss."""
 
 from __future__ import annotations
 
@@ -68,35 +68,22 @@ def block(kind: str, *settings: Any, **options: Any) -> Callable[[Any], nn.Modul
 # torchvision
 
 vision("DenseNet", block("DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=CLASSES))
-vision("MobileNetV2", block("MobileNetV2", num_classes=CLASSES, width_mult=0.1,
-                            inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]))  # fmt: skip
 vision("MobileNetV3", lambda of: of.MobileNetV3(
     [of.mobilenetv3.InvertedResidualConfig(8, 3, 16, 8, True, "RE", 2, 1, 1),
      of.mobilenetv3.InvertedResidualConfig(8, 3, 24, 12, False, "HS", 1, 1, 1)],
     last_channel=16, num_classes=CLASSES))  # fmt: skip
-vision("MNASNet", block("MNASNet", 0.1, num_classes=CLASSES))
 vision("ShuffleNetV2", block("ShuffleNetV2", [2, 2, 2], [8, 8, 16, 16, 16], num_classes=CLASSES))
-vision("EfficientNet", lambda of: of.EfficientNet(
-    [of.efficientnet.MBConvConfig(1, 3, 1, 8, 8, 1), of.efficientnet.MBConvConfig(4, 3, 2, 8, 16, 2)],
-    dropout=0.2, last_channel=16, num_classes=CLASSES))  # fmt: skip
 vision("EfficientNetV2", lambda of: of.EfficientNet(
     [of.efficientnet.FusedMBConvConfig(2, 3, 1, 8, 8, 2), of.efficientnet.MBConvConfig(4, 3, 2, 8, 16, 1)],
     dropout=0.2, last_channel=16, num_classes=CLASSES))  # fmt: skip
-vision("RegNet", lambda of: of.RegNet(of.regnet.BlockParams.from_init_params(
-    depth=4, w_0=8, w_a=8.0, w_m=2.0, group_width=8, se_ratio=0.25), num_classes=CLASSES, stem_width=8))  # fmt: skip
 vision("ConvNeXt", lambda of: of.ConvNeXt(
     [of.convnext.CNBlockConfig(8, 16, 1), of.convnext.CNBlockConfig(16, None, 1)], num_classes=CLASSES,
     stochastic_depth_prob=0.1))  # fmt: skip
 vision("VisionTransformer", block("VisionTransformer", 16, 4, 2, 4, 16, 32, num_classes=CLASSES), 16)
-vision("SwinTransformer", block("SwinTransformer", [2, 2], 8, [2, 2], [2, 4], [4, 4], num_classes=CLASSES))
 vision("SwinTransformer V2", lambda of: of.SwinTransformer(
     [2, 2], 8, [2, 2], [2, 4], [4, 4], num_classes=CLASSES, block=of.swin_transformer.SwinTransformerBlockV2,
     downsample_layer=of.swin_transformer.PatchMergingV2))  # fmt: skip
 vision("MaxVit", block("MaxVit", (32, 32), 8, 4, [8, 16], [1, 1], 4, 0.1, num_classes=CLASSES))
-vision("FCN on ConvNeXt", lambda of: importlib.import_module("torchvision.models.segmentation").FCN(
-    of._utils.IntermediateLayerGetter(of.ConvNeXt([of.convnext.CNBlockConfig(8, 16, 1), of.convnext.CNBlockConfig(
-        16, None, 1)], num_classes=CLASSES).features, {"2": "out"}),
-    importlib.import_module("torchvision.models.segmentation.fcn").FCNHead(16, CLASSES)))  # fmt: skip
 
 
 def faster_rcnn(of: Any) -> nn.Module:
@@ -129,40 +116,23 @@ def of_timm(name: str, size: int = 32, **options: Any) -> None:
 
 
 _VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4}
-of_timm("resnet18", channels=(8, 8, 16, 16), layers=(1, 1, 1, 1), stem_width=8)
-of_timm("resnet26", channels=(4, 4, 8, 8), layers=(1, 1, 1, 1), stem_width=8)
 of_timm("seresnext26d_32x4d", channels=(8, 8, 8, 8), layers=(1, 1, 1, 1), base_width=16, cardinality=2, stem_width=8)
 of_timm("vit_tiny_patch16_224", 16, **_VIT)
-of_timm("deit_tiny_distilled_patch16_224", 16, **_VIT)
-of_timm("edgenext_xx_small", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), heads=(2, 2, 2, 2))
 of_timm("beit_base_patch16_224", 16, **_VIT)
 of_timm("eva02_tiny_patch14_224", 16, **_VIT)
-of_timm("cait_xxs24_224", 16, **_VIT)
 of_timm("xcit_nano_12_p16_224", 16, **(_VIT | {"patch_size": 8}))
-of_timm("swin_tiny_patch4_window7_224", img_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 4), window_size=4)
-of_timm("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), num_heads=(1, 2, 2, 4))
 _MIXER = {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": 16, "num_classes": CLASSES}
 _NEXT = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "num_classes": CLASSES}
-for title, make in {
-    "MLP-Mixer": lambda of: of.mlp_mixer.MlpMixer(**_MIXER),
-    "gMLP": lambda of: of.mlp_mixer.MlpMixer(
+for title, size, make in (
+    ("gMLP", 16, lambda of: of.mlp_mixer.MlpMixer(
         **_MIXER, block_layer=of.mlp_mixer.SpatialGatingBlock, mlp_layer=of.mlp_mixer.GatedMlp, mlp_ratio=4
-    ),
-    "ResMLP": lambda of: of.mlp_mixer.MlpMixer(
-        **_MIXER, block_layer=of.mlp_mixer.ResBlock, norm_layer=of.mlp_mixer.Affine, mlp_ratio=4
-    ),
-    "ConvNeXt": lambda of: of.convnext.ConvNeXt(**_NEXT, drop_path_rate=0.1),
-    "ConvNeXt V2": lambda of: of.convnext.ConvNeXt(**_NEXT, use_grn=True, ls_init_value=None),
-    "PoolFormer": lambda of: of.metaformer.MetaFormer(
+    )),
+    ("ConvNeXt V2", 32, lambda of: of.convnext.ConvNeXt(**_NEXT, use_grn=True, ls_init_value=None)),
+    ("PoolFormer", 32, lambda of: of.metaformer.MetaFormer(
         depths=(1, 1), dims=(8, 16), token_mixers=of.metaformer.Pooling, num_classes=CLASSES
-    ),
-    "EfficientNet": lambda of: of.efficientnet._gen_efficientnet(
-        "efficientnet_b0", channel_multiplier=0.1, depth_multiplier=0.1, num_classes=CLASSES
-    ),
-    "MobileNetV3": lambda of: of.mobilenetv3._gen_mobilenet_v3("mobilenetv3_small_050", 0.2, num_classes=CLASSES),
-    "ConvMixer": lambda of: of.convmixer.ConvMixer(8, 2, kernel_size=3, patch_size=4, num_classes=CLASSES),
-}.items():
-    vision(title, make, 16 if make.__code__.co_names[0] == "mlp_mixer" else 32, module="timm.models")
+    )),
+):  # fmt: skip
+    vision(title, make, size, module="timm.models")
 
 # transformers
 
@@ -201,18 +171,11 @@ _GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_
 _QUIET_GPT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 for kind, config in {
     "Llama": _GROUPED,
-    "Mistral": _GROUPED | {"sliding_window": 4},
     "Gemma": _GROUPED | {"head_dim": 4},
-    "Qwen2": _GROUPED,
-    "Qwen3": _GROUPED | {"head_dim": 4},
-    "Olmo2": _GROUPED,
     "Phi": _TEXT | {"resid_pdrop": 0.0, "attention_dropout": 0.0},
-    "Phi3": _GROUPED,
-    "StableLm": _GROUPED,
     "GPTNeoX": _TEXT,
     "Mixtral": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "GPT2": {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4, **_QUIET_GPT},
-    "OPT": _TEXT | {"ffn_dim": 24, "dropout": 0.0, "word_embed_proj_dim": 16},
     "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1},
     "Mamba": _MAMBA,
     "Mamba2": _MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4, "pad_token_id": 0},
@@ -224,10 +187,8 @@ for kind, config in {
     hugging(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM", {**config, "use_cache": False}, words)
 _GEMMA = _GROUPED | {"head_dim": 4, "use_cache": False}
 hugging("Gemma3", "ForCausalLM", _GEMMA | {"sliding_window": 4}, words, "Gemma3Text")
-for kind in ("Bert", "Roberta", "Electra", "Albert"):
+for kind in ("Bert", "Albert"):
     hugging(kind, "ForMaskedLM", _TEXT | _STILL | {"embedding_size": 16, "type_vocab_size": 2}, padded)
-hugging("DistilBert", "ForMaskedLM", {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4,
-        "hidden_dim": 24, "max_position_embeddings": 16, "dropout": 0.0, "attention_dropout": 0.0}, padded)  # fmt: skip
 hugging("DebertaV2", "ForMaskedLM", _TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, padded)
 hugging("T5", "ForConditionalGeneration", {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24,
         "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "dropout_rate": 0.0, "use_cache": False},
@@ -277,11 +238,13 @@ CASES["transformers Sam"] = Case(
     lambda: pictures(32, "pixel_values", 2)() | {"input_points": 32 * torch.rand(2, 1, 1, 2)},
     lambda output: squares(output.pred_masks),
 )
-for kind in ("ViT", "Dinov2"):
-    hugging(kind, "ForImageClassification", _IMAGE | _STILL, pictures(16, "pixel_values"))
-hugging("Swin", "ForImageClassification", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
-        "num_heads": [2, 4], "window_size": 4, "num_labels": CLASSES, "drop_path_rate": 0.0},
-        pictures(16, "pixel_values"))  # fmt: skip
+hugging("Dinov2", "ForImageClassification", _IMAGE | _STILL, pictures(16, "pixel_values"))
+_SPEECH = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "intermediate_size": 24, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3),
+           "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0,
+           "feat_extract_norm": "layer", "mask_time_prob": 0.0}  # fmt: skip
+hugging("Wav2Vec2", "ForCTC", _SPEECH, lambda: {
+    "input_values": torch.randn(2, 400), "labels": torch.randint(3, VOCABULARY, (2, LENGTH))})  # fmt: skip
 
 # diffusers
 
@@ -307,3 +270,41 @@ diffusing(
      "up_block_types": ("UpDecoderBlock2D",) * 2},
     pictures(8, "sample", 2),
 )  # fmt: skip
+
+# peft: a Llama of two layers, of which the adapters alone are trained
+
+
+def adapted(name: str, title: str = "", **options: Any) -> None:
+    def make() -> nn.Module:
+        peft, config = importlib.import_module("peft"), {"task_type": "CAUSAL_LM", **options}
+        return peft.get_peft_model(CASES["transformers Llama"].make(), getattr(peft, f"{name}Config")(**config))
+
+    CASES[f"peft {title or name}"] = Case("peft", make, CASES["transformers Llama"].batch, squares)
+
+
+_TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+adapted("Lora", r=2, lora_dropout=0.1, **_TARGETS)
+adapted("Lora", "DoRA", r=2, use_dora=True, **_TARGETS)
+adapted("LoHa", r=2, **_TARGETS)
+adapted("OFT", oft_block_size=4, target_modules=["q_proj"])
+adapted("FourierFT", n_frequency=20, **_TARGETS)
+adapted("IA3", feedforward_modules=["down_proj"], **_TARGETS)
+adapted("PrefixTuning", num_virtual_tokens=3)
+adapted("PromptEncoder", num_virtual_tokens=3, encoder_hidden_size=8)
+
+# torch_geometric: convolutions on a random graph of 12 nodes
+
+
+def convolving(name: str, **options: Any) -> None:
+    def make() -> nn.Module:
+        return getattr(importlib.import_module("torch_geometric.nn"), name)(6, 8, 2, CLASSES, **options)
+
+    def graph() -> dict[str, Any]:
+        return {"0": torch.randn(12, 6), "1": torch.randint(0, 12, (2, 40))}
+
+    CASES[f"torch_geometric {name}"] = Case("torch_geometric", make, graph, squares)
+
+
+convolving("GIN", norm="layer_norm")
+convolving("GAT", heads=2, v2=True)
+convolving("PNA", aggregators=["mean", "max"], scalers=["identity", "amplification"], deg=torch.tensor([0, 1, 3, 5, 3]))

@@ -149,12 +149,12 @@ class Monitored(Training):
             ReplayCheckHandler(of, loss=loss),
             HistogramHandler(of),
             ActivationHandler(of, **everything, reference="init", attention=True),
-            RCCHandler(of),
             SpectralNormHandler(of, updates=True, per_parameter=True),
             StepStatsHandler(of, optimizer),
         ):
             monitor.attach(self.engine)
         if case.library != "torch_geometric":  # whose linear layers are not torch's
+            RCCHandler(of).attach(self.engine)
             AlignmentHandler(of, sample_size=10**6).attach(self.engine)
         if case.has_routers:
             RoutingHandler(of).attach(self.engine)
