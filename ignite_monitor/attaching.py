@@ -191,6 +191,7 @@ def attach_monitors(
     def connect_loggers(name: str, monitor: Monitor) -> None:
         for logger in loggers:
             if isinstance(logger, HDF5Logger):  # which keeps all values, and reports
+                logger._admit(trainer, is_named=True)
                 monitor.log_to(logger, trainer)
             elif monitor.schema.keys:
                 monitor.log_to(logger, trainer, include=shown.get(name))

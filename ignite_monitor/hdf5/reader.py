@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ignite_monitor.checks import check_pattern
-from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Contents, Name, RecordedReport, opened
+from ignite_monitor.hdf5.layout import ENDLESS, SETTINGS, Name, RecordedReport, read
 
 Part = tuple[NDArray[np.intp], NDArray[np.float64]]
 """Numbers of rows, and the values of a name in these rows."""
@@ -40,20 +40,16 @@ class Recording(dict[str, Series]):
         self.reports = [it for it in reports if it.kind != SETTINGS]
         self.settings = [it for it in reports if it.kind == SETTINGS]
 
-    def times(self, name: str) -> NDArray[np.datetime64]:
-        """Return the times at which the values of a name were written, in UTC, to the millisecond."""
-        return self._field("time", name).astype("datetime64[ms]")
-
     def iterations(self, name: str) -> NDArray[np.int64]:
         """Return the iterations of a name's values; of an evaluator's values, those of the trainer.
 
         Where an engine was run again from the beginning, the iterations of its earlier runs are added.
         """
-        return self._field("iteration", name)
+        return np.asarray(self._rows["iteration"][self._which[name]])
 
     def runs(self, name: str) -> NDArray[np.int64]:
         """Return the number of the run that each value belongs to."""
-        return self._field("run", name)
+        return np.asarray(self._rows["run"][self._which[name]])
 
     def monitor(self, name: str) -> tuple[str, str]:
         """Return the kind of the monitor that published a name, and what precedes the monitor's key in it.
@@ -61,10 +57,6 @@ class Recording(dict[str, Series]):
         The kind is ``"user"`` for any other name.
         """
         return self._monitors[name]
-
-    def _field(self, field: str, name: str) -> NDArray[np.int64]:
-        values: NDArray[np.int64] = self._rows[field][self._which[name]]
-        return values
 
 
 def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | None = None) -> Recording:
@@ -75,7 +67,7 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
 
     Args:
         path: the file.
-        metrics: a regular expression; only values of names in which it is found are kept in memory.
+        metrics: a regular expression; only names in which it is found are returned.
 
     Returns:
         A mapping: name -> (steps, values), two NumPy arrays of int64 and float64. Its list ``reports`` holds what
@@ -84,8 +76,7 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
     Raises:
         TypeError: if ``path`` is no path, or ``metrics`` no regular expression.
         FileNotFoundError: if the file does not exist.
-        ValueError: if the file is damaged, or was not written by HDF5Logger.
-        BlockingIOError: if a program other than HDF5Logger is writing it.
+        ValueError: if the file is damaged, has another version, or was not written by HDF5Logger.
         ModuleNotFoundError: if h5py is not installed.
 
     Examples:
@@ -96,55 +87,36 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"Argument path should be of type str or os.PathLike, but given {type(path)}")
     pattern = check_pattern("metrics", metrics)
-    with opened(Path(path)) as contents:
-        return _read(contents, pattern)
-
-
-def _read(contents: Contents, pattern: re.Pattern[str] | None) -> Recording:
-    """Read the current values of the names in which a pattern is found.
-
-    Values between two iterations, as at the start of an epoch, are replaced only if the later run has written them
-    again.
-    """
-    rows = contents.rows
+    contents = read(Path(path))
+    rows, names = contents.rows, contents.names
     # For each run: the iteration after which it replaces earlier ones, and the last one that no later run replaces.
     after = np.array([*(run.after for run in contents.runs), ENDLESS], np.int64)
     limits = np.minimum.accumulate(after[:0:-1])[::-1]
-    run, iteration = rows["run"], rows["iteration"]
-    is_kept = iteration <= limits[run]
-    is_between = is_kept & ((iteration == limits[run]) | (iteration == after[run]))
-    wanted = np.array([pattern is None or pattern.search(name.name) is not None for name in contents.names], bool)
-    names, which, values = _values(contents, wanted, is_kept)
-    order = np.argsort(names, kind="stable")
-    ends = np.cumsum(np.bincount(names, minlength=len(wanted)))
+    is_wanted = np.array([pattern is None or pattern.search(name.name) is not None for name in names], bool)
+    is_kept = rows["iteration"] <= limits[rows["run"]]
+    is_between = np.isin(rows["iteration"], after)
+    which = np.repeat(np.arange(len(rows)), np.diff(rows["end"], prepend=0))  # row of each value
+    numbers = contents.values["name"].astype(np.min_scalar_type(len(names)))  # NumPy sorts small ones in linear time
+    use = np.flatnonzero(is_wanted[numbers] & is_kept[which])
+    order = use[np.argsort(numbers[use], kind="stable")]
+    ends = np.cumsum(np.bincount(numbers[use], minlength=len(names)))
     parts: dict[Name, Part] = {}
-    for name, begin, end in zip(contents.names, [0, *ends], ends, strict=False):
+    for name, begin, end in zip(names, [0, *ends], ends, strict=False):
         if end > begin:
             part = order[begin:end]
             part = part[_newest(rows, which[part], is_between[which[part]])]
-            parts[name] = which[part], values[part]
+            parts[name] = which[part], contents.values["value"][part]
     reports = [it for it in contents.reports if it.iteration <= limits[it.run]]
     last_run = {it[:6]: it.run for it in reports}  # that has made it
     return Recording(rows, parts, [it for it in reports if last_run[it[:6]] == it.run])
 
 
-def _values(contents: Contents, wanted: NDArray[np.bool_], is_kept: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
-    """Numbers of the names and rows of all wanted values in kept rows, and the values, in time."""
-    kind = np.min_scalar_type(len(wanted))  # NumPy sorts small integers in linear time
-    parts = [(np.empty(0, kind), np.empty(0, np.intp), np.empty(0))]
-    begin, ends = 0, contents.rows["end"]
-    for block in contents.blocks("values"):
-        first, last = np.searchsorted(ends, [begin, begin + len(block) - 1], side="right")
-        counts = np.diff(np.minimum(ends[first : last + 1], begin + len(block)), prepend=begin)
-        rows = np.repeat(np.arange(first, last + 1), counts)
-        use = np.flatnonzero(wanted[block["name"]] & is_kept[rows])
-        parts.append((block["name"][use].astype(kind), rows[use], block["value"][use]))
-        begin += len(block)
-    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
-
-
 def _newest(rows: NDArray[np.void], which: NDArray[np.intp], is_between: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Mask of a name's values without those between two iterations that a later run has written again."""
+    """Mask of a name's values without those between two iterations that a later run has written again.
+
+    Values at the start of an epoch, say, belong to the iteration after which a run resumes, and this run may write them
+    again or not.
+    """
     kept = np.ones(len(which), bool)
     newest: dict[tuple[int, int], int] = {}  # iteration and step -> the last run that has written there
     for index in np.flatnonzero(is_between)[::-1]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.devices import wide_dtype
-
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_DTYPES = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[str, float]:
@@ -30,33 +27,25 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
     numbers: dict[str, float] = {}
     tensors: dict[torch.device, list[str]] = {}
     for name, leaf in leaves.items():
-        if type(leaf) is float:
-            numbers[name] = leaf
-        elif _is_local_tensor(leaf):
+        if _is_local_tensor(leaf, 0):
             tensors.setdefault(leaf.device, []).append(name)
-            numbers[name] = math.nan
-        elif (number := _number(leaf)) is not None:
-            numbers[name] = number
+            numbers[name] = math.nan  # keeps its place
+        elif isinstance(leaf, Real):
+            numbers[name] = float(leaf)
         else:
             skip(name, leaf)
     for device, names in tensors.items():
-        wide = wide_dtype(device)
-        joined = torch.stack([leaves[name].detach().to(wide) for name in names])
+        joined = torch.stack([leaves[name].detach().to(wide_dtype(device)) for name in names])
         numbers.update(zip(names, joined.tolist(), strict=True))
     return numbers
 
 
 def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
-    if type(value) is float:
-        leaves[name] = value
-        return
     if isinstance(value, Mapping):
         items: Any = value.items()
-    elif _is_local_tensor(value, dimensions=1):
+    elif _is_local_tensor(value, 1):
         items = enumerate(value.detach().unbind())
-    elif (isinstance(value, Sequence) and not isinstance(value, (str, bytes))) or (
-        isinstance(value, np.ndarray) and value.ndim == 1
-    ):
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         items = enumerate(value)
     else:
         leaves[name] = value
@@ -65,17 +54,7 @@ def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
         _add_leaves(leaves, f"{name}/{key}" if name else str(key), item)
 
 
-def _is_local_tensor(value: Any, dimensions: int = 0) -> bool:
-    is_plain = type(value) in (Tensor, nn.Parameter) and value.ndim == dimensions and value.dtype in _DTYPES
-    return is_plain and value.layout is torch.strided and not value.is_meta
-
-
-def _number(leaf: Any) -> float | None:
-    """The leaf as a float; None if it is no number, or too large for one."""
-    if isinstance(leaf, (str, bytes, bytearray, np.complexfloating)) or getattr(leaf, "ndim", None):
-        return None
-    try:
-        number = float(leaf)
-        return number if not math.isinf(number) or bool(leaf == number) else None
-    except Exception:  # noqa: BLE001 - a leaf of any type: it is reported as skipped
-        return None
+def _is_local_tensor(value: Any, dimensions: int) -> bool:
+    """True for a tensor of real numbers that is read without other ranks."""
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.ndim == dimensions and not value.is_meta
+    return is_plain and value.layout is torch.strided and not value.is_complex()

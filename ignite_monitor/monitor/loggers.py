@@ -57,7 +57,7 @@ class Values:
 
     def __init__(self, monitor: Any, family: str, selection: Selection) -> None:
         self.monitor = weakref.ref(monitor)
-        self._start = f"{family}/" if family else ""
+        self.start = f"{family}/" if family else ""
         self._selection = selection
 
     def __call__(self, _: Any) -> dict[str, Any]:
@@ -68,8 +68,8 @@ class Values:
             monitor.report(
                 "not_attached", "log_to() was called, but the monitor is not attached, so nothing is measured"
             )
-        values = {name: value for name, value in monitor.on_host().items() if name.startswith(self._start)}
-        return {name[len(self._start) :]: value for name, value in values.items() if name in self._selection}
+        values = {name: value for name, value in monitor.on_host().items() if name.startswith(self.start)}
+        return {name[len(self.start) :]: value for name, value in values.items() if name in self._selection}
 
 
 def _write(handler: Callable[..., Any], values: Values, engine: Engine, logger: BaseLogger, event_name: Any) -> None:

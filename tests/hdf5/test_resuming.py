@@ -9,8 +9,9 @@ import pytest
 from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
 
-from ignite_monitor import HDF5Logger, Monitor, read_hdf5
+from ignite_monitor import HDF5Logger, Monitor, attach_monitors, read_hdf5
 from ignite_monitor.monitor.base import NoModel
+from tests._helpers import make_batches, make_trainer
 from tests.hdf5._runs import as_lists, engine_of, log_output, resume, run
 
 
@@ -136,7 +137,8 @@ def test_reports_of_replaced_iterations_go_with_the_values(path, same_logger):
     logger = None
     for start, end in ((0, 60), (40, 50), (45, 70)):
         if logger is None or not same_logger:
-            engine, monitor, logger = engine_of(), Monitor(NoModel(), "own"), HDF5Logger(path, "a")
+            engine, monitor = engine_of(), Monitor(NoModel(), "own")
+            logger = HDF5Logger(path, "a", trainer=engine)
             monitor.attach(engine)
             monitor.log_to(logger, engine)
             log_output(logger, engine)
@@ -203,14 +205,11 @@ def test_runs_and_iterations(path, is_attached):
 
 
 @pytest.mark.parametrize("sessions", [1, 3])
-@pytest.mark.parametrize("is_named", [False, True])
-def test_evaluators_between_runs_of_the_trainer(path, sessions, is_named):
-    """The trainer is named, or has a monitor; the last session evaluates only."""
+def test_evaluators_between_runs_of_the_trainer(path, sessions):
+    """The last session evaluates only."""
     for session in range(sessions + 1):
         trainer, evaluator = engine_of(), engine_of(lambda _, session=session: {"accuracy": session})
-        with HDF5Logger(path, "a", flush_every=7, trainer=trainer if is_named else None) as logger:
-            if not is_named:
-                Monitor(NoModel(), "own").log_to(logger, trainer)
+        with HDF5Logger(path, "a", flush_every=7, trainer=trainer) as logger:
             log_output(logger, evaluator, Events.EPOCH_COMPLETED, tag="valid")
             log_output(logger, trainer)
             first = max(0, 3 * session - 1)  # resumed one epoch before the last
@@ -252,31 +251,34 @@ def test_an_evaluator_in_a_thread_of_its_own_begins_no_run_of_the_trainer(path):
 
 
 def test_engines_are_refused_unless_it_is_known_which_one_trains(tmp_path):
+    """The only engine of a new file trains; several engines, or a continued file, need a name."""
     trainer, other, monitor = engine_of(), engine_of(), Monitor(NoModel(), "own")
-    refused = pytest.raises(ValueError, match=r"which engine trains is not known. Name it: HDF5Logger\(path, train")
-    with HDF5Logger(tmp_path / "monitors.h5") as logger:
-        monitor.log_to(logger, trainer)
-        log_output(logger, other)
-        with refused:
-            monitor.log_to(logger, other)
-    with HDF5Logger(tmp_path / "attached.h5") as logger:
-        log_output(logger, other)
-        log_output(logger, other)
-        with refused:
-            log_output(logger, trainer)
-        with refused:
-            monitor.log_to(logger, trainer)
-        monitor.log_to(logger, other)
-        log_output(logger, trainer)
-    with HDF5Logger(tmp_path / "continued.h5", "a") as logger:
-        with refused:
-            log_output(logger, trainer)
-        monitor.log_to(logger, trainer)
-        log_output(logger, trainer)
-    with HDF5Logger(tmp_path / "named.h5", trainer=trainer) as logger:
-        for engine in (other, trainer):
-            monitor.log_to(logger, engine)
-            log_output(logger, engine)
+    uses = (lambda logger, engine: monitor.log_to(logger, engine), log_output)
+    refused = pytest.raises(ValueError, match=r"name the one that trains: HDF5Logger\(path, trainer=trainer\)")
+    for number, use in enumerate(uses):
+        with HDF5Logger(tmp_path / f"new{number}.h5") as logger:
+            for first in uses:
+                first(logger, trainer)
+            with refused:
+                use(logger, other)
+        with HDF5Logger(tmp_path / "continued.h5", "a") as logger, refused:
+            use(logger, other)  # the trainer, or an evaluator
+        for mode in "xa":
+            with HDF5Logger(tmp_path / f"named{number}.h5", mode, trainer=trainer) as logger:
+                for engine in (other, trainer):
+                    use(logger, engine)
+
+
+def test_attach_monitors_names_the_trainer(path):
+    model, optimizer, trainer = make_trainer()
+    for _ in range(2):
+        with HDF5Logger(path, "a") as logger, attach_monitors(trainer, model, optimizer, loggers=logger):
+            log_output(logger, engine_of(), tag="valid")
+            trainer.run(make_batches(3))
+    with HDF5Logger(path, "w") as logger:
+        log_output(logger, engine_of())
+        with pytest.raises(ValueError, match="records one training"):
+            attach_monitors(trainer, model, optimizer, loggers=logger)
 
 
 # Runs that restore a checkpoint while their logger stays

@@ -20,12 +20,22 @@ from tests.hdf5._runs import as_lists, run
 MEMORY = 20_000_000
 
 
+def rewrite(file, name, data):
+    """Write a dataset anew, without space for more."""
+    del file[name]
+    file.create_dataset(name, data=data)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A file with names that come and go, and rows that a resumed run replaced."""
     path = tmp_path_factory.mktemp("whole") / "whole.h5"
     run(path, 60, output=lambda i: {"a": i / 7, "b": 2**30 + i, **({"late": 1.0} if i > 40 else {})})
     run(path, 70, "a", output=lambda i: {"a": i / 3, "top": float(i)}, start=50)
+    with h5py.File(path, "r+") as file:
+        for name, size in zip(TABLES, file["state"][:3], strict=True):
+            rewrite(file, name, file[name][:size])
+        seal(file)
     return path
 
 
@@ -38,7 +48,7 @@ def path(whole, tmp_path):
 
 def read_or_refused(path):
     """Contents of a file; None if it is refused in one line that names it."""
-    read, text = None, f"{path} is damaged, or was not written by HDF5Logger: "
+    read, text = None, f"{path} is no file of HDF5Logger, or damaged: "
     tracemalloc.start()
     try:
         read = as_lists(path)
@@ -47,7 +57,7 @@ def read_or_refused(path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MEMORY
-    assert text.startswith(f"{path} is damaged, or was not written by HDF5Logger: ")
+    assert text.startswith(f"{path} is no file of HDF5Logger, or damaged: ")
     assert len(text.splitlines()) == 1
     return read
 
@@ -122,8 +132,7 @@ def lines(text, keep=True):
 
     def change(file, folder):
         content = (file["lines"][()].tobytes() if keep else b"") + text
-        file["lines"].resize((len(content),))
-        file["lines"][...] = np.frombuffer(content, np.uint8)
+        rewrite(file, "lines", np.frombuffer(content, np.uint8))
         seal(file)
 
     return change
@@ -153,19 +162,18 @@ REFUSED = {
     "committed type": linked("values", np.dtype("<i8")),
     "dataset missing": lambda file, folder: file.__delitem__("rows"),
     "group": lambda file, folder: (file.__delitem__("rows"), file.create_group("rows")),
-    "unknown version": attribute("version", 10),
-    "version of an older release": attribute("version", 8),
+    "unknown version": attribute("version", 11),
+    "version of an older release": attribute("version", 9),
     "no version": attribute("version"),
     "version as text": attribute("version", "2"),
-    "1e12 elements": replaced("values", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
-    "1e8 elements, compressed": replaced("lines", (10**8,), compression=1, **CHUNKS),
-    "1e12 rows": replaced("rows", (10**12,), maxshape=(None,), chunks=(1 << 16,)),
-    "another type": replaced("values", (8,), dtype="<f8", maxshape=(None,), chunks=(8192,)),
+    "1e12 elements": replaced("values", (10**12,)),
+    "chunks": replaced("rows", **CHUNKS),
+    "compressed": replaced("lines", compression=1, **CHUNKS),
+    "another type": replaced("values", (8,), dtype="<f8"),
     "other fields": replaced("rows", (8,), dtype=[("step", "<i8")]),
-    "another filter": replaced("values", compression="lzf", **CHUNKS),
-    "fewer values": lambda file, folder: file["values"].resize((len(file["values"]) - 3,)),
-    "fewer values that count": lambda file, folder: (file["values"].resize((len(file["values"]) - 3,)), seal(file)),
-    "more values that count": lambda file, folder: (file["values"].resize((len(file["values"]) + 3,)), seal(file)),
+    "fewer values": lambda file, folder: rewrite(file, "values", file["values"][:-3]),
+    "fewer values that count": lambda file, folder: (rewrite(file, "values", file["values"][:-3]), seal(file)),
+    "more values that count": lambda file, folder: (rewrite(file, "values", np.tile(file["values"], 2)), seal(file)),
     "state with a size below zero": state(0, -1),
     "state with another checksum": state(4, 1),
     "state of more numbers": replaced("state", (15,)),
@@ -176,13 +184,13 @@ REFUSED = {
         f"{field} {value} in row {row}": element("rows", row, value, field)
         for row, field, value in [
             *((0, "end", -1), (0, "end", 0), (30, "end", 1), (-1, "end", 2**63 - 1), (0, "end", -(2**63))),
-            *((0, "run", -1), (9, "run", 3)),
+            *((0, "run", -1), (9, "run", 2)),
         ]
     },
     **{
         f"report {number}": line(*REPORT[:place], value, *REPORT[place + 1 :])
         for number, (place, value) in enumerate(
-            [(1, -1), (1, 3), (1, "a"), (1, True), (2, 0.5), (3, 3), (5, "fatal"), (6, None), (7, [1])]
+            [(1, -1), (1, 2), (1, "a"), (1, True), (2, 0.5), (3, 3), (5, "fatal"), (6, None), (7, [1])]
         )
     },
     "report without names": line(*REPORT[:7]),
@@ -194,7 +202,6 @@ REFUSED = {
     "lines of deep nesting": lines(b"[" * 100_000 + b"\n"),
     "no lines": lines(b"", keep=False),
     "a line without an end": lines(b'["name", 4, "train/x", "user", "", true'),
-    "other chunks": replaced("rows", compression=9, **CHUNKS),
 }
 
 
@@ -203,13 +210,13 @@ def test_a_file_with_another_layout(path, what):
     with h5py.File(path, "r+") as file:
         REFUSED[what](file, path.parent)
     assert read_or_refused(path) is None
-    with pytest.raises(ValueError, match="is damaged, or was not written by HDF5Logger"):
+    with pytest.raises(ValueError, match="is no file of HDF5Logger, or damaged"):
         HDF5Logger(path, "a")
 
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("rows", "step"), ("rows", "iteration"), ("rows", "time"), ("run", "offset"), ("run", "after")],
+    [("rows", "step"), ("rows", "iteration"), ("run", "offset"), ("run", "after")],
 )
 def test_extreme_but_possible_rows_and_runs_are_read(path, name, field):
     for extreme in (0, 10**12, 2**62):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -20,13 +19,10 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Subclass(Tensor):
-    @classmethod
-    def __torch_function__(cls, function, *args):
-        return NotImplemented if function is torch.stack else super().__torch_function__(function, *args)
+    pass  # a DTensor, say, which waits for other ranks when it is read
 
 
 LOGGED = {
-    "subclass": torch.tensor(3.0).as_subclass(Subclass),
     "int": 3,
     "float": 0.1,
     "bool": True,
@@ -82,17 +78,12 @@ def test_names_and_values_are_ignites(keys):
         1j,
         torch.tensor(1j),
         np.complex64(1),
-        10**400,
-        Decimal("1e500"),
-        Decimal("sNaN"),
-        np.longdouble("1e4000"),
-        np.datetime64("2020-01-01"),
         object(),
         torch.zeros((), device="meta"),
         torch.zeros(3, device="meta"),
         torch.eye(2).to_sparse(),
         torch.ones(3) * 1j,
-        torch.zeros((), dtype=torch.bits8),
+        torch.tensor(3.0).as_subclass(Subclass),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -103,9 +94,13 @@ def test_what_is_no_number_is_skipped(value):
     assert skipped == ["x/y"]
 
 
-def test_arrays_and_keys_of_other_types():
-    values = flatten({0: np.array([1, 2]), 1.5: np.array(3.0), "t": {("a", 1): np.bool_(True)}}, unexpected)
-    assert values == {"0/0": 1, "0/1": 2, "1.5": 3, "t/('a', 1)": 1}
+def test_keys_of_other_types():
+    assert flatten({0: [1, 2], 1.5: 3, "t": {("a", 1): True}}, unexpected) == {
+        "0/0": 1,
+        "0/1": 2,
+        "1.5": 3,
+        "t/('a', 1)": 1,
+    }
 
 
 def test_one_transfer_whatever_the_number_of_values(monkeypatch):

@@ -36,7 +36,7 @@ def write(path, run):
 
     recorded = runs.Recording(run)
     origin = lambda self, engine, published, name: Name(name, *recorded.monitor(name))  # noqa: E731
-    attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._make_origin", origin)
+    attributed = patch("ignite_monitor.hdf5.logger.OutputHandler._describe", origin)
     with HDF5Logger(path) as logger, attributed:
         logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag=None, metric_names="all")
         trainer.run([0], epoch_length=last)
