@@ -113,11 +113,7 @@ class Contents(NamedTuple):
 
 
 def import_h5py() -> ModuleType:
-    """Import ``h5py``, an optional dependency.
-
-    Raises:
-        ModuleNotFoundError: if it is not installed.
-    """
+    """Import ``h5py``, an optional dependency."""
     try:
         import h5py
     except ModuleNotFoundError as error:

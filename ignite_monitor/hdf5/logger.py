@@ -115,13 +115,13 @@ class HDF5Logger(BaseLogger):
 
     def flush(self) -> None:
         """Write the values and reports that are in memory."""
-        if self._recorder is not None and self._finalizer.still_active():
+        if self._recorder is not None:
             self._recorder.flush()
 
     def close(self) -> None:
         """Write the values that are in memory, and release the file. Later values are lost, with one warning."""
-        if self._recorder is not None and self._recorder.is_own:
-            self._finalizer()
+        if self._recorder is not None:
+            self._finalizer()  # once, and not in a forked process
 
     def _create_output_handler(self, *args: Any, **kwargs: Any) -> OutputHandler:
         return OutputHandler(*args, **kwargs)
@@ -150,10 +150,11 @@ class HDF5Logger(BaseLogger):
 
     def _is_writing(self) -> bool:
         """Return False on ranks that do not write, in forked processes and, with a warning, after a close."""
-        is_own = self._recorder is not None and self._recorder.is_own
-        if is_own and not self._finalizer.still_active():
+        if self._recorder is None or not self._recorder.is_own:
+            return False
+        if self._recorder.is_closed:
             self._log_once("the logger is closed; nothing is written. Close it after the last run.")
-        return is_own and self._finalizer.still_active()
+        return not self._recorder.is_closed
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:
@@ -174,7 +175,7 @@ class HDF5Logger(BaseLogger):
         try:
             number = int(step)
             if number != step or not -(2**63) <= number < 2**63:
-                raise ValueError(f"global_step should be an integer of 64 bits, but is {step!r}")
+                raise ValueError(f"global_step should be an integer of 64 bits, but given {type(step)}")
             named = flatten({tag: values} if tag else values, self._skip)
             trains = self._admit(engine)  # a handler may be attached to the engine without the logger
         except Exception as error:  # noqa: BLE001 - a mapping that holds itself, say: training goes on

@@ -29,7 +29,7 @@ from ignite_monitor.model._torch import put_first
 from ignite_monitor.monitor.reports import Report
 
 PACKAGES = ("ignite-monitor", "torch", "pytorch-ignite", "numpy")
-KEPT = 2**21  # values and lines kept in memory at most while writing fails
+KEPT = 2**21  # values that wait in memory at most, between two attempts to write them
 SECONDS = 10.0  # between writes at most
 
 
@@ -40,7 +40,6 @@ class Pending:
     state: State  # of the file
     lines: list[str] = field(default_factory=list)
     rows: list[tuple[tuple[int, int, int, int], dict[int, float]]] = field(default_factory=list)  # ROW, name -> value
-    count: int = 0  # of values and lines
 
 
 class Recorder:
@@ -57,8 +56,9 @@ class Recorder:
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._trainer: weakref.ref[Engine] | None = None
         self._handles: list[Any] = []
-        self._sources: list[tuple[list[Report], bool]] = []  # reports of a monitor, and whether it is the trainer's
-        self._counts: list[int] = []  # of these reports that were taken
+        self._sources: dict[
+            int, list[Any]
+        ] = {}  # reports of a monitor, whether it is the trainer's, number of taken ones
         layout.check_regular(path)  # a device must not be replaced
         try:
             self._store = Store(path, mode)
@@ -70,7 +70,7 @@ class Recorder:
             undo.pop_all()
         self._pending = Pending(contents.state)
         self._names = {name.name: (number, name.trains) for number, name in enumerate(contents.names)}
-        self._is_failing = False
+        self._is_failing = self.is_closed = False
         self._flush_every = flush_every
         self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
         self._iterations, self._written = 0, time.monotonic()  # since the last write
@@ -97,9 +97,7 @@ class Recorder:
     def add_source(self, reports: list[Report], *, trains: bool) -> None:
         """Add the reports of a monitor of the trainer or of another engine, unless they are known."""
         with self._one_thread:
-            if not any(known is reports for known, _ in self._sources):
-                self._sources.append((reports, trains))
-                self._counts.append(0)
+            self._sources.setdefault(id(reports), [reports, trains, 0])
 
     def add_row(
         self, step: int, named: Mapping[str, float], describe: Callable[[str], Name], *, trains: bool
@@ -120,13 +118,12 @@ class Recorder:
             if values:
                 run, iteration = self._position()
                 self._pending.rows.append(((step, iteration, run, 0), values))
-                self._pending.count += len(values)
             self._flush_in_time()
         return taken
 
     def flush(self) -> None:
         """Write what is in memory."""
-        if not self.is_own:  # a forked process may hold a lock of another thread
+        if self.is_closed or not self.is_own:  # a forked process may hold a lock of another thread
             return
         with self._one_thread:
             self._take_reports()
@@ -141,8 +138,7 @@ class Recorder:
                     text = "writing failed: %s; keeping the values in memory and retrying at every flush"
                     self._log(text, one_line(error))
                 self._is_failing = True
-                if self._pending.count >= KEPT:
-                    self._drop()
+                self._drop(more_than=KEPT)
                 return
             if self._is_failing:
                 self._log("writing works again")
@@ -150,15 +146,13 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is in memory, and release the file."""
-        if not self.is_own:
-            return
         with self._one_thread:
             try:
                 remove_all(self._handles)
                 self.flush()
-                if self._is_failing:
-                    self._drop()
+                self._drop()
             finally:
+                self.is_closed = True
                 self._store.close(self._pending.state)
 
     def _position(self) -> tuple[int, int]:
@@ -207,10 +201,10 @@ class Recorder:
 
     def _take_reports(self) -> None:
         run, last = self._position()
-        for number, (reports, trains) in enumerate(self._sources):
-            while self._counts[number] < len(reports):
-                report = reports[self._counts[number]]
-                self._counts[number] += 1
+        for source in self._sources.values():
+            reports, trains, count = source
+            for report in reports[count:]:
+                source[2] += 1
                 iteration = int(report.iteration) + self._offset if trains and report.iteration > 0 else last
                 self._add_line("report", run, iteration, *report[1:])
 
@@ -219,10 +213,11 @@ class Recorder:
         if self._iterations >= self._distance or time.monotonic() - self._written > SECONDS:
             self.flush()
 
-    def _drop(self) -> None:
-        self._log("%d values that could not be written are lost", sum(len(values) for _, values in self._pending.rows))
-        self._pending.rows.clear()  # but no lines: later rows need those of their names and runs
-        self._pending.count = 0
+    def _drop(self, more_than: int = 0) -> None:
+        """Drop the rows that could not be written, if they have too many values, but no line: rows to come need it."""
+        if (lost := sum(len(values) for _, values in self._pending.rows)) > more_than:
+            self._log("%d values that could not be written are lost", lost)
+            self._pending.rows.clear()
 
     def _log(self, text: str, *values: object) -> None:
         self._logger.warning(f"HDF5Logger (%s): {text}.", self._shown, *values)
@@ -237,7 +232,6 @@ class Recorder:
 
     def _add_line(self, *entry: Any) -> None:
         self._pending.lines.append(json.dumps(entry) + "\n")
-        self._pending.count += 1
 
     def _additions(self) -> layout.Elements:
         rows = np.array([row for row, _ in self._pending.rows], ROW)

@@ -38,10 +38,6 @@ class Store:
     """A file, locked against other writers until it is released or the process ends.
 
     It keeps no state of the contents, so an interrupted call can be made again.
-
-    Raises:
-        BlockingIOError: if another writer has it.
-        FileExistsError: if it exists, in mode ``"x"``.
     """
 
     def __init__(self, path: Path, mode: str) -> None:

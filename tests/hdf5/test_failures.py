@@ -190,7 +190,7 @@ def test_one_failure_loses_nothing(path, monkeypatch, caplog, name, call):
 def test_a_long_failure(path, monkeypatch, caplog, kept, end):
     """Rows of ever new names, which need memory too, until iteration ``end``; the run has 300."""
     failing = Failing(store._write)
-    monkeypatch.setattr(recorder, "KEPT", kept * 2 * 3)  # values, and lines of their names
+    monkeypatch.setattr(recorder, "KEPT", kept * 3)
     monkeypatch.setattr(store, "_write", lambda *args: failing(*args))
     train_with(path, failing.toggle, [31, end], output=lambda i: {f"{i}/{j}": i for j in "abc"})
     first, *others = caplog.messages

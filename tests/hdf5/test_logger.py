@@ -62,7 +62,11 @@ def test_optimizer_parameters(path):
 def test_values_at_a_step_that_is_no_integer_are_left_out(path, caplog, step):
     engine = engine_of()
     with HDF5Logger(path) as logger:
-        log_output(logger, engine, global_step_transform=lambda *_: step)
+        log_output(
+            logger,
+            engine,
+            global_step_transform=lambda engine, _: engine.state.iteration + 0.5 if step == 1.5 else step,
+        )
         engine.run(range(3))
     is_integer = isinstance(step, (float, np.int64, torch.Tensor)) and step == 4
     assert as_lists(path) == ({"train/loss": ([4, 4, 4], [1 / 8, 2 / 8, 3 / 8])} if is_integer else {})
