@@ -80,25 +80,15 @@ class Run(NamedTuple):
 
 
 class RecordedReport(NamedTuple):
-    """A line that a monitor has reported.
+    """A line that a monitor has reported."""
 
-    Attributes:
-        iteration: its iteration; 0 before the first one.
-        monitor: class and prefix of the monitor.
-        kind: identifier of what is reported.
-        severity: ``"problem"``, ``"warning"`` or ``"note"``.
-        text: the line.
-        names: parameters, modules or groups that it speaks of.
-        run: number of the run in the file.
-    """
-
-    iteration: int
-    monitor: str
-    kind: str
-    severity: str
+    iteration: int  # 0 before the first one
+    monitor: str  # class and prefix
+    kind: str  # identifier of what is reported
+    severity: str  # one of SEVERITIES
     text: str
-    names: tuple[str, ...]
-    run: int
+    names: tuple[str, ...]  # of parameters, modules or groups that it speaks of
+    run: int  # its number in the file
 
 
 class Contents(NamedTuple):

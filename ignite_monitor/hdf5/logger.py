@@ -100,15 +100,7 @@ class HDF5Logger(BaseLogger):
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def keep_reports(self, reports: list[Report], engine: Engine) -> None:
-        """Write what a monitor reports, from before and after this call, each once; ``log_to`` calls it.
-
-        Args:
-            reports: the list to which the monitor appends.
-            engine: the engine that the monitor is attached to.
-
-        Raises:
-            ValueError: if it is not known which engine trains.
-        """
+        """Write what a monitor of an engine reports, before and after this call, each once; ``log_to`` calls it."""
         trains = self._admit(engine)
         if self._recorder is not None:
             self._recorder.add_source(reports, trains=trains)

@@ -102,10 +102,7 @@ class Recorder:
     def add_row(
         self, step: int, named: Mapping[str, float], describe: Callable[[str], Name], *, trains: bool
     ) -> str | None:
-        """Take values of the trainer or of another engine; return a name that is left out, since the other has it.
-
-        New names are described.
-        """
+        """Take values of the trainer or of another engine; return a name that is left out, since the other has it."""
         values: dict[int, float] = {}
         taken = None
         with self._one_thread:

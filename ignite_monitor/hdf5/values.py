@@ -27,11 +27,11 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
     numbers: dict[str, float] = {}
     tensors: dict[torch.device, list[str]] = {}
     for name, leaf in leaves.items():
-        if _is_local_tensor(leaf, 0):
+        if isinstance(leaf, (float, Real)):  # float first: it is the fastest
+            numbers[name] = float(leaf)
+        elif _is_local_tensor(leaf, 0):
             tensors.setdefault(leaf.device, []).append(name)
             numbers[name] = math.nan  # keeps its place
-        elif isinstance(leaf, Real):
-            numbers[name] = float(leaf)
         else:
             skip(name, leaf)
     for device, names in tensors.items():
@@ -41,13 +41,16 @@ def flatten(named: Mapping[Any, Any], skip: Callable[[str, Any], None]) -> dict[
 
 
 def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        items: Any = value.items()
+    items: Any = None
+    if isinstance(value, (float, Real, str, bytes)):
+        pass
+    elif isinstance(value, Mapping):
+        items = value.items()
     elif _is_local_tensor(value, 1):
         items = enumerate(value.detach().unbind())
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    elif isinstance(value, Sequence):
         items = enumerate(value)
-    else:
+    if items is None:
         leaves[name] = value
         return
     for key, item in items:
