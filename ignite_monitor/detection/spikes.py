@@ -78,6 +78,11 @@ class SpikeDetector:
         reset = above & (score >= self.max_consecutive_spikes - 1)
         return Detection(value, comparable, threshold, rule_threshold, mean, std, spike, nonfinite, above, reset)
 
+    @property
+    def was_normal(self) -> Tensor:
+        """True if the value before was no spike, or the first one of another level."""
+        return self._state["was_normal"]
+
     def observe(self, detection: Detection, when: Tensor | None = None) -> None:
         """Update the statistics with a detection, if a 0-dim bool tensor is True; None for True."""
         state, value, above, reset = self._state, detection.comparable, detection.above, detection.threshold_reset

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function
+from ignite_monitor.detection.recurring import RecurringSpikes
 from ignite_monitor.detection.spikes import may_be_true
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.step_owner import allows_closures, skippable, skips_on_device
@@ -25,7 +26,7 @@ class SpikeAction:
 
     "clip" multiplies the gradients of a step whose norm is a spike by threshold / norm. A non-finite gradient cannot be
     clipped: its step is skipped if that takes no synchronization, on the CPU and in fused optimizers of
-    ``torch.optim``.
+    ``torch.optim``. "skip" does not skip isolated spikes that recur at a similar size.
     """
 
     def __init__(self, on_spike: Any, optimizer: Optimizer | None) -> None:
@@ -43,12 +44,16 @@ class SpikeAction:
             self.acts_on = optimizer
         names = ["skipped_count", "clipped_count"] if self.kind == "clip" else ["skipped_count"]
         self.counts: dict[str, Any] = dict.fromkeys(names, 0.0)  # steps so far: numbers, or 0-dim on a device
+        self.recurring = RecurringSpikes()
         self._read = dict.fromkeys(names, 0.0)  # counts as last read
 
-    def ask(self, step: OptimizerStep, taken: StepDetection, norm: Callable[[], Tensor]) -> None:
+    def ask(
+        self, step: OptimizerStep, taken: StepDetection, norm: Callable[[], Tensor], at: int, was_normal: Tensor
+    ) -> None:
         """Ask for what is to be done with a step that starts; ``norm`` computes the norm that it uses."""
         detection, spike = taken.detection.norm, taken.detection.spike
         if self.kind == "skip" and may_be_true(spike):
+            spike = spike & ~self.recurring.observe(at, detection.value, detection.above & was_normal)
             step.skip(spike)
             self._count("skipped_count", spike)
         elif self.kind == "clip":
@@ -74,8 +79,9 @@ class SpikeAction:
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.counts = {name: float(state_dict.get(name, 0.0)) for name in self.counts}
-        self._read = dict(self.counts)
+        counts = {name: float(state_dict.get(name, 0.0)) for name in self.counts}
+        self.recurring.load_state_dict(state_dict["recurring"])
+        self.counts, self._read = counts, dict(counts)
 
     def _count(self, name: str, flag: Tensor) -> None:
         if may_be_true(flag):

@@ -208,7 +208,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             self._set_flag(engine, taken.detection, report=taken.updates)
         if self._action.kind is not None:
             norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731
-            self._action.ask(step, taken, norm)
+            self._action.ask(step, taken, norm, self._iteration, self._detector.of_norm.was_normal)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         if not step.is_of(self.optimizer):

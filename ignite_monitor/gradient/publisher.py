@@ -49,7 +49,7 @@ _NOT_POSITIVE = (
 class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
     """Base of GradMonitor: state, flag, norm, metrics, events and log lines."""
 
-    _state_dict_all_req_keys = ("detector", "counts", "skipped_count")
+    _state_dict_all_req_keys = ("detector", "counts", "skipped_count", "recurring")
     _detector: GradientDetector
     _action: SpikeAction
     _window: GradientWindow
@@ -69,13 +69,15 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         self._detector.reset_threshold()
 
     def threshold_state(self) -> Mapping[str, Any]:
-        return self._detector.threshold_state()
+        return self._detector.threshold_state() | {"recurring": self._action.recurring.state_dict()}
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
         self._detector.restore_threshold(state)
+        self._action.recurring.load_state_dict(state["recurring"])
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        return OrderedDict(**self._detector.state_dict(), **self._action.counts)
+        recurring = self._action.recurring.state_dict()
+        return OrderedDict(**self._detector.state_dict(), **self._action.counts, recurring=recurring)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -138,7 +140,8 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
             tensors.append(self._now.unlocated)
         if (spike := self._possible_spike()) is not None:
             counts = map(torch.as_tensor, self._action.counts.values())
-            tensors += [*counts, spike.spike, spike.numbers()]
+            recurring = self._action.recurring.iterations(self._iteration)
+            tensors += [recurring, *counts, spike.spike, spike.numbers()]
         return tensors
 
     def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
@@ -150,8 +153,11 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         detection = self._possible_spike()
         if detection is None:
             return {}
-        *counts, (is_spike,), numbers = extra
+        recurring, *counts, (is_spike,), numbers = extra
         spike = detection.to_spike(numbers, self, self._locator.source)
+        if iterations := ", ".join(f"{at:.0f}" for at in sorted(at for at in recurring if at == at)):
+            text = f"isolated spikes of a similar size in iterations {iterations}; from now on such spikes are not "
+            self.report("recurring_spikes", text + "skipped, since rare data cause them too")
         action = self._action.message([count for (count,) in counts])
         if action is not None:
             which = describe(spike) if is_spike else "spikes since values were last read"  # on a device

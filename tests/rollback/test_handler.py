@@ -283,6 +283,16 @@ def test_after_thirty_bad_batches_training_continues_from_the_snapshot():
     assert training.metrics[130]["grad/spike_count"] >= 3
 
 
+def test_spikes_of_discarded_iterations_do_not_recur(caplog):
+    """Each restore makes the next spike an isolated one."""
+    training = Training(monitor={"on_spike": "skip"}, names=["model", "optimizer"], loss=no_loss)
+    training.at(43, lambda: training.rollback.request("asked"))
+    batches = [batch for pair in zip(make_batches(12), make_batches(12, range(13)), strict=True) for batch in pair]
+    training.run([*make_batches(43), *batches])
+    assert training.of("discarded_count")[67] >= 8
+    assert "isolated spikes" not in caplog.text
+
+
 def test_signs_from_before_a_recovery_are_not_the_first_ones_of_the_next_instability():
     training = Training(monitor={}, names=["model", "optimizer"])
     training.run(make_batches(90, [*range(47, 50), *range(70, 73)]))
