@@ -222,12 +222,14 @@ def main() -> None:
         print_constants(["FAR_PATIENCE"] if args.quick else names, SENSITIVE[:1] if args.quick else SENSITIVE)
         return
     if args.regimes:
-        print_header([7], "regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
+        seeds = SEEDS["mlp"][:1] if args.quick else SEEDS["mlp"]
+        print_header(seeds, "regime change", *MODES.values(), "handlers / nothing", "steps lost", "rollbacks")
         length = CHANGE + 40 if args.quick else REGIME
         for name in ["targets shifted"] if args.quick else REGIMES:
-            made = {mode: follow(make_regime(name, 7), mode, length, decays=True) for mode in MODES}
-            ratio = made["handlers"].loss / made["nothing"].loss
-            print_row(name, *(f"{m.loss:.4f}" for m in made.values()), f"{ratio:.3f}", *counts([made["handlers"]]))
+            made = {mode: [follow(make_regime(name, s), mode, length, decays=True) for s in seeds] for mode in MODES}
+            losses = {mode: fmean(run.loss for run in runs) for mode, runs in made.items()}
+            ratio = losses["handlers"] / losses["nothing"]
+            print_row(name, *(f"{loss:.4f}" for loss in losses.values()), f"{ratio:.3f}", *counts(made["handlers"]))
         return
     models = {"mlp": (7,)} if args.quick else SEEDS
     print_header(sorted({*sum(models.values(), ())}), "fault", "model", *MODES.values(), "steps lost", "rollbacks")
