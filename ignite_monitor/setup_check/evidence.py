@@ -23,12 +23,7 @@ COMPARED = 3  # batches
 
 @dataclass(eq=False)
 class Evidence:
-    """Evidence since a check began.
-
-    Attributes:
-        held: the parameters of the model that the optimizer holds.
-        others: those that it does not hold, and that require gradients.
-    """
+    """Evidence since a check began."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -41,15 +36,14 @@ class Evidence:
     steps_of_torch: bool = True  # all steps are those of optimizers of torch
     rates: list[Tensor] = field(default_factory=list)  # 1 for a learning rate of 0, of each group in each step
     norms: list[Tensor] = field(default_factory=list)  # maximum norm of the gradients after each step
-    initial_norms: list[list[Tensor]] = field(
-        default_factory=lambda: [[]]
-    )  # before each backward; a list between steps
+    initial_norms: list[list[Tensor]] = field(default_factory=lambda: [[]])  # before each backward, by step
 
     def __post_init__(self) -> None:
         ids = held_by(self.optimizer)
         self.names = {id(parameter): name for name, parameter, _ in named_parameters(self.model)}
         self.parameters: list[Any] = [parameter for _, parameter, _ in named_parameters(self.model)]
         self.held = [item for item in self.parameters if id(item) in ids]
+        # Those that it does not hold, and that require gradients.
         rest = [item for item in self.parameters if id(item) not in ids and item.requires_grad and is_measurable(item)]
         self.others = [item for item in rest if local(item).numel()]
         self._before = [total_norm(self.held), total_norm(self.others)]
