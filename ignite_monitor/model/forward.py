@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from torch import nn
@@ -36,10 +36,8 @@ def outputs_to(modules: Modules, hook: ModuleHook) -> AbstractContextManager[Non
 
 def running_module() -> nn.Module | None:
     """The innermost module whose forward pass is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not module_call:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code is module_call)
+    return next((frame.f_locals["self"] for frame in frames), None)
 
 
 class ModuleHook:

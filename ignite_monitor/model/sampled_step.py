@@ -106,14 +106,10 @@ class StepMeasurement:
             self._optimizers.add(optimizer)
         return indices
 
-    def before(self, indices: Sequence[int]) -> list[Tensor]:
-        """The samples of each of some parameters when the iteration started."""
-        return [self._before[index] for index in indices]
-
     def changes(self, indices: Sequence[int]) -> Tensor:
         """The changes of sampled weights since the iteration started, one parameter after the other."""
         after = self.samples.flat(indices, [self.samples.parameters[index] for index in indices])
-        return after.sub_(torch.cat(self.before(indices)))
+        return after.sub_(torch.cat([self._before[index] for index in indices]))
 
     def split(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
         """Split samples of some parameters, one parameter after the other, by parameter."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
+from traceback import walk_stack
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
@@ -52,9 +53,5 @@ class ScaledMonitor(Monitor):
 
 def _steps_through_scaler() -> bool:
     """Return True if an enabled GradScaler makes the optimizer's step that is running."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is GradScaler.step.__code__:
-            return bool(frame.f_locals["self"].is_enabled())
-        frame = frame.f_back
-    return False
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code is GradScaler.step.__code__)
+    return any(frame.f_locals["self"].is_enabled() for frame in frames)
