@@ -16,7 +16,7 @@ from ignite_monitor.model._torch import has_communication_hook, is_in_join
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, reshard
 from ignite_monitor.model.norms import combine, norms, reduce_norm, whole_norm
-from ignite_monitor.monitor.transfer import NamedValues
+from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 NOT_REDUCED = "DistributedDataParallel ignores parameters, or a communication hook may leave gradients of one rank"
 
@@ -244,7 +244,8 @@ class RankReduction:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._names: dict[Table, dict[str, None]] = {}
-        self._has_news = torch.tensor(True, device="cpu")
+        self._has_news = DeferredFlag()
+        self._has_news.set(torch.tensor(True, device="cpu"))
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """Return the sums and maxima of all ranks' rows on a device."""
@@ -252,7 +253,7 @@ class RankReduction:
         for kind, (names, values) in maxima.items():  # the maximum of NaN depends on the order of ranks
             rows = NamedValues(names, values.nan_to_num(math.inf, math.inf, -math.inf))
             tables["max", kind, values.shape[1]] = rows
-        if torch.is_nonzero(self._has_news):
+        if self._has_news.take(wait=True):
             self._add([self._ranks.of_first(self._news(tables))])  # most often those of all
             self._add(self._ranks.gather(self._news(tables)))
         flag = torch.full((1,), float(bool(self._news(tables))), dtype=wide_dtype(device), device=device)
@@ -263,7 +264,7 @@ class RankReduction:
             *parts, flag = over_ranks(torch.cat([*parts, flag])).split([*map(len, parts), 1])
             both = zip(known.items(), parts, strict=True)
             reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in both})
-        self._has_news = flag[0] > 0
+        self._has_news.set(flag[0] > 0)
         return reduced[0], reduced[1]
 
     def _add(self, parts: Iterable[dict[Table, list[str]]]) -> None:

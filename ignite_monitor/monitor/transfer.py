@@ -78,18 +78,32 @@ def _tensors_of(monitor: Any) -> list[Tensor]:
 
 
 class DeferredFlag:
-    """Flag that the host knows at once on the CPU, and on other devices where it waits for them."""
+    """Flag that the host reads without waiting for other work: on the CPU at once, on CUDA when its copy has arrived.
+
+    On other devices, whose copies can't be queried, only :meth:`take` with ``wait`` reads it.
+    """
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # of a flag on CUDA
 
     def set(self, flag: Tensor) -> None:
         """Set the flag if a 0-dim bool tensor is True."""
         self._flag = flag if self._flag is None else self._flag | move(flag, self._flag.device)
+        if self._flag.is_cuda:
+            copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+            copy.copy_(self._flag, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._flag.device))
+            self._copy = copy, event
 
     def take(self, wait: bool = False) -> bool:
-        """Return and reset the flag; on a device only with ``wait``, which synchronizes, else return False."""
-        if self._flag is None or not (wait or self._flag.is_cpu):
+        """Return and reset the flag if the host knows it, or with ``wait``; else return False."""
+        flag = self._flag
+        if self._copy is not None and (wait or self._copy[1].query()):
+            flag, event = self._copy
+            event.synchronize()
+        if flag is None or not (wait or flag.is_cpu):
             return False
-        flag, self._flag = self._flag, None
+        self._flag = self._copy = None
         return torch.is_nonzero(flag)
