@@ -66,9 +66,7 @@ def test_values_side_by_side_are_compared_as_if_alone():
     when = random.random((300, 5)) < 0.9
     for row, use in zip(columns, when, strict=True):
         detection = together.detect(torch.tensor(row))
-        before = together.snapshot()
-        together.observe(detection)
-        together.restore(before, ~torch.tensor(use))
+        together.observe(detection, torch.tensor(use))
         for i, (detector, value) in enumerate(zip(alone, row, strict=True)):
             own = detector.detect(torch.tensor(value))
             assert bool(detection.spike[i]) == bool(own.spike)
@@ -82,16 +80,17 @@ def test_values_side_by_side_are_compared_as_if_alone():
     assert_same(detections[0].applied_threshold, detections[1].applied_threshold)
 
 
-@pytest.mark.parametrize("when", [None, torch.tensor(True)])
-def test_a_detection_and_an_observation_that_is_undone_change_nothing(when):
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_a_detection_and_an_observation_that_does_not_count_change_nothing(is_undone):
     detector = SpikeDetector(MeanStdThreshold())
     detect_all(detector, [*calm(30), 50.0])
     before, earlier = detector.state_dict(), detector.snapshot()
     for norm in (1.0, 9.0, 50.0, math.nan, math.inf):
         detection = detector.detect(torch.tensor(norm, dtype=torch.float64))
         assert detector.state_dict() == before
-        detector.observe(detection)
-        detector.restore(earlier, when)
+        detector.observe(detection, None if is_undone else torch.tensor(False))
+        if is_undone:
+            detector.restore(earlier)
     assert detector.state_dict() == before
     detector.detect(torch.ones(2))
     detector.restore(earlier)
