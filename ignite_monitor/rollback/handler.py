@@ -85,24 +85,17 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         check_type("to_save", to_save, Mapping, "dict")
         check_choice("where", where, "device", "host")
         check_function("loss", loss, "the engine")
-        patience = check_count("patience", patience, least=1)
-        self.loss = loss
-        self.every = check_count("every", every, least=1)
+        self.loss, self.every = loss, check_count("every", every, least=1)
         self.max_rollbacks = check_count("max_rollbacks", max_rollbacks, least=1)
-        self._policy = RecoveryPolicy(patience, max_rollbacks)
-        self._snapshots, self._on_host = Snapshots(every), where == "host"
-        self._training = TrainingState({k: v for k, v in to_save.items() if not isinstance(v, Engine)})
+        self._training = TrainingState({name: obj for name, obj in to_save.items() if not isinstance(obj, Engine)})
         if not self._training.modules:
             raise ValueError("Argument to_save should hold a model, a torch.nn.Module, but it has none")
         self.ranks = Ranks(group, *self._training.modules)
-        threshold = LossThreshold()
-        self._triggers = Triggers(patience, threshold)
-        self._parts = {
-            "policy": self._policy,
-            "snapshots": self._snapshots,
-            "triggers": self._triggers,
-            "loss": threshold,
-        }
+        self._policy = RecoveryPolicy(check_count("patience", patience, least=1), max_rollbacks)
+        self._snapshots, self._on_host = Snapshots(every), where == "host"
+        self._triggers = Triggers(patience, threshold := LossThreshold())
+        parts = self._policy, self._snapshots, self._triggers, threshold
+        self._parts = dict(zip(self._state_dict_all_req_keys, parts, strict=False))  # the other key is "counts"
         self._request = ""
         self._count = self._discarded_count = 0
         self._stepped = True  # whether an optimizer made a step in this iteration
@@ -167,11 +160,11 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         kept, policy = self._snapshots.all, self._policy
         is_due = bool(kept) and stepped and policy.healthy and before - kept[-1]["iteration"] >= self.every
         if policy.phase == WATCHING and (is_due or not kept):
-            self._snapshots.make_room()
-            self._snapshots.all.append(self._snapshot(before))
+            dropped = self._snapshots.make_room()
+            self._snapshots.all.append(self._snapshot(before, dropped and dropped["state"]))
 
-    def _snapshot(self, iteration: int) -> Snapshot:
-        state = clone(self._training.state(), self._on_host)
+    def _snapshot(self, iteration: int, into: Any = None) -> Snapshot:
+        state = clone(self._training.state(), into, on_host=self._on_host)
         thresholds = self._triggers.thresholds(self._monitors())
         return {"iteration": iteration, "state": state, "thresholds": thresholds}
 

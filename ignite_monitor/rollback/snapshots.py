@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import buffers_in, modules_in, parameters_in
+from ignite_monitor.model._torch import buffers_in, foreach_copy, modules_in, parameters_in
 from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
@@ -37,13 +37,12 @@ class Snapshots:
         self.restored_at = -math.inf  # iteration in which it was restored
         self.resumable: Snapshot | None = None  # the state before a rollback or a probe
 
-    def make_room(self) -> None:
-        """Drop a snapshot if one more would be too many."""
+    def make_room(self) -> Snapshot | None:
+        """Drop and return a snapshot if one more would be too many."""
         older = self.all[: 1 - limits.RECENT]
         if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < limits.SPACING * self._every:
-            self.all.remove(older[-1])
-        elif len(older) > limits.OLDER:
-            self.all.remove(older[0])
+            return self.all.pop(len(older) - 1)
+        return self.all.pop(0) if len(older) > limits.OLDER else None
 
     def before(self, first_sign: int) -> Snapshot:
         """Return the newest snapshot after which an iteration before the first sign was healthy, else the oldest."""
@@ -79,17 +78,15 @@ class TrainingState:
     """Everything that a rollback restores: the objects in ``to_save`` by name, except monitors and their handles."""
 
     def __init__(self, to_save: Mapping[str, Any]) -> None:
-        kept = {name: obj for name, obj in to_save.items() if not isinstance(obj, (Monitor, MonitorHandle))}
-        for name, obj in kept.items():
-            if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
-                raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
-        self.objects = {name: _unwrapped(obj) for name, obj in kept.items()}
+        self.objects = {name: obj for name, obj in to_save.items() if not isinstance(obj, (Monitor, MonitorHandle))}
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
-        inner = map(_own_part, self.objects.values())
+        inner = map(_inner, self.objects.values())
         self.optimizers = [obj for obj in inner if hasattr(obj, "_optimizer_step_post_hooks")]
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
         for name, obj in self.objects.items():
+            if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
             try:
                 state = _state_of(obj)
                 copy.deepcopy(state, {id(tensor): tensor for _, tensor in tensors_in(state)})  # of all but the tensors
@@ -125,25 +122,47 @@ def public(obj: object) -> dict[str, Any]:
     return {name: value for name, value in vars(obj).items() if not name.startswith("_")}
 
 
-def clone(value: Any, on_host: bool = False, into: Any = None) -> Any:
-    """Copy containers and their tensors, each once, to host memory if asked.
+@torch.no_grad()
+def clone(value: Any, into: Any = None, *, on_host: bool = False) -> Any:
+    """Copy dicts, lists and tuples with their tensors, each once, to host memory if asked; others by ``deepcopy``.
 
-    The tensors of ``into`` that fit those at the same places are used.
+    The tensors of ``into`` at the same places are overwritten and returned where they fit, by one kernel per dtype.
     """
-    current, copies = dict(tensors_in(into)), dict[int, Any]()
-    for path, tensor in tensors_in(value):
-        if id(tensor) not in copies:
-            copies[id(tensor)] = _cloned(tensor, on_host, current.get(path))
-    return copy.deepcopy(value, copies)
+    copies: dict[int, Tensor] = {}  # by id of the tensor
+    used: set[int] = set()  # ids of tensors of ``into``
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # targets and sources by device and dtype
 
+    def copied(value: Any, into: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = copied_tensor(value, into)
+            return copies[id(value)]
+        if isinstance(value, dict):
+            result, places = copy.copy(value), into if isinstance(into, dict) else {}
+            result.update((key, copied(item, places.get(key))) for key, item in value.items())
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(map(copied, value, chain(into if type(into) is type(value) else (), repeat(None))))
+        return copy.deepcopy(value)
 
-def _cloned(value: Tensor, on_host: bool, into: Tensor | None) -> Tensor:
-    value = value.detach()
-    fits = into is not None and (into.shape, into.dtype, into.layout) == (value.shape, value.dtype, torch.strided)
-    if into is None or not fits or 0 in into.stride():  # 0: expanded
-        return value.to("cpu" if on_host else (value if into is None else into).device, copy=True)
-    local(into).detach().copy_(local(value))
-    return into
+    def copied_tensor(value: Tensor, into: Any) -> Tensor:
+        if not isinstance(into, Tensor):
+            return value.to("cpu" if on_host else value.device, copy=True)
+        source, target = local(value), local(into)
+        fits = target.shape == source.shape and target.dtype is source.dtype
+        is_dense = target.layout is source.layout is torch.strided and 0 not in target.stride()  # 0: expanded
+        if not (fits and is_dense) or target.is_inference() or id(into) in used:
+            return value.to(into.device, copy=True)
+        used.add(id(into))
+        targets, sources = pairs.setdefault((target.device, target.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
+        return into
+
+    result = copied(value, into)
+    for targets, sources in pairs.values():
+        foreach_copy(targets, sources)
+    return result
 
 
 def finite(state: Any) -> dict[str, bool]:
@@ -156,20 +175,19 @@ def finite(state: Any) -> dict[str, bool]:
 
 def _state_of(obj: Any) -> Any:
     """The state itself, nothing copied; of modules every tensor under all its names, buffers of no state_dict too."""
-    if not isinstance(obj, nn.Module):
-        if (own := _own_part(obj)) is obj:
-            return obj.state_dict()
-        # Its state_dict() needs a collective. Every step copies the options of its groups into this rank's part.
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
-        return {"state": own.state_dict()["state"], "param_groups": groups}
-    named = obj.named_parameters(remove_duplicate=False), obj.named_buffers(remove_duplicate=False)
-    return dict(chain(*named))
+    if isinstance(obj, nn.Module):
+        return dict(chain(obj.named_parameters(remove_duplicate=False), obj.named_buffers(remove_duplicate=False)))
+    if not _is_plain(inner := _inner(obj)):
+        return obj.state_dict()
+    # A ZeroRedundancyOptimizer's step copies the options of its groups into this rank's part.
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
+    return {"state": inner.state_dict()["state"], "param_groups": groups}
 
 
 def _restore(obj: Any, state: Any) -> None:
-    current = _state_of(obj)
     if isinstance(obj, nn.Module):
-        for name, tensor in clone(state, into=current).items():
+        current = _state_of(obj)
+        for name, tensor in clone(state, current).items():
             if name not in current or tensor is current[name]:
                 continue
             path, _, leaf = name.rpartition(".")  # of another shape, dtype or layout
@@ -178,25 +196,23 @@ def _restore(obj: Any, state: Any) -> None:
                 buffers[leaf] = tensor
             else:
                 current[name].data = tensor
-    elif isinstance(obj, Optimizer) and type(own := _own_part(obj)).state_dict is Optimizer.state_dict:
-        # In place, since load_state_dict() may change dtypes.
-        parameters = dict(enumerate(p for group in own.param_groups for p in group["params"]))
-        restored = clone(state, into=current)
-        own.state.clear()
-        own.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
+    elif _is_plain(inner := _inner(obj)):  # in place, since load_state_dict() may change dtypes
+        parameters = dict(enumerate(p for group in inner.param_groups for p in group["params"]))
+        restored = clone(state, _state_of(obj))
+        inner.state.clear()
+        inner.state.update({parameters.get(key, key): values for key, values in restored["state"].items()})
         for group, saved in zip(obj.param_groups, restored["param_groups"], strict=False):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(saved)
     elif state:  # a disabled GradScaler has nothing to load
         obj.load_state_dict(clone(state))
 
 
-def _own_part(obj: Any) -> Any:
-    """Return the optimizer of this rank's part inside of a ZeroRedundancyOptimizer; other objects as they are."""
-    return obj.optim if hasattr(obj, "consolidate_state_dict") else obj
+def _inner(obj: Any) -> Any:
+    """Return the optimizer in a wrapper: this rank's part of a ZeroRedundancyOptimizer, or that in accelerate's."""
+    if hasattr(obj, "consolidate_state_dict"):  # state_dict() would need a collective
+        return obj.optim
+    return obj.optimizer if type(obj).__module__.startswith("accelerate.") else obj
 
 
-def _unwrapped(obj: Any) -> Any:
-    """Return the torch optimizer inside of a wrapper without step hooks of its own, such as accelerate's."""
-    inner = getattr(obj, "optimizer", None)
-    is_wrapper = isinstance(obj, Optimizer) and isinstance(inner, Optimizer)
-    return inner if is_wrapper and "_optimizer_step_post_hooks" not in vars(obj) else obj
+def _is_plain(obj: Any) -> bool:
+    return isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict

@@ -145,8 +145,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
 
     def _values(self, engine: Engine, spike: Spike, rank: int) -> dict[str, Any]:
         optimizer = getattr(self.monitor, "optimizer", None)
-        rates = [] if optimizer is None else learning_rates(optimizer)
-        numbers = [float(rate) for rate in rates if rate is not None]
+        rates: list[Any] = [] if optimizer is None else learning_rates(optimizer)
         return {
             "iteration": engine.state.iteration,
             "epoch": engine.state.epoch,
@@ -156,7 +155,7 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
             "threshold": float(spike.threshold),
             "culprits": {str(name): float(share) for name, share in spike.culprits.items()},
             "source": None if spike.source is None else spike.source._asdict(),
-            "lr": numbers if numbers and len(numbers) == len(rates) else None,
+            "lr": None if not rates or None in rates else [*map(float, rates)],
             "batch": self._saved("batch", lambda: self._batch and self._batch.save()),
             "losses": self._saved("losses", self._joined_losses),
             "random_state": self._rng_state,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, StepStatsHandler, attach_monitors
+from ignite_monitor import GradMonitor, HealthyCheckpoint, SpikeMonitor, attach_monitors
 from tests._helpers import assert_same, make_step, square_loss
 from tests._ranks import NEEDS_SHARDS, SHARDS
 
@@ -31,7 +31,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         factor = lambda engine: self.scales.get(engine.state.iteration, 1.0) ** 2  # noqa: E731
         self.trainer = Engine(make_step(self.model, self.optimizer, loss_of=square_loss, factor=factor))
-        self.saved = []
+        self.saved, self.states = [], []
         if monitored:
             self.monitor = GradMonitor(self.model, self.optimizer, threshold=100.0, on_spike="skip")
             self.monitor.attach(self.trainer)
@@ -40,6 +40,7 @@ class Run:
 
     def save(self, checkpoint, filename, metadata=None):
         self.saved.append(filename)
+        self.states.append(copy.deepcopy(checkpoint))
 
     def run(self, iterations=40, event=None, epochs=1):
         self.checkpoint.attach(self.trainer, event or Events.ITERATION_COMPLETED(every=10))
@@ -48,95 +49,62 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("spikes", "saved", "postponed"),
+    ("spikes", "saved", "warned"),
     [
-        ([], [10, 20, 30, 40], 0),
-        ([15], [10, 20, 30, 40], 0),  # before the last quiet iterations
-        ([16], [10, 21, 30, 40], 1),
-        ([20], [10, 25, 30, 40], 1),
-        ([39], [10, 20, 30], 1),
-        (range(12, 41), [10], 1),
+        ([], [10, 20, 30, 40], []),
+        ([15], [10, 20, 30, 40], []),  # before the last quiet iterations
+        ([16], [10, 15, 30, 40], [(20, 15)]),
+        ([39], [10, 20, 30, 35], [(40, 35)]),
+        (range(12, 41), [10], [(20, 10), (30, 10), (40, 10)]),  # which is in a file
+        (range(1, 41), [], [(10, None), (20, None), (30, None), (40, None)]),
     ],
 )
-def test_after_a_spike_a_file_is_saved_when_quiet_iterations_are_over(spikes, saved, postponed, caplog):
-    """If the run ends before, the log names the file that holds the newest healthy state."""
+def test_the_newest_healthy_state_takes_the_place_of_an_unhealthy_one(spikes, saved, warned, caplog):
     assert Run(dict.fromkeys(spikes, 1e4)).run() == saved
-    assert caplog.text.count("no checkpoint is saved, since grad had a spike") == postponed
-    if len(saved) < 4:
-        end = f"in the last 5 iterations; the newest healthy state is that of iteration {saved[-1]}"
-        assert caplog.messages[-1].endswith(end)
-
-
-def test_spikes_before_the_first_call_or_another_run_are_not_known():
-    run = Run({8: 1e4})
-    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), run.checkpoint)
-    run.trainer.run(torch.randn(20, 8, 4))
-    assert run.saved == ["checkpoint_10.pt", "checkpoint_20.pt"]
-    resumed = Run()
-    resumed.checkpoint.attach(resumed.trainer, None)
-    resumed.monitor.load_state_dict(run.monitor.state_dict())
-    assert resumed.run(2, Events.ITERATION_COMPLETED) == [1, 2]
+    assert [text for text in caplog.messages if text.startswith("HealthyCheckpoint")] == [
+        f"HealthyCheckpoint: iteration {iteration}: grad had a spike in the last 5 iterations; "
+        f"the newest healthy state is {'not known' if healthy is None else f'that of iteration {healthy}'}"
+        for iteration, healthy in warned
+    ]
 
 
 @pytest.mark.parametrize("ruin", ["spike", "weights"])
-@pytest.mark.parametrize(("last", "kept"), [(34, 30), (197, 185), (12, 10), (4, None)])
-def test_a_run_that_ends_unhealthy_saves_the_newest_healthy_state_and_says_which(ruin, last, kept, caplog):
-    """Copies are a tenth of the run old at most."""
-    run, seen, states = Run({last - 1: 1e4} if ruin == "spike" else {}), {}, []
-    run.checkpoint.save_handler = lambda checkpoint, name, metadata=None: states.append(
-        (name, copy.deepcopy(checkpoint))
-    )
+@pytest.mark.parametrize(("last", "kept"), [(34, 30), (197, 180), (12, 10), (4, None)])
+def test_a_run_that_ends_unhealthy_saves_the_newest_healthy_state(ruin, last, kept, caplog):
+    """Copies are at most a tenth of the run old."""
+    run, seen = Run({last - 1: 1e4} if ruin == "spike" else {}), {}
 
     @run.trainer.on(Events.ITERATION_COMPLETED)
     def look(engine):
-        seen[engine.state.iteration] = copy.deepcopy(run.model.state_dict())
+        seen[engine.state.iteration] = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()])
         if ruin == "weights" and engine.state.iteration == last:
             run.model.weight.data.fill_(torch.nan)
 
-    run.run(last, Events.COMPLETED)
-    assert [name for name, _ in states] == ([] if kept is None else [f"checkpoint_{kept}.pt"])
-    for _, checkpoint in states:
-        assert_same(checkpoint["model"], seen[kept])
+    assert run.run(last, Events.COMPLETED) == ([] if kept is None else [kept])
+    for checkpoint in run.states:
+        assert_same([checkpoint["model"], checkpoint["optimizer"]], seen[kept])
     reason = "grad had a spike in the last 5 iterations" if ruin == "spike" else "model.weight is not finite"
-    which = "not known" if kept is None else f"that of iteration {kept}"
-    assert caplog.messages[-1] == (
-        f"HealthyCheckpoint: iteration {last}: this state is not saved, since {reason}; "
-        f"the newest healthy state is {which}"
-    )
+    assert f"iteration {last}: {reason}; the newest" in caplog.messages[-1]
     assert (run.trainer.state.iteration, run.trainer.last_event_name) == (last, Events.COMPLETED)
 
 
-def test_a_state_that_is_healthy_again_as_the_run_ends_is_saved(caplog):
-    run = Run(monitored=False)
-    weight = run.model.weight.data.clone()
-    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=40), lambda: run.model.weight.data.fill_(torch.nan))
-    run.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: run.model.weight.data.copy_(weight))
-    assert run.run() == [10, 20, 30, 40]
-    assert "this state is not saved" not in caplog.text
+def test_a_file_of_an_epoch_has_the_name_of_the_epoch():
+    run = Run({20: 1e4}, n_saved=1)
+    run.checkpoint.global_step_transform = global_step_from_engine(run.trainer)
+    assert run.run(10, Events.EPOCH_COMPLETED, epochs=3) == [1, 2, 3]
 
 
-def test_monitors_in_to_save_are_not_checked():
-    """The snapshots of a RollbackHandler hold the model's mask of minus infinity."""
-    run = Run(monitored=False)
-    parts = {"model": run.model, "optimizer": run.optimizer}
-    handle = attach_monitors(run.trainer, run.model, run.optimizer, rollback=parts)
-    run.checkpoint = HealthyCheckpoint({**parts, "monitors": handle}, run.save, n_saved=None)
-    assert run.run() == [10, 20, 30, 40]
-
-
-def test_a_second_run_keeps_copies_of_its_own():
-    run = Run({48: 1e4})
-    assert run.run(50, Events.COMPLETED) == [45]
-    run.scales = {19: 1e4}
-    run.trainer.run(torch.randn(20, 8, 4), max_epochs=1)
-    assert run.saved == ["checkpoint_45.pt", "checkpoint_15.pt"]
-
-
-def test_a_run_that_continues_knows_its_spikes():
-    run = Run({40: 1e4})
-    assert run.run(event=Events.ITERATION_COMPLETED(every=6))[-1] == 36
-    run.trainer.run(torch.randn(40, 8, 4), max_epochs=2)
-    assert run.saved[6:8] == ["checkpoint_45.pt", "checkpoint_48.pt"]
+def test_spikes_are_those_of_the_run_and_without_attach_those_since_the_first_call():
+    run = Run({8: 1e4, 19: 1e4})
+    run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), run.checkpoint)
+    run.trainer.run(torch.randn(20, 8, 4))
+    assert run.saved == ["checkpoint_10.pt", "checkpoint_15.pt"]
+    resumed = Run()
+    resumed.monitor.load_state_dict(run.monitor.state_dict())
+    assert resumed.run(2, Events.ITERATION_COMPLETED) == [1, 2]
+    resumed.scales = dict.fromkeys(range(1, 7), 1e4)
+    resumed.trainer.run(torch.randn(6, 8, 4), max_epochs=1)
+    assert resumed.saved[2:] == []
 
 
 @pytest.mark.allows_failed_monitors
@@ -149,30 +117,13 @@ def test_the_loss_and_the_tensors_decide_without_a_monitor_that_has_failed(monke
     assert run.run(event=Events.ITERATION_COMPLETED(every=5)) == [5, 10]
 
 
-def test_a_run_that_resumes_from_the_healthy_state_forgets_the_spikes_after_it():
-    run, states = Run(dict.fromkeys(range(11, 16), 1e4)), []
-    run.trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=10), lambda: states.append(copy.deepcopy(run.monitor.state_dict()))
-    )
-    assert run.run(15, Events.ITERATION_COMPLETED(every=2)) == [2, 4, 6, 8, 10]
-    run.scales = {}
-    run.monitor.load_state_dict(states[0])
-    run.trainer.load_state_dict({"iteration": 10, "epoch_length": 15, "max_epochs": 1})
-    run.trainer.run(torch.randn(15, 8, 4))
-    assert run.saved[5:] == ["checkpoint_12.pt", "checkpoint_14.pt"]
-
-
-def test_a_checkpoint_that_a_failed_run_postponed_is_not_saved_by_the_next_run():
-    run = Run(dict.fromkeys(range(8, 13), 1e4))
-    with (
-        run.trainer.add_event_handler(Events.ITERATION_STARTED(once=12), lambda _: 1 / 0),
-        pytest.raises(ZeroDivisionError),
-    ):
-        run.run()
-    run.scales = {}
-    vars(run.trainer.state).update(iteration=0, epoch=0, max_epochs=None)
-    run.trainer.run(torch.randn(20, 8, 4), max_epochs=1)
-    assert run.saved == ["checkpoint_10.pt", "checkpoint_20.pt"]
+def test_monitors_in_to_save_are_not_checked():
+    """The snapshots of a RollbackHandler hold the model's mask of minus infinity."""
+    run = Run(monitored=False)
+    parts = {"model": run.model, "optimizer": run.optimizer}
+    handle = attach_monitors(run.trainer, run.model, run.optimizer, rollback=parts)
+    run.checkpoint = HealthyCheckpoint({**parts, "monitors": handle}, run.save, n_saved=None)
+    assert run.run() == [10, 20, 30, 40]
 
 
 @pytest.mark.parametrize("part", ["parameter", "buffer", "moment"])
@@ -196,28 +147,26 @@ def test_an_output_that_is_not_finite():
     run.trainer._process_function = lambda engine, batch: torch.tensor(
         float("nan" if 15 < engine.state.iteration < 24 else 1)
     )
-    assert run.run() == [10, 24, 30, 40]
+    assert run.run() == [10, 15, 30, 40]
 
 
-def test_given_monitors_and_the_checkpoint_of_an_evaluator(caplog):
+@pytest.mark.parametrize("score", [None, lambda engine: 1.0])
+def test_the_checkpoint_of_an_evaluator(score, caplog):
+    """A score is not that of an earlier state."""
     run = Run({18: 1e4}, monitored=False)
     run.optimizer.param_groups[0]["lr"] = 0.0
-    monitor = SpikeMonitor(lambda engine: engine.state.output, threshold=10.0)
-    monitor.attach(run.trainer)
-    run.checkpoint = HealthyCheckpoint({"model": run.model}, run.save, monitors=[monitor], quiet=5, n_saved=None)
+    SpikeMonitor(lambda engine: engine.state.output, threshold=10.0).attach(run.trainer)
+    step = global_step_from_engine(run.trainer, Events.ITERATION_COMPLETED)
+    arguments = {"score_function": score, "greater_or_equal": True, "global_step_transform": step}
+    run.checkpoint = HealthyCheckpoint({"model": run.model}, run.save, quiet=5, n_saved=None, **arguments)
+    run.checkpoint.attach(run.trainer, None)
     evaluator = Engine(lambda engine, batch: None)
     evaluator.add_event_handler(Events.COMPLETED, run.checkpoint)
-    run.checkpoint.global_step_transform = global_step_from_engine(run.trainer, Events.ITERATION_COMPLETED)
     run.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=10), lambda: evaluator.run([0]))
     run.trainer.run(torch.randn(40, 8, 4))
-    assert [name.split("_")[-1] for name in run.saved] == ["10.pt", "30.pt", "40.pt"]
-    assert "iteration 20: no checkpoint is saved" in caplog.text
-
-
-def test_a_late_file_is_named_as_the_checkpoint_that_was_due():
-    run = Run({10: 1e4}, n_saved=1)
-    run.checkpoint.global_step_transform = global_step_from_engine(run.trainer)
-    assert run.run(10, Events.EPOCH_COMPLETED, epochs=3) == [2, 2, 3]
+    names = [10, 15, 30, 40] if score is None else [10, 30, 40]
+    assert [int(name.split("_")[1].split(".")[0]) for name in run.saved] == names
+    assert "iteration 20: spike had a spike" in caplog.text
 
 
 def test_it_is_ignites_checkpoint(tmp_path):
@@ -270,11 +219,5 @@ def test_sharded_optimizers_and_models_and_averages(one_rank, kind):
 
 
 def test_bad_input():
-    model = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="Argument monitors"):
-        HealthyCheckpoint({"model": model}, "unused", monitors=[model])
-    stats = StepStatsHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="Argument monitors"):
-        HealthyCheckpoint({"model": model}, "unused", monitors=[stats])
     with pytest.raises(ValueError, match="Argument quiet"):
-        HealthyCheckpoint({"model": model}, "unused", quiet=0)
+        HealthyCheckpoint({"model": nn.Linear(1, 1)}, "unused", quiet=0)

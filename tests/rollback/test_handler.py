@@ -442,9 +442,9 @@ def test_memory_is_as_large_as_promised(monkeypatch):
     """Also while a state is copied."""
     training, counts, copied = Training(names=["model", "optimizer"]), [], snapshots.clone
 
-    def clone(*args):
+    def clone(*args, **kwargs):
         counts.append(len(training.rollback._snapshots.all) + 1)
-        return copied(*args)
+        return copied(*args, **kwargs)
 
     monkeypatch.setattr("ignite_monitor.rollback.handler.clone", clone)
     training.run(make_batches(300))

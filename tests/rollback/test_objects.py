@@ -135,6 +135,8 @@ class ScheduleFree(torch.optim.Optimizer):
 class Prepared(torch.optim.Optimizer):
     """Optimizer prepared by accelerate: torch's constructor is not called, so it has no step hooks."""
 
+    __module__ = "accelerate.optimizer"
+
     def __init__(self, optimizer):
         self.optimizer = optimizer
 

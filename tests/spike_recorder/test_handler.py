@@ -439,21 +439,13 @@ def test_what_is_no_record_is_refused(tmp_path, content):
         load_spike(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("iteration", "1"), ("norm", "a"), ("threshold", None), ("culprits", [1]), ("culprits", {"a": "b"})),
-        *(("source", 5), ("source", {"text": 1}), ("lr", 7), ("lr", ["a"]), ("losses", [1]), ("random_state", {})),
-        *(("losses", torch.tensor(1.0)), ("name", None), ("unknown", 1), ("source", {}), ("norm", 10**400)),
-    ],
-)
-def test_wrong_types_are_refused(tmp_path, name, value):
+def test_other_fields_are_refused(tmp_path):
     one_record(tmp_path, X)
     path = tmp_path / files(tmp_path)[0]
     content = torch.load(path, weights_only=True)
-    content["spike"][name] = value
+    content["spike"]["unknown"] = 1
     torch.save(content, path)
-    with pytest.raises(ValueError, match=f"{path} is damaged: .*({name}|fields)"):
+    with pytest.raises(ValueError, match=f"{path} is damaged: its fields"):
         load_spike(path)
 
 
