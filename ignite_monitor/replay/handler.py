@@ -91,13 +91,14 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
                 raise
             error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
         device = device_of(self.model)
-        any_differs = torch.stack([move(flag, device) for flag in differing.values()]).any() if differing else False
-        flags = torch.stack([torch.full((), bool(error), device=device), torch.as_tensor(any_differs, device=device)])
-        fails, differs = (self.ranks.max(flags.float()) > 0).tolist()  # the only synchronization
-        if fails:
+        flags = [move(flag, device) for flag in differing.values()]
+        own_status = torch.full((), 2.0, device=device) if error else torch.stack(flags).any().float()
+        # 0 for equal gradients, 1 for different ones, 2 for an error, on any rank: the only synchronization.
+        status = self.ranks.max(own_status).tolist()
+        if status == 2:
             return f"the loss can't be evaluated twice: {error or 'another rank has reported an error'}"
-        self.publish(reproducible=float(not differs))
-        if not differs:
+        self.publish(reproducible=1.0 - status)
+        if not status:
             self._same_count += 1
             return ""
         names = listed([name for name, flag in differing.items() if flag], 8) or "on another rank"

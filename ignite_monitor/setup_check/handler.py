@@ -82,7 +82,7 @@ class SetupCheck(Monitor):
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
         return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._on_iteration_started)]
 
-    def on_run_end(self) -> None:
+    def on_run_completed(self) -> None:
         if self._evidence is not None and len(self._evidence.stepped) >= self.iterations:
             self._finish(self._evidence)
 
