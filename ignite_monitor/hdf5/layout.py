@@ -155,7 +155,7 @@ def read(path: Path) -> Contents:
     check_regular(path)
     path.open("rb").close()  # the system's errors are clearer than h5py's
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with h5py.File(path, "r", locking="best-effort") as file:
             # A text would be in a heap without a checksum, in which HDF5 can loop for ever if it is damaged.
             found = file.attrs["version"] if file.attrs.get_id("version").dtype.kind in "iu" else "unknown"
             _check(found == VERSION, f"its format has version {found}, and only version {VERSION} can be read")

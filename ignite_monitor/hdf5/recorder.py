@@ -56,9 +56,7 @@ class Recorder:
         self._one_thread = threading.RLock()  # engines may run in several threads
         self._trainer: weakref.ref[Engine] | None = None
         self._handles: list[Any] = []
-        self._sources: dict[
-            int, list[Any]
-        ] = {}  # reports of a monitor, whether it is the trainer's, number of taken ones
+        self._sources: dict[int, list[Any]] = {}  # reports of a monitor, whether of the trainer, how many are taken
         layout.check_regular(path)  # a device must not be replaced
         try:
             self._store = Store(path, mode)
@@ -193,8 +191,8 @@ class Recorder:
             self._offset, after = 0, -1
         elif start == 0:
             self._offset, after = self._last, ENDLESS
-        self._last, self._awaits_iteration = start + self._offset, False
         self._add_line("run", self._run, self._offset, after)
+        self._last, self._awaits_iteration = start + self._offset, False
 
     def _take_reports(self) -> None:
         run, last = self._position()

@@ -7,13 +7,9 @@ import errno
 import functools
 import importlib
 import logging
-import os
 import re
 import resource
-import tempfile
-from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 from ignite.engine import Events
@@ -268,53 +264,3 @@ def test_interrupted_while_it_writes(path, monkeypatch, caplog, where, number, a
     for name, (steps, values) in read.items():
         assert {*values} == {step % 7 for step in steps} == {int(name.rpartition("/")[2])}
     assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
-
-
-def test_a_full_disk_keeps_no_space(path, caplog):
-    """A larger file that can't be made whole is removed at once: the user's own files need what is left."""
-    caplog.set_level(logging.ERROR)
-    left, limits = [], contextlib.ExitStack()
-
-    def look():
-        limits.enter_context(file_size(300_000))
-        left.append([item.name for item in path.parent.iterdir() if item.suffix == ".new"])
-
-    with limits:
-        train_with(path, look, at=[101, 250], output=lambda iteration: {f"loss{i}": iteration / 8 for i in range(300)})
-    assert left == [[], []]
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-def test_a_file_that_can_not_be_written_is_not_continued():
-    """Said by the constructor, and not when all values are lost."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        path = Path(folder) / "run.h5"
-        run(path, 3)
-        path.chmod(0o444)
-        path.parent.chmod(0o777)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(PermissionError, match=r"Can't write .*run\.h5"):
-                HDF5Logger(path, "a")
-        finally:
-            os.seteuid(0)
-        assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
-
-
-def test_a_damaged_end_is_said(path, monkeypatch, caplog):
-    """After a kill, what was on the disk some seconds before may be all that holds."""
-    engine, logger = engine_of(), HDF5Logger(path, flush_every=5)
-    log_output(logger, engine)
-    monkeypatch.setattr(store, "SYNC_EVERY", 0.0)
-    engine.add_event_handler(Events.ITERATION_STARTED(once=50), lambda: monkeypatch.undo())
-    engine.run(range(100))
-    with h5py.File(path) as file:
-        place, count = file["values"].id.get_offset(), int(file["state"][8])
-    assert 40 < count < 60
-    data = bytearray(path.read_bytes())
-    data[place + 12 * 60 + 6] ^= 1
-    copy = path.with_name("copy.h5")
-    copy.write_bytes(data)
-    assert read_hdf5(copy)["train/loss"].steps.tolist() == [*range(1, count + 1)]
-    assert caplog.messages == [f"The end of {copy} is damaged; what was written last is left out."]
-    logger.close()

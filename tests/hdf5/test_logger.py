@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import runpy
 import sys
 import threading
 import tracemalloc
 import weakref
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -190,22 +192,6 @@ def test_memory_does_not_depend_on_the_number_of_iterations(path):
     assert len(read_hdf5(path)["train/a"].steps) == 1700
 
 
-def test_nothing_is_kept_of_evaluators_that_are_gone(path):
-    trainer = engine_of()
-    with HDF5Logger(path, trainer=trainer) as logger:
-
-        @trainer.on(Events.ITERATION_COMPLETED)
-        def evaluate():
-            evaluator = engine_of()
-            log_output(logger, evaluator, Events.COMPLETED, tag="valid")
-            evaluator.run(range(2))
-
-        trainer.run(range(20))
-        gc.collect()
-        assert len(logger._recorder._names) == 1
-    assert read_hdf5(path).iterations("valid/loss").tolist() == list(range(1, 21))
-
-
 def test_closing_leaves_nothing_behind_but_what_was_attached(path, caplog):
     model, optimizer, trainer = make_trainer()
     before = footprint(trainer, model, optimizer)
@@ -274,31 +260,6 @@ def test_never_more_than_flush_every_iterations_wait(path, every):
     assert max(missing) <= 50
 
 
-def test_new_evaluators_are_no_second_training(path, caplog):
-    """They write the same names; those of the trainer are its own."""
-    trainer = engine_of()
-    with HDF5Logger(path, trainer=trainer) as logger:
-        log_output(logger, trainer)
-
-        @trainer.on(Events.EPOCH_COMPLETED)
-        def evaluate(trainer):
-            for tag in ("valid", "train")[: trainer.state.epoch]:
-                evaluator = engine_of(lambda _: {"loss": 7.0})
-                log_output(logger, evaluator, Events.COMPLETED, tag=tag)
-                evaluator.run(range(2))
-
-        trainer.run(range(5), max_epochs=1)
-        assert not caplog.records
-        trainer.run(range(5), max_epochs=3)
-    assert as_lists(path)["train/loss"] == ([*range(1, 16)], [i / 8 for i in range(1, 16)])
-    assert read_hdf5(path).iterations("valid/loss").tolist() == [5, 10, 15]
-    [warning] = caplog.messages
-    assert (
-        "train/loss is a name of the trainer in this file; values of another engine are not written under such names."
-        in warning
-    )
-
-
 @pytest.mark.parametrize("evaluates_first", [False, True])
 def test_a_name_belongs_to_the_trainer_or_to_other_engines(path, caplog, evaluates_first):
     """Whoever writes it first, in a resumed run too: values of both are never mixed."""
@@ -315,17 +276,6 @@ def test_a_name_belongs_to_the_trainer_or_to_other_engines(path, caplog, evaluat
     assert caplog.text.count("is a name of") == 2
 
 
-def test_an_evaluator_at_the_end_has_the_trainers_iteration(path):
-    trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
-    with HDF5Logger(path, trainer=trainer) as logger:
-        log_output(logger, evaluator, Events.COMPLETED, tag="valid")
-        for event in (Events.EPOCH_COMPLETED, Events.COMPLETED):
-            trainer.add_event_handler(event, lambda: evaluator.run(range(2)))
-        trainer.run(range(5), max_epochs=2)
-        evaluator.run(range(2))
-    assert read_hdf5(path).iterations("valid/accuracy").tolist() == [5, 10, 10, 10]
-
-
 def test_engines_in_threads_of_their_own(path):
     engines = [engine_of(lambda iteration: float(iteration)) for _ in range(3)]
     with HDF5Logger(path, flush_every=2, trainer=engines[0]) as logger:
@@ -338,6 +288,24 @@ def test_engines_in_threads_of_their_own(path):
             thread.join()
     read = as_lists(path)
     assert [read[f"{number}/output"][0] for number in range(3)] == [list(range(1, 41))] * 3
+
+
+def test_a_file_that_is_open_can_be_read_and_continued(path):
+    run(path, 3)
+    with h5py.File(path, "r"):
+        run(path, 5, "a", start=3)
+        assert as_lists(path)["train/loss"][0] == [1, 2, 3, 4, 5]
+
+
+def test_metrics_by_regular_expression(path):
+    run(path, 3, output=lambda i: {"a/norm": 1.0, "a/std": 2.0, "b/norm": 3.0})
+    assert list(read_hdf5(path, "norm$")) == ["train/a/norm", "train/b/norm"]
+    assert list(read_hdf5(path, re.compile("A/", re.IGNORECASE))) == ["train/a/norm", "train/a/std"]
+    assert list(read_hdf5(path, "nothing")) == []
+    with pytest.raises(ValueError, match=r"Argument metrics should be a regular expression, but given '\('"):
+        read_hdf5(path, "(")
+    with pytest.raises(TypeError, match="Argument metrics should be a regular expression"):
+        read_hdf5(path, 3)
 
 
 def test_without_h5py(path, monkeypatch):

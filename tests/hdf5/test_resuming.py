@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-
 import pytest
 from ignite.engine import Events
 from ignite.handlers import global_step_from_engine
@@ -28,33 +25,7 @@ def test_x_refuses_w_replaces_a_continues(path):
     assert [item.name for item in path.parent.iterdir()] == ["run.h5"]
 
 
-def test_strings_and_changes_of_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    logger, engine = HDF5Logger("run.h5"), engine_of()
-    log_output(logger, engine)
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    engine.run(range(3))
-    logger.close()
-    assert as_lists(str(tmp_path / "run.h5"))["train/loss"][0] == [1, 2, 3]
-
-
 # Resuming
-
-
-@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.ITERATION_COMPLETED])
-@pytest.mark.parametrize("has_monitor", [False, True])
-def test_a_handler_that_resumes_when_the_run_has_started(path, has_monitor, event):
-    for start, value in ((0, 1.0), (10, 2.0)):
-        engine = engine_of(lambda _, value=value: {"loss": value})
-        Monitor(NoModel(), "own").attach(engine) if has_monitor else None
-        with HDF5Logger(path, "a", trainer=engine) as logger:
-            log_output(logger, engine, event, output_transform=lambda _, value=value: {"loss": value})
-            engine.add_event_handler(
-                Events.STARTED, lambda engine=engine, start=start: vars(engine.state).update(iteration=start)
-            )
-            engine.run(range(10), max_epochs=1 + start // 10)
-    assert 1.0 in as_lists(path)["train/loss"][1]
 
 
 @pytest.mark.parametrize("baseline", [False, True])
@@ -160,50 +131,6 @@ def test_reports_of_replaced_iterations_go_with_the_values(path, same_logger):
     assert [(it.iteration, it.run) for it in reports if it.kind == "start"] == [(0, 0), (40, 1), (45, 2)]
 
 
-# An exception
-
-
-@pytest.mark.parametrize("error", [RuntimeError, GeneratorExit])
-def test_resuming_after_an_exception_while_the_engine_is_alive(path, error):
-    """In a notebook, the traceback keeps the engine alive."""
-    engines = []
-    for value, start, fail_at in ((1.0, 0, 31), (2.0, 20, 41), (3.0, 25, None)):
-        engine = engine_of(lambda _, value=value: {"loss": value})
-        engines.append(engine)
-
-        @engine.on(Events.ITERATION_COMPLETED)
-        def fail(engine, fail_at=fail_at):
-            if engine.state.iteration == fail_at:
-                raise error
-
-        with HDF5Logger(path, "a", trainer=engine) as logger, contextlib.suppress(error):
-            log_output(logger, engine)
-            resume(engine, start, 60)
-    assert as_lists(path)["train/loss"] == (list(range(1, 61)), [1.0] * 20 + [2.0] * 5 + [3.0] * 35)
-
-
-@pytest.mark.parametrize("is_attached", [True, False])
-def test_runs_and_iterations(path, is_attached):
-    """An evaluator's steps are epochs; iterations of the trainer are stored, attached to the logger or not."""
-    for mode, start in (("x", 0), ("a", 10)):
-        trainer, evaluator = engine_of(), engine_of(lambda _: {"accuracy": 0.5})
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _, evaluator=evaluator: evaluator.run(range(3)))
-        step = global_step_from_engine(trainer, Events.EPOCH_COMPLETED)
-        with HDF5Logger(path, mode, trainer=trainer) as logger:
-            if is_attached:
-                log_output(logger, trainer, Events.ITERATION_COMPLETED(every=5))
-            log_output(logger, evaluator, Events.COMPLETED, tag="valid", global_step_transform=step)
-            trainer.load_state_dict({"iteration": start, "epoch_length": 10, "max_epochs": 3})
-            trainer.run(range(10))
-    recording = read_hdf5(path)
-    assert recording["valid/accuracy"].steps.tolist() == [1, 2, 3]
-    assert recording.iterations("valid/accuracy").tolist() == [10, 20, 30]
-    assert recording.runs("valid/accuracy").tolist() == [0, 1, 1]
-    if is_attached:
-        assert recording.iterations("train/loss").tolist() == [5, 10, 15, 20, 25, 30]
-        assert recording.runs("train/loss").tolist() == [0, 0, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("sessions", [1, 3])
 def test_evaluators_between_runs_of_the_trainer(path, sessions):
     """The last session evaluates only."""
@@ -228,26 +155,6 @@ def test_evaluators_between_runs_of_the_trainer(path, sessions):
     assert read["train/loss"].steps.tolist() == list(range(1, 5 * count + 1))
     assert read.iterations("valid/accuracy").tolist() == [5 * epoch for epoch in (*range(count + 1), count)]
     assert read["valid/accuracy"].values[-1] == sessions
-
-
-def test_an_evaluator_in_a_thread_of_its_own_begins_no_run_of_the_trainer(path):
-    """The trainer has counted its first iteration, and its logger has not been called."""
-    trainer, evaluator = engine_of(), engine_of()
-
-    def evaluate():
-        thread = threading.Thread(target=evaluator.run, args=(range(3),))
-        thread.start()
-        thread.join()
-
-    with HDF5Logger(path, trainer=trainer) as logger:
-        log_output(logger, trainer)
-        log_output(logger, evaluator, tag="valid")
-        trainer.add_event_handler(Events.STARTED | Events.ITERATION_STARTED(once=1), evaluate)
-        for trainer.state.max_epochs in (None, None):
-            trainer.run(range(5), max_epochs=1)
-    read = read_hdf5(path)
-    assert read.iterations("train/loss").tolist() == [*range(1, 11)]
-    assert read.iterations("valid/loss").tolist() == [0, 0, 0, 1, 1, 1, 5, 5, 5, 6, 6, 6]
 
 
 def test_engines_are_refused_unless_it_is_known_which_one_trains(tmp_path):
