@@ -24,25 +24,39 @@ from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A state is healthy if no monitor on the trainer had a spike in the last ``quiet`` iterations (one that has failed is
-    not asked), the loss in the train step's output is finite, and so are all tensors in ``to_save`` that were finite at
+    A state is healthy if the monitors had no spike in the last ``quiet`` iterations (one that has failed is not asked),
+    the loss in the train step's output is finite, and so are all tensors in ``to_save`` that were finite at
     first. In place of another state the newest healthy one is saved, from a copy in host memory; a warning gives reason
     and iteration. All ranks have to call it. With ``score_function``, attach it to the trainer at the event None.
 
     Args:
         to_save: name -> object with ``state_dict`` and ``load_state_dict``.
         save_handler: directory, or save handler.
+        monitors: the monitors whose spikes count; None for all on the trainer.
         quiet: number of iterations without a spike, at least 1.
         group: the ranks that save together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         kwargs: further arguments of ``Checkpoint``: ``n_saved``, ``score_function`` …
 
     Raises:
-        TypeError: if an argument has the wrong type.
+        TypeError: if an argument has the wrong type, or a monitor detects no spikes.
         ValueError: if ``quiet`` is less than 1, or ``to_save`` has lazy modules.
     """
 
-    def __init__(self, to_save: Any, save_handler: Any, *, quiet: int = 20, group: Group = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        to_save: Any,
+        save_handler: Any,
+        *,
+        monitors: list[CountingMonitor] | None = None,
+        quiet: int = 20,
+        group: Group = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(to_save, save_handler, **kwargs)
+        for monitor in monitors or ():
+            if not isinstance(monitor, CountingMonitor):
+                raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
+        self.monitors = monitors
         self.quiet, self._training = check_count("quiet", quiet, least=1), TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
@@ -52,7 +66,12 @@ class HealthyCheckpoint(Checkpoint):
         self._trainer: Any = lambda: None
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
-        """Know of the spikes on the trainer, and save at an event, filtered or not, or None."""
+        """Save at an event of the trainer, and know of the spikes of its run.
+
+        Args:
+            engine: the engine that trains.
+            event: the event, filtered or not; None if an evaluator calls the checkpoint.
+        """
         if self._trainer() is not engine:
             self._trainer = weakref.ref(engine)
             engine.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED, self._observe)
@@ -63,10 +82,9 @@ class HealthyCheckpoint(Checkpoint):
         if engine.last_event_name == Events.STARTED:
             self._counts.clear()
             self._healthy, self._copy = 0, {}
-        monitors = [
-            item for item in getattr(EventSource.on(engine), "monitors", []) if isinstance(item, CountingMonitor)
-        ]
-        self._counts.append({item.prefix: item.counts()[0] for item in monitors if not item._has_failed})
+        monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
+        counting = [item for item in monitors if isinstance(item, CountingMonitor) and not item._has_failed]
+        self._counts.append({item.prefix: item.counts()[0] for item in counting})
         iteration = engine.state.iteration
         is_old = iteration % self.quiet == 0 and iteration - self._healthy > iteration / 10
         if is_old and self.score_function is None and not self._problem(engine):

@@ -642,8 +642,8 @@ def healthy_checkpoint(rank: int, joined: bool = False) -> dict[str, Any]:
 
 
 def test_all_ranks_save_together_or_none(results):
-    assert results("checkpoint") == [{"saved": [14, 23, 30, 40]}] * WORLD
-    assert results("checkpoint join") == [{"saved": [14, 20]}, {"saved": [14, 23, 30, 40]}]
+    assert results("checkpoint") == [{"saved": [5, 15, 30, 40]}] * WORLD
+    assert results("checkpoint join") == [{"saved": [5, 20]}, {"saved": [5, 15, 30, 40]}]
 
 
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {

@@ -142,6 +142,14 @@ def test_nothing_is_saved_with_a_tensor_that_is_not_finite(part, value):
     assert run.run() == [10]
 
 
+def test_spikes_of_other_monitors_do_not_count():
+    run = Run({16: 1e4})
+    other = SpikeMonitor(lambda engine: 0.0, prefix="other")
+    other.attach(run.trainer)
+    run.checkpoint = HealthyCheckpoint({"model": run.model}, run.save, monitors=[other], quiet=5, n_saved=None)
+    assert run.run() == [10, 20, 30, 40]
+
+
 def test_an_output_that_is_not_finite():
     run = Run(monitored=False)
     run.trainer._process_function = lambda engine, batch: torch.tensor(
@@ -219,5 +227,8 @@ def test_sharded_optimizers_and_models_and_averages(one_rank, kind):
 
 
 def test_bad_input():
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="Argument monitors"):
+        HealthyCheckpoint({"model": model}, print, monitors=[model])
     with pytest.raises(ValueError, match="Argument quiet"):
-        HealthyCheckpoint({"model": nn.Linear(1, 1)}, "unused", quiet=0)
+        HealthyCheckpoint({"model": model}, print, quiet=0)
