@@ -138,10 +138,8 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
-        originals = list(root.parameters())
-        second_derivatives = sdpa_kernel(SDPBackend.MATH)
-        with isolated_copy(root, self.loss, self._generators) as model, second_derivatives:
-            copies = {id(original): copy for original, copy in zip(originals, model.parameters(), strict=True)}
+        with isolated_copy(root, self.loss, self._generators) as model, sdpa_kernel(SDPBackend.MATH):
+            copies = {id(own): copy for own, copy in zip(root.parameters(), model.parameters(), strict=True)}
             if not copies.keys() >= set(map(id, parameters)):
                 raise RuntimeError("the optimizer holds parameters of another model")
             hessian = Hessian(evaluate(self.loss, model, batch), [copies[id(item)] for item in parameters])
@@ -152,8 +150,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
 
             unit = gradient / length(gradient)
             along_gradient = unit @ product(unit)
-            start = start_vector(gradient, seed=0)
-            return along_gradient, lanczos(product, start, self.lanczos_steps).flatten()
+            return along_gradient, lanczos(product, start_vector(gradient, seed=0), self.lanczos_steps).flatten()
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._tridiagonal is None else [self._tridiagonal]
