@@ -138,8 +138,9 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
+        originals = list(root.parameters())  # isolated_copy hides them
         with isolated_copy(root, self.loss, self._generators) as model, sdpa_kernel(SDPBackend.MATH):
-            copies = {id(own): copy for own, copy in zip(root.parameters(), model.parameters(), strict=True)}
+            copies = {id(own): copy for own, copy in zip(originals, model.parameters(), strict=True)}
             if not copies.keys() >= set(map(id, parameters)):
                 raise RuntimeError("the optimizer holds parameters of another model")
             hessian = Hessian(evaluate(self.loss, model, batch), [copies[id(item)] for item in parameters])

@@ -20,7 +20,6 @@ from ignite_monitor.model.sampling import is_measurable
 
 _COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)  # hooks that compute a weight
 _SOURCES = ("_orig", "_g", "_v")  # from parameters whose names end so
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class MatrixWeight(NamedTuple):
@@ -70,6 +69,6 @@ def labelled_matrices(weight: MatrixWeight, value: Tensor) -> Iterator[tuple[Lab
         value = value.mT
     matrices = value.flatten(0, -3) if is_stack else value.flatten(1)[None]
     rows, columns = matrices.shape[1:]
-    scale = math.nan if is_stack or isinstance(module, _EMBEDDINGS) else math.sqrt(rows / columns)
+    scale = math.nan if is_stack or isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else math.sqrt(rows / columns)
     for i, matrix in enumerate(matrices):
         yield Label(f"{name}/{i}" if is_stack else name, name, scale), matrix
