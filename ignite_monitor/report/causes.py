@@ -36,9 +36,8 @@ def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     moved = run.sibling(monitor, "optimizer").get("update_norm").finite
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
     loss = run.loss.values if run.judges_loss else np.empty(0)
-    # Parameters that begin at 0, as those of adapters, move by their own size, without harm unless the loss rises.
-    if ratios.values.max(initial=0.0) > limits.FROM_ZERO and (np.abs(loss) <= 2 * np.abs(loss[:1])).all():
-        return
+    # Parameters that begin at 0, as those of adapters, move by their own size without harm.
+    is_harmless = len(loss) > 0 and bool((np.abs(loss) <= 2 * np.abs(loss[:1])).all())
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
@@ -50,7 +49,7 @@ def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     ):
         large = sizes.values > limit * limits.LARGE_UPDATE
         begins = [i for i in np.flatnonzero(large).tolist() if large[i : i + count].sum() == count]
-        if not begins:
+        if not begins or (is_harmless and sizes.steps[begins[0]] <= run.first_made + limits.REACH):
             continue
         part = sizes.part(slice(begins[0], begins[0] + count))
         what = text.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
@@ -154,6 +153,7 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     places = monitor.items("batch_rms/{}")
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
+        far &= index == 0 or run.loss.values[:1].sum() > limits.LARGE_INPUT  # else these are no targets
         if far.sum() >= MIN_ONSET and far.mean() >= 0.5:
             name, (onset, since), rms = series.name, series.onset(far), series.part(far).median
             what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "

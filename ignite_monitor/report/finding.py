@@ -56,7 +56,7 @@ KINDS: dict[str, Kind] = {
     "nonfinite_loss": Kind("Look for log, sqrt or a division near 0 in the loss, and for such targets.", BOTH),
     "nonfinite_forward": Kind("Inspect that module and its input.", DAMAGE, DAMAGE),
     "nonfinite_backward": Kind("Look for sqrt, norm or a division at 0 in that module.", DAMAGE, DAMAGE),
-    "input_scale": Kind("Normalize the inputs.", BOTH, DAMAGE),
+    "input_scale": Kind("Normalize the inputs, unless the model does so.", BOTH, DAMAGE),
     "loss_scale": Kind("Scale the targets (or rewards) to about 1, or average the loss.", DAMAGE, DAMAGE),
     "weight_changed": Kind("Look for code that writes to weights: initialization, loading, clipping.", BOTH, DAMAGE),
     "clipped_away": Kind("Clip to about the usual norm, or scale a large loss down.", STILL, DAMAGE),

@@ -44,7 +44,6 @@ GROUP_RATE = 30.0  # times the other groups' median learning rate; those of heal
 GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
-FROM_ZERO = 1e6  # update ratio of a parameter that was 0
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
 
 # Weights.
@@ -53,7 +52,7 @@ SUDDEN = 0.6  # share of a fall that is not weight decay's if it is between two 
 JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
 OTHER_MEANS = 10.0  # times what the steps between can move: Adam's grow by 3 at most where gradients do
 OTHER_MEANS_SGD = 4.5  # the same of steps that are proportional to gradients: equal ones add up to 4.4 times as much
-JUMPS, REACH = 50, 10  # jumps that are examined, and iterations whose gradients are in a step with momentum
+JUMPS, REACH = 50, 10  # jumps that are examined; iterations whose gradients are in a step with momentum, or the first
 
 # Layers.
 ACTIVATION_SPREAD = 100.0  # standard deviation to the median module's: 15 at most in healthy networks

@@ -49,13 +49,13 @@ LATE = STEPS >= 180
 # kind: case -> run, severity (None: not found), what the text says
 CASES = {
     "large_updates: first steps": (
-        trained(optimizer__update_norm=at(np.where(STEPS < 5, 20.0, 0.1))),
+        trained(5 - falling(), optimizer__update_norm=at(np.where(STEPS < 5, 20.0, 0.1))),
         *("problem", "in iterations 1-3 a step moved the parameters by 2, 2 and 2 of their norm|rate was 0.001"),
     ),
     "large_updates: two of them": (trained(optimizer__update_norm=at(np.where(STEPS < 3, 20.0, 0.1))), None, ""),
     "large_updates: of an optimizer whose steps are unknown": (trained(step__gradient_norm=at(3000.0)), None, ""),
     "large_updates: of the median parameter": (
-        trained(monitor__update_ratio_median=at(np.where(STEPS < 5, 0.16, 0.004))),
+        trained(np.exp(-falling()), monitor__update_ratio_median=at(np.where(STEPS < 5, 0.16, 0.004))),
         *("problem", "in iterations 1-3 a step moved the median parameter by 0.16, 0.16 and 0.16 of its norm"),
     ),
     "large_updates: parameters that begin at 0, and a loss that falls": (
@@ -296,7 +296,9 @@ def test_a_loss_of_nan_explains_gradients_that_explode_with_it_but_none_from_bef
 
 
 def test_a_strong_weight_decay_is_named_before_the_large_steps_that_it_makes():
-    decay = trained(step__parameter_norm=at(1 + 9 * 0.88**STEPS), optimizer__update_norm=at(1.3 * 0.88**STEPS))
+    decay = trained(
+        9 - 4 * falling(), step__parameter_norm=at(1 + 9 * 0.88**STEPS), optimizer__update_norm=at(1.3 * 0.88**STEPS)
+    )
     shrank, large = summarise("run.h5", make_run(decay)).findings
     assert (shrank.kind, large.kind) == ("weights_shrank", "large_updates")
     assert large.action == "Probably related to weights_shrank above."
