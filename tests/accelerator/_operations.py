@@ -27,7 +27,7 @@ from tests.accelerator._trainings import Training, batches, transformer
 Make = Callable[..., Any]
 CLIP = "clip_grad_norm_"
 # Limits with a model of six blocks, which has 77 parameters, as in Operations; the monitor, given model and optimizer.
-MONITORS: dict[str, tuple[int, int, Make]] = {
+LIMITS: dict[str, tuple[int, int, Make]] = {
     "GradMonitor": (40, 50, GradMonitor),
     "GradMonitor, RobustThreshold": (50, 60, lambda m, o: GradMonitor(m, o, threshold=RobustThreshold())),
     "GradMonitor, per_parameter": (99, 115, lambda m, o: GradMonitor(m, o, per_parameter=True)),

@@ -17,7 +17,7 @@ from ignite.engine import Events
 
 from tests.accelerator import simulated
 from tests.accelerator._device import Device
-from tests.accelerator._operations import CLIP, MONITORS, Make, added
+from tests.accelerator._operations import CLIP, LIMITS, Make, added
 from tests.accelerator._trainings import Training, batches, transformer
 
 
@@ -58,8 +58,8 @@ def main() -> int:
     print("|---|---|---|---|---|")
     step, memory = milliseconds(device, None, args.rounds)
     print(f"| a train step, 6 blocks of width 256 | | {step:.2f} ms | | {memory:.0f} MiB |")
-    for name in (CLIP, *MONITORS):
-        make = MONITORS[name][-1] if name in MONITORS else None
+    for name in (CLIP, *LIMITS):
+        make = LIMITS[name][-1] if name in LIMITS else None
         count = added(device, make).seen
         own, most = milliseconds(device, make, args.rounds, clip=make is None)
         cells = f"{count} | {own - step:+.2f} ms | {(own - step) / step:+.0%} | {most - memory:+.0f} MiB"

@@ -112,7 +112,6 @@ class Training:
     Args:
         kind: "plain", "accumulated" (two backwards to a step) or "scaled" (a GradScaler, with an overflow).
         fused: whether the optimizer is, which skips steps on the device.
-        dtype: what autocast computes in; None without it.
         clip: whether the train step clips gradients, with a limit that none exceeds.
         lr: learning rate of SGD.
         place: whether to move the model to the device.
@@ -125,7 +124,6 @@ class Training:
         fused: bool = False,
         model: nn.Module | None = None,
         clip: bool = False,
-        dtype: torch.dtype | None = None,
         lr: float = 0.05,
         place: bool = True,
     ) -> None:
@@ -137,15 +135,13 @@ class Training:
         if fused:  # of SGD the first step would have to be looked at
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.scaler = torch.amp.GradScaler(device.name, init_scale=1024.0) if kind == "scaled" else None
-        self.kind, self.clip, self.dtype = kind, clip, dtype
+        self.kind, self.clip = kind, clip
         self.trainer = Engine(self.train_step)
         self.rows: Rows = []
 
     def loss(self, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         tokens, targets, factor = batch
-        with torch.autocast(self.device.name, self.dtype, enabled=self.dtype is not None):
-            logits = self.model(tokens)
-        return factor * F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return factor * F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
 
     def train_step(self, engine: Engine, batch: tuple[Tensor, Tensor, float]) -> Tensor:
         loss = self.loss(batch)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from ignite_monitor import GradMonitor, WeightUpdateHandler
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import (
-    MONITORS,
     Training,
     all_monitors,
     assert_alike,
@@ -99,26 +98,6 @@ def test_a_graphed_forward(device):
             training.model = torch.cuda.make_graphed_callables(model, (data[0][0],))
         rows.append(training.run(monitors, data, quiet=False))
     assert_alike(*rows, 1e-4)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_fused_optimizers_with_a_scaler(kind, device):
-    """The scale reaches the optimizer on the device: a spike and an overflow are skipped there."""
-    if kind is torch.optim.Adagrad and device.name == "cuda":
-        pytest.skip("torch has no fused Adagrad on CUDA")
-    training = Training(device, "scaled")
-    training.optimizer = kind(training.model.parameters(), lr=0.01, fused=True)
-    training.trainer.run(batches(1, device.name))
-    monitors = [
-        GradMonitor(training.model, training.optimizer, scaler=training.scaler, on_spike="skip"),
-        MONITORS["WeightUpdateHandler"](training.model, training.optimizer, training.scaler),
-    ]
-    rows = training.run(monitors, batches(6, device.name))
-    assert rows[3]["grad/nonfinite_count"] == 1  # the overflow
-    assert "monitor/update_ratio_max" not in rows[3]
-    assert rows[4]["monitor/update_ratio_max"] > 0
-    assert "grad/threshold" not in rows[4]  # which has too few norms yet
-    assert all(bool(parameter.isfinite().all()) for parameter in training.model.parameters())
 
 
 def test_offloaded_parameters_with_nccl_alone(device):
