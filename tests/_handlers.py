@@ -92,7 +92,6 @@ class Case:
         second_pass: whether it reads the result of a second pass in every iteration.
         has_model: whether it watches a model.
         reads_parameter: whether its value, a function here, reads a parameter.
-        sums_in_order_of_device: whether its sums are taken in another order on the CPU than on a device.
     """
 
     make: Callable[..., Any]
@@ -105,7 +104,6 @@ class Case:
     second_pass: bool = False
     has_model: bool = True
     reads_parameter: bool = False
-    sums_in_order_of_device: bool = False
 
     def __call__(self, model, optimizer):
         return self.make(model, optimizer)
@@ -155,8 +153,8 @@ HANDLERS = {
         of_model(ReplayCheckHandler, loss=mse_of), on_device=False, second_pass=True, reads={"tolist": 30}, **ALWAYS
     ),
     "HistogramHandler": Case(of_model(HistogramHandler), **ALWAYS),
-    "ActivationHandler": Case(of_model(ActivationHandler, activations=True), sums_in_order_of_device=True),
-    "ActivationHandler, gradients": Case(of_model(ActivationHandler, gradients=True), sums_in_order_of_device=True),
+    "ActivationHandler": Case(of_model(ActivationHandler, activations=True)),
+    "ActivationHandler, gradients": Case(of_model(ActivationHandler, gradients=True)),
     "WeightUpdateHandler, no optimizer": Case(of_model(WeightUpdateHandler, sample_size=4, top_k=0)),
     "RCCHandler": Case(of_model(RCCHandler)),
     "SpectralNormHandler": Case(of_model(SpectralNormHandler, updates=True, per_parameter=True, top_k=0), **ALWAYS),

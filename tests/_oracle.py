@@ -182,7 +182,6 @@ class Taken:
     detection: Detection
     of_backward: bool
     again: bool = False
-    skipped: bool = False
 
 
 class WindowTruth:
@@ -194,7 +193,6 @@ class WindowTruth:
         makes_step: whether a step of an optimizer is its own.
         others: names of the parameters of other monitored models.
         reported: flag and norm that the monitor reports at each moment, for where rounding decides.
-        scaled: whether there is a GradScaler, whose overflows are no spikes.
 
     Attributes:
         moments: flag and norm at each moment.
@@ -209,10 +207,9 @@ class WindowTruth:
         makes_step: Callable[[int], bool],
         others: Iterable[str] = (),
         reported: Iterable[Moment] = (),
-        scaled: bool = False,
     ) -> None:
         self.own, self.others, self.makes_step = set(own), set(others), makes_step
-        self.oracle, self.reported = Oracle(rule, overflow_is_spike=not scaled), list(reported)
+        self.oracle, self.reported = Oracle(rule), list(reported)
         self.moments: list[Moment] = []
         self.published: list[Values] = []
         self.announced: list[int] = []
@@ -222,7 +219,6 @@ class WindowTruth:
         self.without_update: Oracle | None = None  # what was known before a provisional update
         self.iteration = 0
         self.has_detected = False  # in this iteration
-        self.skipped_count = 0
 
     def follow(self, events: Iterable[Event], monitored: Callable[[int], bool] = lambda _: True) -> WindowTruth:
         for event in events:
@@ -308,13 +304,6 @@ class WindowTruth:
         self.made, self.taken = self.taken, None
         self._close()
 
-    def _skipped(self, event: Event) -> None:
-        self._stepped(event)
-        if self.makes_step(event.optimizer) and self.made is not None:
-            assert self.made.detection.spike
-            self.made.skipped = True
-            self.skipped_count += 1
-
     def _returned(self, event: Event) -> None:
         now = self.window if self.window is not None and self.window.iteration == self.iteration else None
         final = None if self.made is None else self.made.detection
@@ -331,9 +320,9 @@ class WindowTruth:
             return
         values = final.statistics() | {
             "spike_count": float(self.oracle.spike_count),
-            "skipped_count": float(self.skipped_count),
+            "skipped_count": 0.0,
             "nonfinite_count": float(self.oracle.nonfinite_count),
-            "stepped": float(self.made is not None and not self.made.skipped),
+            "stepped": float(self.made is not None),
         }
         self.published.append(values)
 

@@ -90,7 +90,7 @@ class Event:
 
     Args:
         kind: "iteration" starts, "backward" ends, "step" starts (with a closure, when that has returned first),
-            "stepped" or "skipped", the train step has "returned", and a "moment" at which monitors are asked.
+            "stepped", the train step has "returned", and a "moment" at which monitors are asked.
         optimizer: whose step it is, or in whose step the backward is.
         reached: names of the parameters that a backward reached.
         before: names of those that had a gradient other than zero before it.
@@ -116,14 +116,10 @@ class UpdateTruth:
     Args:
         own: names of the parameters that count.
         held_by: names of an optimizer's parameters that have requires_grad.
-        top_k: how many of the largest norms are published by name.
-        scaled: whether there is a GradScaler, whose overflows are left to it.
     """
 
-    def __init__(
-        self, own: Iterable[str], held_by: Callable[[int], Iterable[str]], top_k: int = 0, scaled: bool = False
-    ) -> None:
-        self.own, self.held_by, self.top_k, self.scaled = set(own), held_by, top_k, scaled
+    def __init__(self, own: Iterable[str], held_by: Callable[[int], Iterable[str]]) -> None:
+        self.own, self.held_by = set(own), held_by
         self.published: list[Values] = []
         self._still: dict[str, int] = {}
         self._iteration = 0
@@ -139,7 +135,7 @@ class UpdateTruth:
             elif event.kind == "backward":
                 reached = self.own.intersection(event.reached)
                 self._has_backward |= bool(reached)
-                self._left |= {name: event.norms[name] for name in reached if self._counts(event.norms[name])}
+                self._left |= {name: event.norms[name] for name in reached}
             elif event.kind == "step":
                 names = self.own.intersection(self.held_by(event.optimizer))
                 self._members = {name: event.gradients.get(name) for name in names}
@@ -152,17 +148,12 @@ class UpdateTruth:
                 self.published.append({f"monitor/{name}": value for name, value in values.items()})
         return self
 
-    def _counts(self, norm: float) -> bool:
-        return math.isfinite(norm) or not self.scaled
-
     def _values(self, event: Event) -> Values:
         norms = self._left | self._used
         values: Values = {}
         if norms or self._has_backward:
             values["vanishing_count"] = float(sum(item < 1e-7 for item in norms.values()))
             values["exploding_count"] = float(sum(item > 1e2 for item in norms.values()))
-            largest = sorted(norms, key=lambda name: -norms[name])[: self.top_k]
-            values |= {f"topk_grad/{name}": norms[name] for name in largest}
         if norms:
             values |= order_statistics("grad", norms.values())
         if self._moved:

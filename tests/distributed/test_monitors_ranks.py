@@ -22,10 +22,14 @@ from ignite_monitor import (
     GradMonitor,
     HealthyCheckpoint,
     HistogramHandler,
+    Key,
     Metric,
+    Monitor,
+    MonitorEvents,
     OptimizerStateHandler,
     RCCHandler,
     RoutingHandler,
+    Schema,
     SetupCheck,
     SpectralNormHandler,
     StaticThreshold,
@@ -34,6 +38,7 @@ from ignite_monitor import (
     record,
 )
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
+from tests._handlers import ClippingMonitor
 from tests._helpers import assert_same, make_batches, make_step
 from tests._models import Lambda, Net, make_mlp
 from tests._ranks import WORLD, ddp, fsdp, run_scenarios, train, whole
@@ -646,6 +651,44 @@ def test_all_ranks_save_together_or_none(results):
     assert results("checkpoint join") == [{"saved": [5, 20]}, {"saved": [5, 15, 30, 40]}]
 
 
+# Monitors written by users, as the guide shows
+
+CLIP = 0.5
+
+
+class WeightMonitor(Monitor, schema=Schema("weight", "weight", (Key("norm", "norm of all weights after the step"),))):
+    """{keys}"""
+
+    def handlers(self) -> Any:
+        return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
+
+    def _on_train_step_completed(self, engine: Engine) -> None:
+        self.publish(norm=torch.stack([whole(p).norm() for p in self.model.parameters()]).norm())
+
+
+def own_monitors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [ClippingMonitor(model, optimizer), WeightMonitor(model, "weight"), GradMonitor(model, optimizer)]
+
+
+def own_trained(wrap: Any, rank: int | None, parts: int = 1) -> dict[str, Any]:
+    make = functools.partial(make_mlp, sizes=(6, 5, 3))
+    step = functools.partial(make_step, clip=CLIP, parts=parts)
+    run = train(make, wrap, rank, make_batches(4, size=8), own_monitors, step=step)
+    names = ("clipping/kept", "weight/norm", "grad/norm")
+    return {"rows": [{name: float(row[name]) for name in names} for row in run.rows]}
+
+
+@pytest.mark.parametrize("name", ["own ddp", "own fsdp", "own accumulation"])
+def test_monitors_of_ones_own(results, name):
+    first, second = results(name)
+    assert first == second
+    alone = own_trained(None, None)["rows"] if "accumulation" not in name else first["rows"]
+    for row, other in zip(first["rows"], alone, strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+        assert row["clipping/kept"] == pytest.approx(min(1.0, CLIP / row["grad/norm"]), rel=1e-4)
+    assert min(row["clipping/kept"] for row in first["rows"]) < 0.9
+
+
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{name: functools.partial(both_or_one, case) for name, case in CASES.items()},
     **{f"clipped {name}": functools.partial(clipped, wrap) for name, wrap in WRAPS.items()},
@@ -665,6 +708,9 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "alignment fsdp": functools.partial(alignment, wrap=sharded("2")),
     "alignment join": functools.partial(alignment, joined=True),
     "setup": setup_check,
+    "own ddp": functools.partial(own_trained, ddp),
+    "own fsdp": functools.partial(own_trained, fsdp),
+    "own accumulation": functools.partial(own_trained, ddp, parts=2),
     "checkpoint": healthy_checkpoint,
     "checkpoint join": functools.partial(healthy_checkpoint, joined=True),
 }

@@ -137,14 +137,6 @@ def test_on_spike(on_spike):
     assert recorder.of("grad/skipped_count")[-1] == (on_spike == "skip")
 
 
-def test_losses_without_a_logarithm_or_without_a_value_are_no_spikes_and_do_not_enter():
-    for loss in (-1.0, 0.0, None):
-        training = Training(loss=lambda engine, loss=loss: loss)
-        recorder = train(training.step, batches_of(5), training.monitor)
-        assert recorder.of("grad/loss_spike") == [None] * 5
-        assert float(training.monitor.state_dict()["loss"]["rule"]["count"]) == 0
-
-
 def compared(monitor):
     """What the monitor compares of the losses, from now on."""
     values, detect = [], monitor._detector.detect

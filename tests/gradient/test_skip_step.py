@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from ignite_monitor import (
     ActivationHandler,
     GradMonitor,
-    MeanStdThreshold,
     SpectralNormHandler,
     StaticThreshold,
     WeightUpdateHandler,
@@ -60,17 +59,6 @@ def test_with_a_scaler(name, form, spikes):
 @pytest.mark.parametrize("spikes", [(7,), (1, 5)])
 def test_in_create_supervised_trainer(name, spikes):
     compare(name, spikes, lambda *both: create_supervised_trainer(*both[:2], nn.functional.mse_loss)._process_function)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_with_a_threshold_learned_while_training(name):
-    compare(
-        name,
-        (21, 30),
-        lambda model, optimizer, _: make_step(model, optimizer),
-        count=40,
-        threshold=MeanStdThreshold(k=30.0, warmup=20),
-    )
 
 
 def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():

@@ -1,4 +1,4 @@
-"""Spikes among norms, and the values that update the statistics."""
+"""Detection of spikes: threshold rules, detectors, and the values that update their statistics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
-from ignite_monitor.detection.thresholds import MeanStdThreshold, StaticThreshold
+from ignite_monitor.detection.thresholds import CallableThreshold, MeanStdThreshold, StaticThreshold, ThresholdRule
+from ignite_monitor.gradient.loss import LossDetector
 from tests._helpers import assert_same
-from tests._oracle import Oracle, mean_std
+from tests._oracle import Oracle, mean_std, spikes_in_losses
 
 
 def detect_all(detector, norms):
@@ -137,3 +138,171 @@ def test_a_state_that_is_loaded_in_place_does_not_change_what_a_reset_restores()
     detector.reset_threshold()
     assert [float(value) for value in detector.rule.state.values()] == [0.0] * 4
     assert [float(value) for value in detector._state.values()] == [0.0, 1.0]
+
+
+# Threshold rules, against their definitions
+
+
+def feed(rule, norms):
+    """The threshold before each norm."""
+    thresholds = []
+    for norm in norms:
+        thresholds.append(rule.statistics()[0].nan_to_num(math.inf, math.inf).item())
+        rule.observe(torch.tensor(norm, dtype=torch.float64))
+    return thresholds
+
+
+NORMS = np.random.default_rng(0).lognormal(size=60)
+
+
+@pytest.mark.parametrize("opinion", [math.nan, math.inf])
+def test_a_rule_without_an_opinion_allows_everything(opinion):
+    assert feed(CallableThreshold(lambda mean, std, count: opinion), NORMS[:5]) == [math.inf] * 5
+
+
+def test_a_rule_of_ones_own():
+    class TwiceTheMean(ThresholdRule):
+        def __call__(self, mean, std, count):
+            return 2 * mean
+
+    thresholds = feed(TwiceTheMean(warmup=3), NORMS[:10])
+    np.testing.assert_allclose(thresholds, [math.inf] * 3 + [2 * NORMS[:i].mean() for i in range(3, 10)], rtol=1e-12)
+
+
+def test_a_restart_forgets_everything_before_it():
+    one, other = MeanStdThreshold(warmup=2), MeanStdThreshold(warmup=2)
+    feed(one, NORMS[:20])
+    one.observe(torch.tensor(5.0, dtype=torch.float64), reset=torch.tensor(True))
+    other.observe(torch.tensor(5.0, dtype=torch.float64), reset=torch.tensor(False))
+    assert one.state_dict() == other.state_dict()
+
+
+def test_the_state_of_another_rule_is_refused():
+    class Richer(MeanStdThreshold):
+        def empty(self):
+            return super().empty() | {"window": torch.zeros(())}
+
+    with pytest.raises(ValueError, match="window"):
+        MeanStdThreshold().load_state_dict(Richer().state_dict())
+
+
+def test_a_small_spread_on_a_large_mean_is_not_lost():
+    rule, numbers = MeanStdThreshold(decay=None), 1e9 + np.random.default_rng(1).normal(size=1000)
+    feed(rule, numbers)
+    np.testing.assert_allclose(rule.statistics()[2].item(), numbers.std(ddof=1), rtol=1e-6)
+
+
+def test_there_is_no_mean_before_the_first_number_and_no_deviation_before_the_second():
+    rule = MeanStdThreshold()
+    assert all(number.isnan() for number in rule.statistics())
+    feed(rule, [3.0])
+    assert [number.isnan().item() for number in rule.statistics()] == [True, False, True]
+
+
+@pytest.mark.parametrize(("spread", "is_compared"), [(0.5e-6, False), (2e-6, True)])
+def test_no_threshold_without_a_spread_above_a_millionth_of_the_mean(spread, is_compared):
+    thresholds = feed(MeanStdThreshold(warmup=2, decay=None), [1.0 - spread, 1.0 + spread] * 10)
+    assert math.isfinite(thresholds[-1]) is is_compared
+
+
+# RobustThreshold, on norms whose faults are known
+
+
+def detect(norms, **arguments):
+    """Return the thresholds of a SpikeDetector for consecutive norms, and whether each is a spike."""
+    detector, detections = SpikeDetector(RobustThreshold(**arguments)), []
+    for norm in torch.as_tensor(np.asarray(norms), dtype=torch.float64).unbind():
+        detections.append(detector.detect(norm))
+        detector.observe(detections[-1])
+    values = ([getattr(item, name).item() for item in detections] for name in ("applied_threshold", "spike"))
+    return [np.nan_to_num(np.array(item), nan=np.inf) for item in values]
+
+
+def noisy(n, seed=0, sigma=0.3, start=1.0, end=1.0):
+    """Lognormal noise around a level that moves from ``start`` to ``end`` geometrically."""
+    return np.geomspace(start, end, n) * np.random.default_rng(seed).lognormal(0.0, sigma, n)
+
+
+def with_faults(norms, every=100):
+    faults = np.zeros(len(norms), bool)
+    faults[every::every] = True
+    return np.where(faults, 5.0 * norms, norms), faults
+
+
+def test_norms_that_differ_by_rounding_alone_have_no_threshold():
+    norms = 3.0 + 1e-9 * np.random.default_rng(0).random(200)
+    norms[100] += 1e-7
+    thresholds, spikes = detect(norms, least=1.0)
+    assert np.isinf(thresholds).all()
+    assert not spikes.any()
+
+
+def test_frequent_large_norms_become_the_rule():
+    # Excluded from the statistics, they would be flagged for ever: the rest of the norms stays as even as it was.
+    norms = noisy(1800, sigma=0.1)
+    norms[500:] *= np.where(np.random.default_rng(1).random(1300) < 0.15, 8.0, 1.0)
+    _, spikes = detect(norms)
+    assert spikes[500:600].any()
+    assert not spikes[1500:].any()
+
+
+def test_faults_are_found_and_noise_is_not():
+    norms, faults = with_faults(noisy(3000, sigma=0.35, start=2.0, end=0.2))
+    _, spikes = detect(norms)
+    assert spikes[faults].mean() >= 0.9
+    assert 1000 * spikes[~faults].sum() / len(norms) <= 1.2
+
+
+# The loss as a signal, against its formula in Python floats
+
+
+def losses_of(n, seed=0):
+    random = np.random.default_rng(seed)
+    return np.geomspace(4.0, 0.5, n) * random.lognormal(sigma=0.1, size=n)
+
+
+def spikes_of(signal, losses, dtype=torch.float64, limits=None):
+    spikes = []
+    for loss in losses:
+        detection = signal.detect(torch.tensor(loss, dtype=dtype))
+        signal.observe(detection)
+        spikes.append(bool(detection.spike))
+        if limits is not None:
+            limits.append(float(detection.rule_threshold))
+    return spikes
+
+
+def test_equals_the_formula():
+    losses = losses_of(300)
+    losses[[60, 61, 62, 150]] *= 12
+    losses[[30, 90, 200, 210, 220]] = [0.0, -1.0, math.nan, math.inf, -math.inf]
+    limits = []
+    result = spikes_of(LossDetector(), [*losses, 1.0], limits=limits)[:-1]
+    # -inf is as non-finite as inf, but it is no large loss: it has no logarithm, like every number below zero.
+    reference, limit = spikes_in_losses(np.where(losses == -math.inf, 0.0, losses))
+    assert result == reference
+    assert limits[-1] == pytest.approx(limit, rel=1e-12)
+    assert [i for i, spike in enumerate(result) if spike] == [60, 61, 62, 150, 200, 210]
+
+
+def test_a_steep_fall_hides_no_leap():
+    """With the standard deviation around the mean, which a descent increases, none of these is a spike."""
+    random = np.random.default_rng(0)
+    falling = np.geomspace(5.0, 0.5, 800) * random.lognormal(sigma=0.02, size=800)
+    leaps = list(range(500, 800, 50))
+    falling[leaps] *= 1.3
+    assert [i for i, spike in enumerate(spikes_of(LossDetector(), falling)) if spike] == leaps
+    detector = SpikeDetector(MeanStdThreshold(k=4.0, decay=0.98))
+    assert not any(spikes_of(detector, np.log(falling)))
+
+
+def test_without_a_scaler_an_overflow_is_a_spike():
+    assert spikes_of(LossDetector(), [math.inf, math.nan]) == [True, True]
+    assert spikes_of(LossDetector(overflow_is_spike=False), [math.inf, math.nan]) == [False, False]
+
+
+def test_losses_near_zero_and_of_narrow_dtypes():
+    tiny = np.random.default_rng(0).lognormal(sigma=3, size=200) * 1e-300
+    assert not any(spikes_of(LossDetector(k=6.0), tiny))
+    assert not any(spikes_of(LossDetector(), [0.0] * 100))
+    assert spikes_of(LossDetector(), [*losses_of(100), 40.0], torch.bfloat16) == [False] * 100 + [True]

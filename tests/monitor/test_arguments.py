@@ -1,13 +1,15 @@
-"""Arguments that monitors refuse: an error of the right type names each of them, and nothing is changed."""
+"""Arguments that are refused: an error of the right type names each of them, and nothing is changed."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
 
 import pytest
 import torch
+from ignite.engine import Engine, Events
 from torch import nn
 
 from ignite_monitor import (
@@ -31,7 +33,8 @@ from ignite_monitor import (
     attach_monitors,
 )
 from ignite_monitor.detection.thresholds import CallableThreshold
-from tests._helpers import footprint, make_trainer, mse_loss
+from tests._helpers import ListLogger, footprint, make_batches, make_trainer, mse_loss, same
+from tests._models import make_model
 
 Noise = functools.partial(GradientNoiseScaleHandler, micro_batches=2)
 NOT_A_NUMBER = ["1", None, True, [1.0], 1j]
@@ -47,7 +50,7 @@ REFUSED = [
                                      "prefix": ["a b"]}),
     (CurvatureHandler, TypeError, {"loss": [1.0, None]}),
     (CurvatureHandler, ValueError, {"lanczos_steps": [0]}),
-    (DriftMonitor, TypeError, {"value": [3], "direction": [None]}),
+    (DriftMonitor, TypeError, {"value": [3, lambda: None], "direction": [None]}),
     (DriftMonitor, ValueError, {"direction": ["left"]}),
     (Noise, TypeError, {"micro_batches": [2.5], "items": [5]}),
     (Noise, ValueError, {"micro_batches": [0, 1], "decay": [1.0, 0.9]}),
@@ -55,7 +58,8 @@ REFUSED = [
                               "optimizer": ["sgd", 3, nn.Linear(2, 2), [1], torch.optim.SGD, True],
                               "scaler": ["scaler", 1.0, True, torch.amp.GradScaler],
                               "threshold": ["mean", [1], True, MeanStdThreshold, ThresholdRule, StaticThreshold],
-                              "on_spike": [3, [print], False, True, lambda engine: None],
+                              "loss": [1.0, nn.functional.mse_loss, lambda: 1.0, nn.MSELoss, nn.MSELoss()],
+                              "on_spike": [3, [print], False, True, lambda: None, lambda engine: None],
                               "max_consecutive_spikes": [None, 1.5, "3", True, [3]], "per_parameter": [1, None],
                               "norm_type": ["2", "inf", None, True, [2], 2j, torch.tensor(2.0), {}],
                               "reduction": [1, True, ["mean"], {"mean"}, b"mean"],
@@ -90,7 +94,7 @@ REFUSED = [
     (ThresholdRule, TypeError, {"warmup": [*NOT_A_NUMBER, 3.0], "decay": ["1", True, [1.0], 1j]}),
     (ThresholdRule, ValueError, {"warmup": [-1], "decay": [0, 1, -0.5, 1.5, math.nan]}),
     (CallableThreshold, TypeError, {"threshold": [3.0, lambda mean, std, count: "high"]}),
-    (StepStatsHandler, TypeError, {"items": [3], "optimizer": [None]}),
+    (StepStatsHandler, TypeError, {"items": [3, lambda: None], "optimizer": [None]}),
     (WeightUpdateHandler, TypeError, {"optimizer": [1], "scaler": [1], "sample_size": [1.5, True], "eps": [None],
                                       "exploding_grad_threshold": ["1"], "frozen_patience_steps": [2.0],
                                       "prefix": [3], "model": [3]}),
@@ -125,3 +129,132 @@ def test_scripted_and_traced_modules_are_refused(make):
     for model in (inner, torch.nn.Sequential(inner)):
         with pytest.raises(ValueError, match="Argument model has scripted modules"):
             GradMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# Names, loggers and states
+
+
+@pytest.mark.parametrize(
+    "rule", [lambda: 1.0, lambda mean: mean, lambda *_: "1", lambda *_: None, lambda *_: torch.ones(2)]
+)
+def test_a_threshold_function_that_does_not_take_three_numbers_and_give_one_is_refused(rule):
+    with pytest.raises(TypeError, match="threshold"):
+        GradMonitor(make_model(), threshold=rule)
+
+
+def test_all_but_model_and_optimizer_are_keyword_only():
+    model = make_model()
+    with pytest.raises(TypeError):
+        GradMonitor(model, None, None)
+    with pytest.raises(TypeError):
+        GradMonitor()
+    with pytest.raises(TypeError, match="norm"):
+        GradMonitor(model, norm=2.0)
+
+
+@pytest.mark.parametrize(("on_spike", "optimizer"), [("skip", None), ("clip", None), ("skip", "LBFGS")])
+def test_on_spike_needs_an_optimizer_and_skip_refuses_lbfgs(on_spike, optimizer):
+    model = make_model()
+    match = "Steps of LBFGS cannot be skipped" if optimizer else f"on_spike='{on_spike}' requires `optimizer`"
+    with pytest.raises(ValueError, match=match):
+        GradMonitor(model, optimizer and torch.optim.LBFGS(model.parameters()), on_spike=on_spike)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ({}, {}, "unhealthy_spike"),
+        ({}, {"prefix": "other"}, "unhealthy_spike"),
+        ({}, {"flag": "other"}, "grad"),
+        ({"prefix": "a.b"}, {"prefix": "a_b", "flag": "other"}, "a_b_norm"),
+        ({"prefix": "a"}, {"prefix": "b", "flag": "a_norm"}, "a_norm"),
+        (None, {"flag": "skip"}, "skip"),
+    ],
+)
+def test_a_name_that_another_monitor_or_the_user_has_claimed_on_the_engine(first, second, named):
+    model, optimizer, engine = make_trainer()
+    engine.state.skip = "the user's"
+    if first is not None:
+        GradMonitor(model, optimizer, **first).attach(engine)
+    monitor = GradMonitor(model, optimizer, **second)
+    before = footprint(engine, model, optimizer)
+    with pytest.raises(ValueError, match=named):
+        monitor.attach(engine)
+    assert footprint(engine, model, optimizer) == before
+    other = Engine(engine._process_function)
+    monitor.attach(other)  # it is free for another engine
+    other.run(make_batches(2), max_epochs=1)
+
+
+# log_to
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        *[({"logger": value}, TypeError, "logger") for value in (None, "tensorboard", ListLogger, print)],
+        *[({"engine": value}, TypeError, "engine") for value in (None, "engine", Engine)],
+        *[({"tag": value}, TypeError, "tag") for value in (3, ["train"], True)],
+        *[({"event": value}, (TypeError, ValueError), "event") for value in (None, 3, "nonsense", Events)],
+    ],
+)
+def test_log_to_refuses_and_changes_nothing(attached, arguments, error, name):
+    model, optimizer, engine = make_trainer()
+    monitor = GradMonitor(model, optimizer)
+    if attached:
+        monitor.attach(engine)
+    before = footprint(engine, model, optimizer)
+    with pytest.raises(error, match=name):
+        monitor.log_to(**({"logger": ListLogger(), "engine": engine} | arguments))
+    assert footprint(engine, model, optimizer) == before
+
+
+# state
+
+
+def trained(threshold=None):
+    model, optimizer, engine = make_trainer()
+    monitor = GradMonitor(model, optimizer, threshold=threshold)
+    with monitor.attach(engine):
+        engine.run(make_batches(5), max_epochs=1)
+    return monitor
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: [],
+        lambda state: "state",
+        lambda state: {},
+        lambda state: {"detector": state["detector"]},
+        lambda state: state | {"detector": {}},
+        lambda state: state | {"detector": 3},
+        lambda state: state | {"detector": None},
+        lambda state: state | {"skipped_count": "many"},
+        lambda state: state | {"skipped_count": torch.ones(2)},
+        lambda state: state | {"counts": torch.ones(2)},
+        lambda state: state | {"detector": state["detector"] | {"spike_score": "many"}},
+        lambda state: state | {"detector": state["detector"] | {"rule": {}}},
+        lambda state: state | {"detector": state["detector"] | {"rule": 3}},
+        lambda state: state | {"detector": state["detector"] | {"more": torch.ones(())}},
+    ],
+)
+def test_a_state_that_no_monitor_saved_is_refused_and_changes_nothing(spoil):
+    monitor, other = trained(), trained(MeanStdThreshold(warmup=3))
+    before = copy.deepcopy(other.state_dict())
+    state = dict(monitor.state_dict())
+    state["counts"] += 7
+    with pytest.raises((TypeError, ValueError)):
+        other.load_state_dict(spoil(state))
+    assert same(dict(other.state_dict()), dict(before))
+
+
+# Advice in messages
+
+
+def test_an_include_that_matches_nothing_is_refused():
+    model, _, _ = make_trainer()
+    with pytest.raises(ValueError, match="include and exclude should leave a module or a parameter"):
+        ActivationHandler(model, activations=True, include="attention")
+    ActivationHandler(model, activations=True, include="_root_")

@@ -26,8 +26,6 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
-from ignite.handlers.clearml_logger import ClearMLLogger
-from ignite.handlers.clearml_logger import OutputHandler as ClearMLOutputHandler
 from ignite.handlers.mlflow_logger import MLflowLogger
 from ignite.handlers.mlflow_logger import OutputHandler as MLflowOutputHandler
 from ignite.handlers.tensorboard_logger import TensorboardLogger
@@ -37,7 +35,6 @@ from ignite.metrics import RunningAverage
 from torch import Tensor
 
 from ignite_monitor import ActivationHandler, GradMonitor, MonitorEvents
-from ignite_monitor.monitor import transfer
 from tests._handlers import HANDLERS
 from tests._helpers import (
     UNSTEADY,
@@ -603,27 +600,17 @@ def make_mlflow(note, monkeypatch):
     return spied(MLflowLogger, MLflowOutputHandler, log_metrics=lambda named, step: note(step, named))
 
 
-def make_clearml(note, _):
-    logger = spied(ClearMLLogger, ClearMLOutputHandler)
-    logger.clearml_logger = MagicMock()
-    logger.clearml_logger.report_scalar = lambda title, series, iteration, value: note(
-        iteration, {f"{title}/{series}": value}
-    )
-    return logger
-
-
 # note(step, names and values), monkeypatch -> logger
 SERVICES = {
     "wandb": lambda note, _: spied(
         WandBLogger, WandBOutputHandler, log=lambda named, step, sync=None: note(step, named)
     ),
-    "clearml": make_clearml,
     "mlflow": make_mlflow,
 }
 
 
 def test_other_loggers(setup, monkeypatch):
-    """For every second logger log_to() precedes attach(), and every third one has a tag."""
+    """For one logger log_to() precedes attach(), and the other one has a tag."""
     _, _, trainer, monitor = setup
     got: dict[str, dict[int, dict[str, float]]] = {service: {} for service in SERVICES}
     tags = {service: "train" if place % 3 == 1 else None for place, service in enumerate(SERVICES)}
@@ -830,25 +817,6 @@ def test_tensors_until_someone_asks_and_floats_from_then_on(factory, setup, on_a
 
     trainer.run(make_batches(6))
     assert seen_iterations == [1, 2, 3, 4, 5, 6]
-
-
-def test_what_a_device_publishes_is_what_the_cpu_does(factory, monkeypatch):
-    published = []
-    for on_host in (True, False):
-        monkeypatch.setattr(transfer, "HOST", {"cpu"} if on_host else set())
-        model, optimizer, trainer = make_trainer(parts=factory.parts)
-        monitor = factory(model, optimizer)
-        monitor.attach(trainer)
-        seen = at_each_iteration(trainer, lambda m=monitor: (m.on_host(), steady(m))[1])
-        batches = make_batches(8)
-        batches[4] = (batches[4][0], batches[4][1] * math.inf)
-        trainer.run(batches)
-        published.append(seen)
-    if factory.sums_in_order_of_device:
-        for on_cpu, on_device in zip(*published, strict=True):
-            assert on_device == pytest.approx(on_cpu, rel=1e-5, abs=1e-6, nan_ok=True)
-    else:
-        assert same(*published)
 
 
 def test_ignite_writes_metrics_as_its_dcgan_example_does():

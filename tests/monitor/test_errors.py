@@ -175,6 +175,7 @@ def test_errors_of_the_users_handlers_end_training():
 
     with pytest.raises(ZeroDivisionError, match="of the user"):
         trainer.run([torch.ones(2, 3)] * 3)
+    assert not hasattr(trainer.state, "spike")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

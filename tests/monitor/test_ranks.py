@@ -269,25 +269,6 @@ def test_collectives_of_max_p_do_not_grow_with_the_ranks(monkeypatch):
     assert many[-1] == (1, 48)
 
 
-def test_the_noise_scale_is_not_reported_over_ranks_that_no_wrapper_reduces(process_group):
-    process_group(2)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    noise = im.GradientNoiseScaleHandler(model, optimizer, micro_batches=2, group=dist.group.WORLD)
-
-    def step(engine: Engine, batch: torch.Tensor) -> None:
-        for part in batch.chunk(2):
-            model(part).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    engine = Engine(step)
-    noise.attach(engine)
-    engine.run([torch.randn(8, 4) for _ in range(30)])
-    assert [report.kind for report in noise.reports] == ["no_value"]
-    assert "noise_scale/value" not in engine.state.metrics
-
-
 def test_every_monitor_takes_a_group_and_is_counted():
     public = {name: getattr(im, name) for name in im.__all__}
     kinds = {name: item for name, item in public.items() if inspect.isclass(item) and issubclass(item, im.Monitor)}
