@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from ignite.engine import Engine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,12 +17,7 @@ from tests._helpers import grad_norm, make_batches, make_step
 from tests._models import make_model
 from tests._ranks import SHARDS
 
-
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def replicated():

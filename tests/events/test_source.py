@@ -290,19 +290,6 @@ def test_logger_on_spike_detected_writes_spikes_alone(tmp_path, monkeypatch):
     assert all(value > 50 for key, value, _ in written if key == "grad/norm")
 
 
-@pytest.mark.parametrize("event", INSIDE)
-def test_logger_on_a_monitor_event(event, tmp_path, monkeypatch):
-    model, _, trainer = make_trainer()
-    GradMonitor(model).attach(trainer)
-    with TensorboardLogger(log_dir=tmp_path) as logger:
-        written = []
-        monkeypatch.setattr(logger.writer, "add_scalar", lambda key, value, step: written.append((key, step)))
-        logger.attach_output_handler(trainer, event(every=2), tag="a", output_transform=lambda _: {"one": 1.0})
-        logger.attach_opt_params_handler(trainer, event(once=3), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        trainer.run(make_batches(4))
-    assert written == [("a/one", 2), ("lr/group_0", 3), ("a/one", 4)]
-
-
 # Optimizers
 
 
@@ -563,17 +550,6 @@ def test_last_monitor_detached_inside_gradients_ready_leaves_nothing_at_once():
     assert pictures == [before]
     assert log == [*(event.value for event in INSIDE), "gradients_ready"]
     assert trainer.state.metrics == {}
-
-
-def test_attached_inside_a_running_iteration():
-    model, optimizer, trainer = make_trainer()
-    monitor = GradMonitor(model, optimizer)
-    published = []
-    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda e: monitor.attach(e))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: published.append("grad/norm" in e.state.metrics))
-    trainer.run(make_batches(4))
-    assert published[2:] == [True, True]
-    assert published[0] is False
 
 
 def test_gradients_can_be_taken_in_handlers():

@@ -21,7 +21,6 @@ from ignite_monitor.model.isolation import (
     preserved_rng_state,
     restore_rng_state,
 )
-from ignite_monitor.model.names import hookable, modules_by_name
 from ignite_monitor.scaling import AlignmentHandler
 
 BIT_GENERATORS = [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]
@@ -266,14 +265,3 @@ def test_the_rng_state_of_a_device_is_set_if_it_has_changed(drawn, monkeypatch):
         device.state += drawn
     assert device.written == drawn
     assert not device.state.any()
-
-
-@pytest.mark.parametrize(("training", "frozen", "excluded"), [(0, 1, True), (1, 1, False), (0, 0, True)])
-def test_modules_of_a_fast_path_are_not_hookable(training, frozen, excluded):
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(4, 4))
-    model[0].requires_grad_(not frozen).train(bool(training))
-    inside = {f"0.layers.{i}{rest}" for i in range(2) for rest in ("", ".linear1", ".self_attn.out_proj", ".norm2")}
-    hooked = hookable(modules_by_name(model))
-    assert {"", "0", "1"} <= hooked.keys()
-    assert inside.isdisjoint(hooked) if excluded else inside <= hooked.keys()

@@ -337,29 +337,6 @@ def test_groups_that_the_user_has_divided():
     assert float(scheduler.metrics["maxp/lr/4.bias"]) == expected["4.bias"]
 
 
-def test_prefactor_as_an_optimizer_is_the_schedulers_own():
-    parametrization, optimizer = make()
-    scheduler = MaxPScheduler(parametrization, optimizer)
-    driven = scheduler.as_optimizer()
-    scheduler.lr_prefactor = 0.5
-    assert driven.param_groups[0]["lr"] == 0.5
-    (group,) = driven.param_groups
-    assert (group.get("lr"), {**group}["lr"], driven.state_dict()["param_groups"][0]["lr"]) == (0.5, 0.5, 0.5)
-    assert rates(optimizer) == expected_rates(scheduler.solution, 0.5, optimizer)
-    saved = copy.deepcopy(driven.state_dict())
-    group["lr"] = 0.25
-    assert scheduler.lr_prefactor == scheduler.state_dict()["lr_prefactor"] == 0.25
-    driven.load_state_dict(saved)
-    assert scheduler.lr_prefactor == 0.5
-    for wrong, error in (("x", TypeError), (-1.0, ValueError), (math.nan, ValueError)):
-        with pytest.raises(error, match="lr_prefactor"):
-            scheduler.lr_prefactor = wrong
-    assert scheduler.lr_prefactor == 0.5
-    before = [parameter.clone() for parameter in parametrization.model.parameters()]
-    driven.step()
-    assert_same([*before], [*parametrization.model.parameters()])
-
-
 def test_the_prefactor_acts_on_the_next_step_until_the_scheduler_is_detached(caplog):
     """Also before the second step of an iteration, and in iterations that are not monitored; hooks do not remain."""
     parametrization, optimizer = make()
