@@ -94,7 +94,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         flags = [move(flag, device) for flag in differing.values()]
         own_status = torch.full((), 2.0, device=device) if error else torch.stack(flags).any().float()
         # 0 for equal gradients, 1 for different ones, 2 for an error, on any rank: the only synchronization.
-        status = self.ranks.max(own_status).item()
+        [status] = self.ranks.max(own_status.reshape(1)).tolist()
         if status == 2:
             return f"the loss can't be evaluated twice: {error or 'another rank has reported an error'}"
         self.publish(reproducible=1.0 - status)
