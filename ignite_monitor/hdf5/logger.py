@@ -100,7 +100,12 @@ class HDF5Logger(BaseLogger):
         return super().attach(engine, log_handler, event_name, *args, **kwargs)
 
     def keep_reports(self, reports: list[Report], engine: Engine) -> None:
-        """Write what a monitor of an engine reports, before and after this call, each once; ``log_to`` calls it."""
+        """Write what a monitor reports, before and after this call, each once; ``log_to`` calls it.
+
+        Args:
+            reports: the list to which the monitor appends.
+            engine: the engine that the monitor is attached to.
+        """
         trains = self._admit(engine)
         if self._recorder is not None:
             self._recorder.add_source(reports, trains=trains)

@@ -130,8 +130,7 @@ class Recorder:
                 self._pending = Pending(self._store.append(self._pending.state, self._additions()))
             except Exception as error:  # noqa: BLE001 - h5py and the system raise many types, and training continues
                 if not self._is_failing:
-                    text = "writing failed: %s; keeping the values in memory and retrying at every flush"
-                    self._log(text, one_line(error))
+                    self._log("writing failed: %s; the values wait in memory for the next flush", one_line(error))
                 self._is_failing = True
                 self._drop(more_than=KEPT)
                 return

@@ -75,8 +75,7 @@ class Store:
     def append(self, state: State, additions: Elements) -> State:
         """Write elements behind those that count, and return the state that counts them too.
 
-        If that fails, the file counts what it did. After an interrupt it may count the new ones: they can be written
-        again.
+        If that fails, the file counts what it did; after an interrupt, maybe the new ones: the call can be repeated.
         """
         after = extended(state, additions)
         file = self._open()

@@ -96,7 +96,7 @@ def train_with(path, happens=lambda: None, at=101, **output):
     assert len(completed) == 300
 
 
-FAILED = r"HDF5Logger \(.*run\.h5\): writing failed: .*; keeping the values in memory and retrying at every flush\."
+FAILED = r"HDF5Logger \(.*run\.h5\): writing failed: .*; the values wait in memory for the next flush\."
 
 
 def failed_to_the_end(caplog, path):
