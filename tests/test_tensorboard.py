@@ -117,7 +117,7 @@ def test_every_chart_finds_something_but_those_of_what_did_not_happen(server):
         for chart in category["chart"]
         if not ask(server, "custom_scalars/scalars", run="plain", tag=chart["multiline"]["tag"][0])["tag_to_events"]
     ]
-    assert set(empty) == {"monitored steps without a move", "updates lost to rounding"}
+    assert set(empty) == {"updates lost to rounding"}
 
 
 def test_layouts_are_by_prefix():

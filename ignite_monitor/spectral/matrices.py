@@ -12,7 +12,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ignite_monitor.model._torch import forward_pre_hooks, parameters_in
+from ignite_monitor.model._torch import forward_pre_hooks
 from ignite_monitor.model.dtensor import whole_tensor
 from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from ignite_monitor.model.names import Selection, named_parameters
@@ -60,8 +60,8 @@ def _is_special(name: str, parameter: Tensor, module: nn.Module) -> bool:
 
 def labelled_matrices(weight: MatrixWeight, value: Tensor) -> Iterator[tuple[Label, Tensor]]:
     """Yield the matrix of the value of a weight, or of its change; of a stack all, called ``{name}/{i}``."""
-    name, parameter, module = weight
-    value, is_own = whole_tensor(value), parameters_in(module).get("weight") is parameter
+    name, _, module = weight
+    value, is_own = whole_tensor(value), name.rpartition(".")[2] == "weight"
     is_stack = value.ndim > 2 and not (is_own and isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)))
     if is_own and isinstance(module, TRANSPOSED):  # (in, out / groups, k...)
         value = value.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)
