@@ -224,7 +224,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         unmoved = measured.unmoved
         if self.frozen_update_ratio_threshold:
             unmoved = unmoved | (ratios <= self.frozen_update_ratio_threshold)
-        self._counts = torch.where(stepped, torch.where(unmoved, self._counts + 1, 0), self._counts)
+        self._counts = torch.where(stepped, (self._counts + 1) * unmoved, self._counts)
         counts = torch.where(stepped, self._counts, math.nan)
         if self._step.stepped:
             frozen = (counts >= self.frozen_patience_steps).sum(dtype=ratios.dtype)
