@@ -32,11 +32,7 @@ class CountingMonitor(Monitor):
         raise NotImplementedError
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        """Continue from earlier statistics of the threshold; counts are kept.
-
-        Args:
-            state: what :meth:`threshold_state` returned.
-        """
+        """Continue from what :meth:`threshold_state` returned; counts are kept."""
 
 
 class DetectionMonitor(CountingMonitor):
@@ -124,5 +120,4 @@ class DetectionMonitor(CountingMonitor):
         return is_new
 
     def _log(self, level: int, text: str) -> None:
-        """Log a message with the monitor and the last monitored iteration."""
         self.logger.log(level, "%s (%s): iteration %d: %s", type(self).__name__, self.prefix, self._iteration, text)

@@ -114,7 +114,6 @@ class EventSource:
 
     @property
     def monitors(self) -> list[Any]:
-        """The monitors attached to the engine."""
         return [monitor for reference in self._monitors if (monitor := reference()) is not None]
 
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The owner of optimizer steps: does once what monitors ask of a step, and undoes it once.
+"""The owner of optimizer steps: does once what monitors ask of a step.
 
 - Fused optimizers of ``torch.optim`` skip by their ``found_inf``, as with GradScaler: on the device.
 - The step of any other is not run: it may update weights without gradients too. A call that bypasses
@@ -47,28 +47,23 @@ def skippable(optimizer: Optimizer) -> Optimizer:
 
 
 class SkippedError(Exception):
-    """Ends a step, which returns ``loss``, before it changes anything."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.loss = loss
+    """Ends a step before it changes anything; its argument is what the step returns."""
 
 
 class StepOwner:
-    """Reports the steps of optimizers by events, does once what monitors ask of a step, and undoes it once."""
+    """Reports the steps of optimizers by events, and does once what monitors ask of a step."""
 
     def __init__(self, source: Any) -> None:
         self._source = weakref.proxy(source)  # which owns it
         methods = self._await_step, self._start_step, self.end_step
         self._hooks = [torch.compiler.disable(weak_method(method)) for method in methods]
         self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
-        self._patched: list[_PatchedStep] = []
+        self._patched: dict[Optimizer, _PatchedStep] = {}
         self._replaced: tuple[Any, Tensor | None] | None = None  # an optimizer whose found_inf is replaced, and its own
         self._handles: list[Any] = []  # hooks of the step that runs
         self.reset()
 
     def reset(self) -> None:
-        """Forget the step that runs."""
         self._optimizer: Optimizer | None = None
         self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
         self._requests: StepRequests | None = None  # once the step is reported
@@ -76,7 +71,6 @@ class StepOwner:
         self._in_closure = False
 
     def install(self, handles: list[Any]) -> None:
-        """Hook the steps of all optimizers, and append the handles."""
         handles.append(register_optimizer_step_pre_hook(self._hooks[0]))
         handles.append(register_optimizer_step_post_hook(self._hooks[2]))
 
@@ -88,13 +82,13 @@ class StepOwner:
     @contextmanager
     def context(self) -> Iterator[None]:
         """Context of a train step in which optimizers are acting."""
-        self._patched = [_PatchedStep(optimizer) for optimizer in self.acting]
-        handles: list[Any] = [Patch(step.optimizer, "step", step.call) for step in self._patched]
+        self._patched = {optimizer: _PatchedStep(optimizer) for optimizer in self.acting}
+        handles: list[Any] = [Patch(optimizer, "step", step.call) for optimizer, step in self._patched.items()]
         try:
             yield
         finally:
             remove_all(handles)
-            self._patched = []
+            self._patched = {}
             self.release()
 
     def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,9 +115,8 @@ class StepOwner:
         if self._optimizer is not optimizer or self._requests is not None:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        for step in self._patched:
-            if step.optimizer is optimizer:
-                step.check(closure)
+        if optimizer in self._patched:
+            self._patched[optimizer].check(closure)
         if not callable(closure):
             self._report_step(optimizer)
             return None
@@ -181,7 +174,7 @@ class StepOwner:
         return requests.made is not False
 
     def end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Undo what was done, report the completed step, and start another window of its models."""
+        """Report the completed step, and start another window of its models."""
         if self._optimizer is not optimizer:
             return
         self.release()
@@ -225,7 +218,7 @@ class _PatchedStep:
         except SkippedError as skipped:
             for hook in post_hooks(self.optimizer):  # among them the one that ends the step
                 hook(self.optimizer, (self.optimizer, *args), kwargs)
-            return skipped.loss
+            return skipped.args[0]
         finally:
             self.is_running = False
 

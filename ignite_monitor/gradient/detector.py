@@ -146,7 +146,7 @@ class GradientDetector:
 
     @property
     def resets(self) -> Tensor:
-        """Number of resets of a threshold so far, without that of a pending spike, 0-dim."""
+        """Number of resets so far, without that of a pending spike, 0-dim."""
         return self._counts[2]
 
     def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
@@ -210,11 +210,9 @@ class GradientDetector:
         self._counts, self.pending = self.counts, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return statistics and counts."""
         return self.threshold_state() | {"counts": torch.stack([*self.counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
         self.restore_threshold(state_dict)
         self._counts = counts.clone().unbind()

@@ -91,7 +91,6 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         return self._detector.resets
 
     def _set_flag(self, engine: Any, detection: GradientDetection, report: bool = False) -> None:
-        """Set flag and norm in the engine's state, and report a spike if requested."""
         setattr(engine.state, self.flag, as_published(detection.spike))
         setattr(engine.state, self._norm_attribute, as_published(detection.norm.value))
         if self._source is not None and self._source.listened:  # by handlers that may log values

@@ -112,6 +112,5 @@ class GradientWindow:
         return self.spikes_without_step == PATIENCE
 
     def close(self) -> None:
-        """Nothing is known of the gradients any more."""
         self.since_step = self.in_step = None
         self.is_mixed = self.is_reported = False
