@@ -1,6 +1,6 @@
 """Optimizers: those of torch, with the options that change how a step is made, and others.
 
-The others have patterns of step() that hidden gradients do not stop; ``make compatibility`` adds those of packages.
+The others have patterns of step() that do more than use gradients; ``make compatibility`` adds those of packages.
 """
 
 from __future__ import annotations
