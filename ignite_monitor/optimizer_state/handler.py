@@ -99,9 +99,7 @@ class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
         if measured is not None:
             self._measured = measured
         elif self._step.stepped:
-            text = (
-                "measured are exp_avg, exp_avg_sq and momentum_buffer of dense real gradients in torch.optim's classes"
-            )
+            text = "of torch's optimizers, exp_avg, exp_avg_sq and momentum_buffer of dense real gradients are measured"
             self.report("nothing_measured", f"nothing is reported of {type(step.optimizer).__name__}: {text}")
 
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -70,7 +70,7 @@ class MomentMeasurement(StepMeasurement):
     def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
         """Measure the step that has returned; None if there is nothing to be measured."""
         samples, members = self.samples, self._members
-        if not members or self._made is False:
+        if not members:
             return None
         states = [optimizer.state.get(samples.parameters[index], {}) for index in members]
         momenta, squares = ([_first(state, names) for state in states] for names in (_MOMENTUM, _SQUARE))

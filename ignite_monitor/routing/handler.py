@@ -18,11 +18,10 @@ from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group, RankReduction
-from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
+from ignite_monitor.monitor.transfer import NamedValues
 from ignite_monitor.routing.decisions import VALUES, RouterDecisions, is_of_transformers, routing_values
 
 NO_LOGITS = "nothing is reported of modules that do not return a plain tensor of logits over top_k or more experts"
-PROBABILITIES = "logit_max and margin are not reported of routers that return probabilities in place of logits"
 
 
 class RoutingHandler(Monitor, schema=ROUTING):
@@ -78,7 +77,6 @@ class RoutingHandler(Monitor, schema=ROUTING):
     def reset_run_state(self) -> None:
         self._decisions: RouterDecisions | None = None
         self._over_ranks = RankReduction(self.ranks)
-        self._has_probabilities = DeferredFlag()
 
     def handlers(self) -> Handlers:
         return [(MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed)]
@@ -97,13 +95,6 @@ class RoutingHandler(Monitor, schema=ROUTING):
         }
         return dict(zip(routers.values(), tags(routers), strict=True))
 
-    def on_run_end(self) -> None:
-        self._report_probabilities(wait=True)
-
-    def _report_probabilities(self, wait: bool = False) -> None:
-        if self._has_probabilities.take(wait):
-            self.report("probabilities", PROBABILITIES)
-
     def _on_train_step_completed(self, engine: Engine) -> None:
         decisions, self._decisions = self._decisions, None
         if decisions is None:
@@ -116,11 +107,9 @@ class RoutingHandler(Monitor, schema=ROUTING):
             self.report("no_tokens", "no tokens were routed in training mode")
         device, sums, largest = device_of(self.model), dict[Any, NamedValues](), dict[Any, NamedValues]()
         for name, (sums_of_router, largest_logit) in decisions.sums.items():
-            self._has_probabilities.set((largest_logit.isnan() & ~sums_of_router[:1].isnan())[0])
             if name not in decisions.without_logits:
                 sums[name] = NamedValues([name], move(sums_of_router, device)[None])
                 largest[name] = NamedValues([name], move(largest_logit, device)[None])
-        self._report_probabilities()
         if self.ranks.size > 1:
             if not self.ranks.all_present:
                 self.report("join", "ranks may have run out of data under join(), so nothing is reported")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import held_by, is_from_torch, learning_rates, named_parameters
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.setup_check.batches import is_same, leaves_of
 
 COMPARED = 3  # batches
@@ -69,13 +70,19 @@ class Evidence:
         flags = [rate == 0 for rate in learning_rates(self.optimizer)]
         self.rates += [flag if isinstance(flag, Tensor) else torch.tensor(flag, device="cpu") for flag in flags]
 
-    def read(self) -> None:
-        """Compare the numbers on the host, after one transfer."""
-        after = [total_norm(self.held), total_norm(self.others)]
-        groups = transfer([[*self._before, *after], self.rates, self.norms, *self.initial_norms])
-        totals, rates, norms, first, *rest = ([number for (number,) in group] for group in groups)
-        self.held_change, self.others_change = totals[0] != totals[2], totals[1] != totals[3]
-        self.rate_is_zero = all(rates)
+    def numbers(self) -> list[Tensor]:
+        """Return the numbers to bring to the host when the check ends."""
+        totals = [*self._before, total_norm(self.held), total_norm(self.others)]
+        return [*totals, *self.rates, *self.norms, *chain(*self.initial_norms)]
+
+    def read(self, numbers: Iterable[list[float]]) -> None:
+        """Compare the :meth:`numbers` on the host."""
+        values = chain(*numbers)
+        held, others, held_after, others_after = islice(values, 4)
+        self.held_change, self.others_change = held != held_after, others != others_after
+        self.rate_is_zero = all([*islice(values, len(self.rates))])
+        norms = [*islice(values, len(self.norms))]
+        first, *rest = [[*islice(values, len(found))] for found in self.initial_norms]
         self.discarded = first[1:].count(0)  # backwards that find zeros, before the first step
         followed = [(norm, found) for norm, found in zip(norms, rest, strict=True) if found]
         # The first backward after each step finds its gradients, and no other one finds zeros.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -80,11 +80,16 @@ class SetupCheck(Monitor):
         ]
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        return [(Events.STARTED, self._on_started), (Events.ITERATION_STARTED, self._on_iteration_started)]
+        return [
+            (Events.STARTED, self._on_started),
+            (Events.ITERATION_STARTED, self._on_iteration_started),
+            (Events.ITERATION_COMPLETED, lambda engine: self.on_host()),
+        ]
 
     def on_run_completed(self) -> None:
         if self._evidence is not None and len(self._evidence.stepped) >= self.iterations:
-            self._finish(self._evidence)
+            self._is_resolved = False
+            self.on_host()
 
     def reset_run_state(self) -> None:
         self._hooks.close()
@@ -157,20 +162,25 @@ class SetupCheck(Monitor):
         evidence = self._evidence
         if evidence is None:
             self._check_mode()
-        elif evidence.iterations >= max(MOST, self.iterations) or (
-            len(evidence.stepped) >= self.iterations and not idle_parameters(evidence)
-        ):
-            self._finish(evidence)
+        elif len(evidence.stepped) < self.iterations or idle_parameters(evidence):
+            self._is_resolved = evidence.iterations < max(MOST, self.iterations)
+        else:
+            self._is_resolved = False  # one transfer brings the numbers to the host with the values of all monitors
 
-    def _finish(self, evidence: Evidence) -> None:
-        self.findings = []
-        evidence.read()
-        for find in FINDINGS:
-            find(evidence, self._report)
-        self._check_mode()
-        if not self.findings:
-            self.logger.info("%s: no problems found in %d iterations", self._title, evidence.iterations)
-        self.reset_run_state()
+    def deferred_tensors(self) -> list[Tensor]:
+        return [] if self._evidence is None else self._evidence.numbers()
+
+    def resolve_deferred(self, extra: list[list[float]]) -> dict[str, float]:
+        if self._evidence is not None:
+            self.findings = []
+            self._evidence.read(extra)
+            for find in FINDINGS:
+                find(self._evidence, self._report)
+            self._check_mode()
+            if not self.findings:
+                self.logger.info("%s: no problems found in %d iterations", self._title, self._evidence.iterations)
+            self.reset_run_state()
+        return {}
 
     def _check_mode(self) -> None:
         is_reported = any(finding.kind == "evaluation_mode" for finding in self.findings or ())

@@ -41,11 +41,7 @@ class StepClock:
 
 
 class DataClock:
-    """Time between an engine's request for a batch and the batch; a loader that is restarted is part of it.
-
-    Attributes:
-        seconds: the last wait of this run; NaN without one.
-    """
+    """Seconds between an engine's last request for a batch and the batch, a restart of the loader included, or NaN."""
 
     def __init__(self) -> None:
         self.now = time.perf_counter

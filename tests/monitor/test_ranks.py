@@ -174,7 +174,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "GradientNoiseScaleHandler": (partial(im.GradientNoiseScaleHandler, items=len), (1, 40)),
     "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (7, 7 * 4 * 76)),
     "ReplicaCheckHandler": (im.ReplicaCheckHandler, (2, 24)),
-    "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, **_SQUARES), (1, 8)),
+    "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, **_SQUARES), (1, 4)),
     "RoutingHandler": (lambda m, _: im.RoutingHandler(m, routers=r"2$", top_k=1), (2, 72)),
     "RollbackHandler": (lambda m, o: im.RollbackHandler({"model": m, "optimizer": o}), (1, 24)),
     "SetupCheck": (im.SetupCheck, (0, 0)),
