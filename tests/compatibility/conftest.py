@@ -38,7 +38,7 @@ All other numbers are compared with float64 arithmetic in the unit tests, which 
 MaxPScheduler is not attached, since it changes the training; RCCHandler and AlignmentHandler are not attached to models
 of torch_geometric, whose linear layers are not torch's.
 
-Train steps of other packages and of Ignite's examples are tested in the same way, with attach_monitors. Gradient norm
+Train steps of other packages are tested in the same way, with attach_monitors. Gradient norm
 and largest update ratio of every optimizer step equal float64 arithmetic, and SetupCheck has no findings:
 
 {steps}

@@ -1,4 +1,4 @@
-"""Trainers of other packages, and train steps as in the examples of Ignite: training unchanged, numbers correct."""
+"""Trainers of other packages and of Ignite: training unchanged, numbers correct."""
 
 from __future__ import annotations
 

@@ -178,6 +178,7 @@ def truth_of(training: Training, rule: Rule, reported: list[Reported]) -> tuple[
 @example(GAN, [[Backward("a"), Step(0)], [Backward("ab", through=True, factor=30.0), Step(1)]] * 2, RULE)
 @example(GAN, [[Backward("a"), Step(0), Backward("ab", through=True, factor=30.0), Step(1)]] * 2, RULE)
 @example(GAN, [[Backward("ab", through=True, factor=30.0), Step(1, 0.01), Step(0, 0.01)]] * 2, RULE)
+@example(GAN, [[Backward("a"), Backward("ab", through=True, factor=30.0), Step(0)]] * 2, RULE)
 @example(SECOND, [[Backward("ab"), Step(0), Backward("ab"), Step(1), Backward("b"), Step(1)]] * 2, RULE)
 @example(LBFGS, [[Closure(0, "ab")]] * 3, RULE)
 @example(BOTH, [[Backward("a"), Step(0), Backward("ab", factor=30.0), Step(1)]] * 2, RULE)
