@@ -170,7 +170,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
-    """Sort findings: unexplained causes first, problems before warnings, then by iteration; notes last.
+    """Sort findings: unexplained problems, then warnings, by iteration, causes first; what they explain; notes last.
 
     Of several causes of a finding the one of the same iteration is named, otherwise the first.
     """
@@ -185,7 +185,7 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
             cause = next((it for it in causes if it.onset == finding.onset), causes[0])
             relation = "related to" if finding.about.is_cause else "a consequence of"
             explained.append(replace(finding, advice=f"Probably {relation} {cause.kind} above."))
-    roots.sort(key=lambda it: (it.is_symptom, it.severity != "problem"))
+    roots.sort(key=lambda it: it.severity != "problem")
     return [*roots, *sorted(explained, key=lambda it: it.is_symptom), *notes]
 
 

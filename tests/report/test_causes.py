@@ -36,6 +36,11 @@ def falling(begin=2.3, end=0.1):
     return np.linspace(begin, end, 300) + 0.02 * runs.noise(300)
 
 
+def high_at_first():
+    """A loss that rises in the first steps, and falls then."""
+    return falling() + 5 * np.isin(np.arange(300), range(3, 40))
+
+
 def outputs(std, largest):
     return {"activation/_root_/std": at(std), "activation/_root_/max_abs": at(largest)}
 
@@ -49,7 +54,7 @@ LATE = STEPS >= 180
 # kind: case -> run, severity (None: not found), what the text says
 CASES = {
     "large_updates: first steps": (
-        trained(5 - falling(), optimizer__update_norm=at(np.where(STEPS < 5, 20.0, 0.1))),
+        trained(3 - falling(), optimizer__update_norm=at(np.where(STEPS < 5, 20.0, 0.1))),
         *("problem", "in iterations 1-3 a step moved the parameters by 2, 2 and 2 of their norm|rate was 0.001"),
     ),
     "large_updates: two of them": (trained(optimizer__update_norm=at(np.where(STEPS < 3, 20.0, 0.1))), None, ""),
@@ -109,6 +114,10 @@ CASES = {
         *("warning", "its root mean square is 500 "),
     ),
     "input_scale: 0": (trained(step__batch_rms__0=at(0.0)), "warning", "batch[0] is 0 from the first measurement on"),
+    "loss_scale: times, beside a loss that is small": (
+        trained(step__batch_rms__0=at(1.0), step__batch_rms__1=at(1.7e9)),
+        *(None, ""),
+    ),
     "loss_scale: targets of 0": (trained(step__batch_rms__0=at(1.0), step__batch_rms__1=at(0.0)), None, ""),
     "no_gradients: a loss of 0": (
         trained() | runs.grad(np.zeros(300), made=range(1, 301)),
@@ -116,7 +125,7 @@ CASES = {
     ),
     "input_scale: every other": (trained(step__batch_rms__0=at(np.where(STEPS % 40, 1.0, 500.0))), None, ""),
     "loss_scale: targets": (
-        trained(step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)),
+        trained(60 * falling(), step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)),
         "warning",
         "batch[2] is large",
     ),
@@ -297,7 +306,7 @@ def test_a_loss_of_nan_explains_gradients_that_explode_with_it_but_none_from_bef
 
 def test_a_strong_weight_decay_is_named_before_the_large_steps_that_it_makes():
     decay = trained(
-        9 - 4 * falling(), step__parameter_norm=at(1 + 9 * 0.88**STEPS), optimizer__update_norm=at(1.3 * 0.88**STEPS)
+        high_at_first(), step__parameter_norm=at(1 + 9 * 0.88**STEPS), optimizer__update_norm=at(1.3 * 0.88**STEPS)
     )
     shrank, large = summarise("run.h5", make_run(decay)).findings
     assert (shrank.kind, large.kind) == ("weights_shrank", "large_updates")
