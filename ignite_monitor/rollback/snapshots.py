@@ -128,41 +128,47 @@ def clone(value: Any, into: Any = None, *, on_host: bool = False) -> Any:
 
     The tensors of ``into`` at the same places are overwritten and returned where they fit, by one kernel per dtype.
     """
-    copies: dict[int, Tensor] = {}  # by id of the tensor
-    used: set[int] = set()  # ids of tensors of ``into``
-    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # targets and sources by device and dtype
+    copies = _Copies(on_host)
+    result = copies.add(value, into)
+    for targets, sources in copies.pairs.values():
+        foreach_copy(targets, sources)
+    return result
 
-    def copied(value: Any, into: Any) -> Any:
+
+class _Copies:
+    def __init__(self, on_host: bool) -> None:
+        self._on_host = on_host
+        self._tensors: dict[int, Tensor] = {}  # by id of the original
+        self._used: set[int] = set()  # ids of overwritten tensors
+        self.pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # targets and sources by device and dtype
+
+    def add(self, value: Any, into: Any) -> Any:
+        """Return a copy; the tensors in ``pairs`` are still to be copied."""
         if isinstance(value, Tensor):
-            if id(value) not in copies:
-                copies[id(value)] = copied_tensor(value, into)
-            return copies[id(value)]
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = self._add_tensor(value, into)
+            return self._tensors[id(value)]
         if isinstance(value, dict):
             result, places = copy.copy(value), into if isinstance(into, dict) else {}
-            result.update((key, copied(item, places.get(key))) for key, item in value.items())
+            result.update((key, self.add(item, places.get(key))) for key, item in value.items())
             return result
         if type(value) in (list, tuple):
-            return type(value)(map(copied, value, chain(into if type(into) is type(value) else (), repeat(None))))
+            return type(value)(map(self.add, value, chain(into if type(into) is type(value) else (), repeat(None))))
         return copy.deepcopy(value)
 
-    def copied_tensor(value: Tensor, into: Any) -> Tensor:
+    def _add_tensor(self, value: Tensor, into: Any) -> Tensor:
         if not isinstance(into, Tensor):
-            return value.to("cpu" if on_host else value.device, copy=True)
+            return value.to("cpu" if self._on_host else value.device, copy=True)
         source, target = local(value), local(into)
         fits = target.shape == source.shape and target.dtype is source.dtype
         is_dense = target.layout is source.layout is torch.strided and 0 not in target.stride()  # 0: expanded
-        if not (fits and is_dense) or target.is_inference() or id(into) in used:
+        if not (fits and is_dense) or target.is_inference() or id(into) in self._used:
             return value.to(into.device, copy=True)
-        used.add(id(into))
-        targets, sources = pairs.setdefault((target.device, target.dtype), ([], []))
+        self._used.add(id(into))
+        targets, sources = self.pairs.setdefault((target.device, target.dtype), ([], []))
         targets.append(target)
         sources.append(source)
         return into
-
-    result = copied(value, into)
-    for targets, sources in pairs.values():
-        foreach_copy(targets, sources)
-    return result
 
 
 def finite(state: Any) -> dict[str, bool]:
