@@ -45,7 +45,9 @@ class RecurringSpikes:
         return torch.stack((at > iteration - _WINDOW, norms <= _RATIO * norms[0], norms >= norms[0] / _RATIO)).all(0)
 
     def state_dict(self) -> State:
+        """Return the state, name -> tensor."""
         return {"spikes": self._spikes}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state; a ValueError if it is of another kind."""
         self._spikes = loaded(self.state_dict(), state_dict)["spikes"]

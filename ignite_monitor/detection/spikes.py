@@ -104,6 +104,7 @@ class SpikeDetector:
             self._state["awaits_normal_value"] = (state["awaits_normal_value"] & ~is_within) | reset
 
     def reset_threshold(self) -> None:
+        """Discard all earlier values."""
         self.rule.reset()
         score = torch.zeros_like(self.rule.state["count"])
         self._state = {"spike_score": score, "was_normal": score == 0}
@@ -115,12 +116,15 @@ class SpikeDetector:
         return self.rule._rows, self._state
 
     def restore(self, earlier: tuple[Tensor, dict[str, Tensor]]) -> None:
+        """Return to an earlier state."""
         self.rule._rows, self._state = earlier
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state: tensors and a dict of tensors."""
         return {name: value.clone() for name, value in self._state.items()} | {"rule": self.rule.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a ValueError if it is of another kind, and nothing has changed then."""
         parts = dict(state_dict) if isinstance(state_dict, Mapping) else {}
         rule = parts.pop("rule", None)
         values = loaded(self._state, parts)

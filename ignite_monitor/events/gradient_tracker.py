@@ -169,6 +169,7 @@ class GradientTracker:
         return self.has_stepped or not any(map(attrgetter("requires_grad"), self.parameters))
 
     def step_completed(self, may_skip: bool) -> None:
+        """Start another window."""
         self.accumulates, self.has_own_backward, self.has_stepped = False, False, True
         if may_skip:
             self.statistics.keep()

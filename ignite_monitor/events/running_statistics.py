@@ -31,6 +31,7 @@ class RunningStatistics:
         self._window, self._train_step = _Copies(), _Copies()
 
     def watch(self, model: nn.Module) -> None:
+        """Take over the modules of a model."""
         modules = [(buffers_in(module), hasattr(module, "track_running_stats")) for module in model.modules()]
         self._modules = [(registry, tracks) for registry, tracks in modules if registry]
         self._window, self._train_step = _Copies(), _Copies()

@@ -114,6 +114,7 @@ class EventSource:
 
     @property
     def monitors(self) -> list[Any]:
+        """The monitors attached to the engine."""
         return [monitor for reference in self._monitors if (monitor := reference()) is not None]
 
     def fire(self, event: MonitorEvents, about: Mapping[int, Any] | None = None) -> None:

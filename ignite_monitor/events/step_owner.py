@@ -64,6 +64,7 @@ class StepOwner:
         self.reset()
 
     def reset(self) -> None:
+        """Forget the step that runs."""
         self._optimizer: Optimizer | None = None
         self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
         self._requests: StepRequests | None = None  # once the step is reported
@@ -71,6 +72,7 @@ class StepOwner:
         self._in_closure = False
 
     def install(self, handles: list[Any]) -> None:
+        """Hook the steps of all optimizers, and append the handles."""
         handles.append(register_optimizer_step_pre_hook(self._hooks[0]))
         handles.append(register_optimizer_step_post_hook(self._hooks[2]))
 

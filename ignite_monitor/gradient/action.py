@@ -78,6 +78,7 @@ class SpikeAction:
         return " ".join(parts) or None
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
         counts = {name: float(state_dict.get(name, 0.0)) for name in self.counts}
         self.recurring.load_state_dict(state_dict["recurring"])
         self.counts, self._read = counts, dict(counts)

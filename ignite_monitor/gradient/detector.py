@@ -210,9 +210,11 @@ class GradientDetector:
         self._counts, self.pending = self.counts, None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return statistics and counts."""
         return self.threshold_state() | {"counts": torch.stack([*self.counts])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
         counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
         self.restore_threshold(state_dict)
         self._counts = counts.clone().unbind()

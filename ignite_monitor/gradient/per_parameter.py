@@ -44,9 +44,11 @@ class PerParameterDetector(SpikeDetector):
             super().observe(detection, when)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the names of the parameters, and their state: vectors."""
         return super().state_dict() | {"names": list(self.names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a ValueError if it is of something else, and nothing has changed then."""
         state, names, before = dict(state_dict), self.names, self.snapshot()
         if "names" not in state:
             raise ValueError(f"Argument state_dict should hold names, but given {state_dict}")

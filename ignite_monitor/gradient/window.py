@@ -112,5 +112,6 @@ class GradientWindow:
         return self.spikes_without_step == PATIENCE
 
     def close(self) -> None:
+        """Nothing is known of the gradients any more."""
         self.since_step = self.in_step = None
         self.is_mixed = self.is_reported = False
