@@ -32,7 +32,11 @@ class CountingMonitor(Monitor):
         raise NotImplementedError
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`threshold_state` returned; counts are kept."""
+        """Continue from earlier statistics of the threshold; counts are kept.
+
+        Args:
+            state: what :meth:`threshold_state` returned.
+        """
 
 
 class DetectionMonitor(CountingMonitor):
