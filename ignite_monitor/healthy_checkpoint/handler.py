@@ -32,7 +32,7 @@ class HealthyCheckpoint(Checkpoint):
     Args:
         to_save: name -> object with ``state_dict`` and ``load_state_dict``.
         save_handler: directory, or save handler.
-        monitors: the monitors whose spikes count; None for all on the trainer.
+        monitors: the monitors whose spikes count, [] for none; None for all on the trainer.
         quiet: number of iterations without a spike, at least 1.
         group: the ranks that save together, a ProcessGroup or DeviceMesh; None: those of the model's wrappers.
         kwargs: further arguments of ``Checkpoint``: ``n_saved``, ``score_function`` …
@@ -63,6 +63,7 @@ class HealthyCheckpoint(Checkpoint):
         self._counts = deque[dict[str, Any]](maxlen=quiet + 1)  # of spikes by prefix, after the last iterations
         self._healthy = 0  # iteration of the newest healthy state, 0 if none is known
         self._copy: dict[str, Any] = {}  # this state, unless it is in a file
+        self._observed = -2  # the last iteration
         self._trainer: Any = lambda: None
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
@@ -79,13 +80,18 @@ class HealthyCheckpoint(Checkpoint):
             engine.add_event_handler(event, self)
 
     def _observe(self, engine: Engine) -> None:
+        iteration = engine.state.iteration
         if engine.last_event_name == Events.STARTED:
+            if iteration and iteration - self._observed in (0, 1):  # a run continues, maybe after one that failed
+                return
             self._counts.clear()
             self._healthy, self._copy = 0, {}
-        monitors = self.monitors or getattr(EventSource.on(engine), "monitors", [])
+        self._observed = iteration
+        monitors = self.monitors
+        if monitors is None:
+            monitors = getattr(EventSource.on(engine), "monitors", [])
         counting = [item for item in monitors if isinstance(item, CountingMonitor) and not item._has_failed]
         self._counts.append({item.prefix: item.counts()[0] for item in counting})
-        iteration = engine.state.iteration
         is_old = iteration % self.quiet == 0 and iteration - self._healthy > iteration / 10
         if is_old and self.score_function is None and not self._problem(engine):
             self._healthy, self._copy = iteration, clone(super()._setup_checkpoint(), on_host=True)
