@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import reshard
-from ignite_monitor.model.names import held_by, is_from_torch
+from ignite_monitor.model.names import held_by, is_from_torch, learning_rates
 from ignite_monitor.model.sampling import ParameterSamples
 
 _FEW = 32  # elements of a sample that are not 0, from which its norm has an error of about 15 %
@@ -45,8 +45,8 @@ class UpdatedParameters:
         found_inf = getattr(optimizer, "found_inf", None)
         is_made = found_inf.reshape(()) == 0 if isinstance(found_inf, Tensor) else True
         indices = [[self._indices[id(item)] for item in members] for members in groups]
-        for group, members in zip(optimizer.param_groups, indices, strict=True):
-            moves = (group.get("lr") != 0) & is_made
+        for rate, members in zip(learning_rates(optimizer), indices, strict=True):
+            moves = (rate != 0) & is_made
             if members and moves is not False:
                 self._moves.append((members, moves))
         return [index for members in indices for index in members]

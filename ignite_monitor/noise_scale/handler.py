@@ -187,7 +187,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         _, low, high = interval.unbind()
         is_known = (low > 0) & (high <= _WIDEST * low) & new.isfinite().all()
         value, low, high = torch.where(is_known, interval, math.nan).unbind()
-        self.publish(value=value, low=low, high=high, batch=items)
+        self.publish(value=value, low=low, high=high, batch=items + 0 * total)  # NaN of a step that was not measured
 
     def _is_complete_window(self, window: list[Increment]) -> bool:
         """Return True if the step was made from the expected increments; warn if the first 50 were not."""

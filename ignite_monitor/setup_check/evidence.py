@@ -35,6 +35,7 @@ class Evidence:
     batch: list[Any] = field(default_factory=list)  # what is compared of the last one
     repeats: int = 0  # number of batches that equal the one before
     steps_of_torch: bool = True  # all steps are those of optimizers of torch
+    uses_gradients: bool = False  # a step started, or ended, with a gradient
     rates: list[Tensor] = field(default_factory=list)  # 1 for a learning rate of 0, of each group in each step
     norms: list[Tensor] = field(default_factory=list)  # maximum norm of the gradients after each step
     initial_norms: list[list[Tensor]] = field(default_factory=lambda: [[]])  # before each backward, by step
@@ -59,8 +60,13 @@ class Evidence:
         """Note the parameters that have a gradient."""
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
+    def note_use(self) -> None:
+        """Note whether the step that starts or ends has a gradient; a closure computes it in the step."""
+        self.uses_gradients |= any(item.grad is not None for item in self.held)
+
     def note_step(self, optimizer: Optimizer) -> None:
         """Note a step, after which gradients are as it leaves them: a fused optimizer has unscaled them."""
+        self.note_use()
         gradients = [item.grad for item in self.held if item.grad is not None]
         is_known = gradients and not any_dtensor(gradients)
         self.norms.append(total_norm(gradients, math.inf) if is_known else torch.tensor(math.nan, device="cpu"))

@@ -89,7 +89,15 @@ def _no_gradients(evidence: Evidence, report: Report) -> None:
     trained = {id(item) for item in evidence.held if item.requires_grad}
     count = len(evidence.stepped)
     # An optimizer of another class may compute gradients, or keep them elsewhere.
-    if trained and count > 1 and evidence.steps_of_torch and evidence.seen.isdisjoint(trained):
+    if not trained or count < 2 or not evidence.steps_of_torch:
+        return
+    if not evidence.seen.isdisjoint(trained):
+        if not (evidence.uses_gradients or evidence.held_change or evidence.rate_is_zero):
+            text = (
+                f"the gradients were discarded before each step in {count} iterations, so no parameter changed: call "
+            )
+            report("no_gradients", f"{text}zero_grad() before backward(), or after step()")
+    else:
         text = f"no parameter of the optimizer had a gradient in {count} iterations with a step. Check for detach(), "
         report("no_gradients", f"{text}no_grad() and item() between the model's output and the loss")
 

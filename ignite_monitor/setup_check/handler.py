@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.accumulation import AccumulationProbe
@@ -120,8 +120,11 @@ class SetupCheck(Monitor):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._evidence is not None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
-            hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
-            self._hooks.callback(hook.remove)
+            started, completed = (
+                torch.compiler.disable(weak_method(on)) for on in (self._on_step_started, self._on_step)
+            )
+            self._hooks.callback(register_optimizer_step_pre_hook(started).remove)
+            self._hooks.callback(register_optimizer_step_post_hook(completed).remove)
             self._note_calls(self._evidence.calls)
             self._start_probe(self._source.trackers[id(self.model)])
         return [self._hooks]
@@ -147,6 +150,10 @@ class SetupCheck(Monitor):
         if self._evidence is not None and self._probe is not None and self._probe.norm is not None:
             self._evidence.initial_norms[-1].append(self._probe.norm)
             self._start_probe(backward.tracker)
+
+    def _on_step_started(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:
+            self._evidence.note_use()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:

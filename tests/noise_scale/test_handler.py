@@ -202,6 +202,19 @@ def test_what_is_skipped(what):
         assert all(item["low"] * 0.8 < expected < item["high"] * 1.25 for item in reported[-10:])
 
 
+def test_no_number_of_items_of_a_step_of_which_a_part_is_not_monitored():
+    """Eight backward passes, of which every second one is monitored: as many as there should be micro-batches."""
+    model, x, y = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = make_step(model, optimizer, every=8)
+    trainer, published = Engine(step), []
+    monitor = GradientNoiseScaleHandler(model, optimizer, micro_batches=4)
+    monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: published.append(dict(monitor.metrics)))
+    trainer.run(list(batches(x, y, 16, 64)))
+    assert not any(published)
+
+
 def test_a_step_that_is_made_otherwise_is_reported_once(caplog):
     model, x, y = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)

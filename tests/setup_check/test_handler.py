@@ -147,6 +147,21 @@ def accumulating_closure():
     return model, optimizer, train_step, batches
 
 
+def zeroed_too_early(step_first=False):
+    model, optimizer, _, batches = setup()
+
+    def train_step(_, batch):
+        if step_first:
+            optimizer.zero_grad()
+            optimizer.step()
+        mse_loss(model, batch).backward()
+        if not step_first:
+            optimizer.zero_grad()
+            optimizer.step()
+
+    return model, optimizer, train_step, batches
+
+
 def detached(model, batch):
     return F.mse_loss(model(batch[0]).detach().requires_grad_(), batch[1])
 
@@ -158,6 +173,8 @@ FAULTS = {
     "detached head": (["unused_parameters"], lambda: setup(Parts(detached=2), batches=make_batches(100))),
     "detached loss": (["no_gradients"], lambda: setup(loss_of=detached)),
     "detached loss, Adafactor": (["no_gradients"], lambda: setup(None, adafactor, loss_of=detached)),
+    "zeroed before the step": (["no_gradients"], zeroed_too_early),
+    "zeroed, and stepped before the backward": (["no_gradients"], lambda: zeroed_too_early(step_first=True)),
     "not zeroed, three steps in an iteration": (["gradients_not_zeroed"], lambda: three_steps(zero_at="never")),
     "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero_at="never")),
     "not zeroed, micro-batches": (["gradients_not_zeroed"], lambda: setup(zero_at="never", parts=2)),

@@ -324,6 +324,30 @@ def test_frozen_because_no_gradient_reaches_it(given):
     assert not diagnostics["0.weight"].is_vanishing
 
 
+class RateOfEach(torch.optim.Optimizer):
+    """A learning rate for each parameter of a group, in one tensor."""
+
+    def __init__(self, parameters):
+        parameters = [*parameters]
+        super().__init__(parameters, {"lr": torch.full((len(parameters),), 0.1)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for rate, parameter in zip(group["lr"], group["params"], strict=True):
+                parameter.sub_(rate * parameter.grad)
+
+
+def test_a_learning_rate_of_several_numbers_is_not_judged(caplog):
+    model = make_model()
+    optimizer = RateOfEach(model.parameters())
+    handler = WeightUpdateHandler(model, optimizer)
+    watched = Watched(model, make_step(model, optimizer), handler)
+    watched.run(make_batches(3))
+    assert watched.published[-1]["update_ratio_max"] == pytest.approx(max(watched.ratios[-1].values()), rel=1e-5)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("why", ["requires_grad", "no group", "lr 0", "tensor lr 0", "lr 0, fused"])
 def test_not_frozen_because_it_was_not_to_move(why):
     model = make_model()
