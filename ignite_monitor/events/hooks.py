@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from traceback import walk_stack
+from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 class Patch:
     """A replaced function of an engine or optimizer: a method, held weakly, is called with the original first."""
 
-    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+    def __init__(self, owner: Any, name: str, replacement: Any, is_method: bool = False) -> None:
         self._owner, self._name = weakref.ref(owner), name
         self._original = vars(owner).get(name)  # None for a method of its class
         original = weak_method(getattr(owner, name)) if self._original is None else self._original
@@ -26,8 +27,13 @@ class Patch:
             owner = owner_of()
             return original(*args, **kwargs) if owner is None else function(owner, original, *args, **kwargs)
 
-        self._patched = patched
-        setattr(owner, name, patched)
+        self._patched: Any = patched
+        if is_method:  # others take its function, or look at its arguments; it keeps its owner alive
+            known = getattr(type(owner), name) if self._original is None else self._original
+            self._patched = MethodType(
+                functools.wraps(known)(lambda _, *args, **kwargs: patched(*args, **kwargs)), owner
+            )
+        setattr(owner, name, self._patched)
 
     def remove(self) -> None:
         """Restore the original, unless others have replaced the function since."""

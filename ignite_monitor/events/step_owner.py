@@ -1,8 +1,9 @@
 """The owner of optimizer steps: does once what monitors ask of a step.
 
 - Fused optimizers of ``torch.optim`` skip by their ``found_inf``, as with GradScaler: on the device.
-- The step of any other is not run: it may update weights without gradients too. A call that bypasses
-  ``optimizer.step`` is refused, and one with a closure, except in ``torch.optim``, which evaluates it first.
+- From others of ``torch.optim``, which evaluate a closure first, the step is made by an optimizer without parameters.
+- The step of any other is not run: it may update weights without gradients too. A call with a closure, or that bypasses
+  ``optimizer.step``, is refused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import is_from_torch, parameters_of
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
+
+_REPLACES = "_ignite_monitor_replaces"  # attribute of a found_inf: that of the optimizer before the step
 
 
 def skippable(optimizer: Optimizer) -> Optimizer:
@@ -84,8 +87,8 @@ class StepOwner:
     @contextmanager
     def context(self) -> Iterator[None]:
         """Context of a train step in which optimizers are acting."""
-        self._patched = {optimizer: _PatchedStep(optimizer) for optimizer in self.acting}
-        handles: list[Any] = [Patch(optimizer, "step", step.call) for optimizer, step in self._patched.items()]
+        self._patched = {item: _PatchedStep(item) for item in self.acting if not allows_closures(item)}
+        handles: list[Any] = [Patch(item, "step", step.call, is_method=True) for item, step in self._patched.items()]
         try:
             yield
         finally:
@@ -97,7 +100,7 @@ class StepOwner:
         # The step is reported after the hooks of the optimizer's own, which may change its gradients.
         if not self._source.in_train_step or (self._optimizer is not None and is_nested(optimizer)):
             return None
-        if self._source.sees_capture():
+        if self._source.sees_capture() or not args[0].param_groups:  # monitors of another engine skip it
             return None
         sharing = {}
         for tracker in self._source.trackers.values():
@@ -119,32 +122,46 @@ class StepOwner:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if optimizer in self._patched:
             self._patched[optimizer].check(closure)
+        skipped = False
         if not callable(closure):
-            self._report_step(optimizer)
-            return None
+            skipped = self._report_step(optimizer)
+        else:
 
-        @functools.wraps(closure)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self._in_closure = True
-            try:
-                loss = closure(*args, **kwargs)
-            finally:
-                self._in_closure = False
-            self._report_step(optimizer, loss)  # the step uses the gradients that its closure computes
-            return loss
+            @functools.wraps(closure)
+            def evaluate(*args: Any, **kwargs: Any) -> Any:
+                nonlocal skipped
+                self._in_closure = True
+                try:
+                    loss = closure(*args, **kwargs)
+                finally:
+                    self._in_closure = False
+                skipped |= self._report_step(optimizer, loss)  # the step uses the gradients that its closure computes
+                return loss
 
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": evaluate}
-        return (args[0], evaluate, *args[2:]), kwargs
+            replacement: Callable[..., Any] = evaluate
+            if optimizer in self.acting and optimizer not in self._patched:  # it would evaluate it first, and once
+                with torch.enable_grad():
+                    loss = evaluate()
+                replacement = lambda: loss  # noqa: E731
+            if "closure" in kwargs:
+                kwargs = kwargs | {"closure": replacement}
+            else:
+                args = (args[0], replacement, *args[2:])
+        if skipped:
+            args = (_without_parameters(optimizer), *args[1:])
+        return args, kwargs
 
-    def _report_step(self, optimizer: Optimizer, loss: Any = None) -> None:
-        if self._optimizer is optimizer and self._requests is None:
-            self._requests = requests = StepRequests(optimizer in self.acting)
-            for key, tracker in self._source.trackers.items():
-                self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
-            self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
-            if requests.made is False:
-                raise SkippedError(loss)
+    def _report_step(self, optimizer: Optimizer, loss: Any = None) -> bool:
+        """Report the step, once; return True if it is known to be skipped."""
+        if self._optimizer is not optimizer or self._requests is not None:
+            return False
+        self._requests = requests = StepRequests(optimizer in self.acting)
+        for key, tracker in self._source.trackers.items():
+            self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
+        self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
+        if requests.made is False and optimizer in self._patched:
+            raise SkippedError(loss)
+        return requests.made is False
 
     def act(self) -> bool:
         """Do what monitors ask of the step that starts; return False if it is known to be skipped."""
@@ -164,7 +181,10 @@ class StepOwner:
             if found_inf is not None:
                 skipped = torch.maximum(skipped, move(found_inf.reshape(()), skipped.device))
             requests.made = skipped == 0
-            self._replaced = optimizer, found_inf  # GradScaler's, for the time of the step
+            # GradScaler's, for the time of the step; monitors of another engine may have replaced it already.
+            own = getattr(found_inf, _REPLACES, found_inf)
+            setattr(skipped, _REPLACES, own)
+            self._replaced = optimizer, own
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
         elif torch.is_nonzero(flag):  # read on the host
             requests.made = False
@@ -223,6 +243,13 @@ class _PatchedStep:
             return skipped.args[0]
         finally:
             self.is_running = False
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same kind and state, whose step does nothing."""
+    other = object.__new__(type(optimizer))
+    vars(other).update(vars(optimizer), param_groups=[])
+    return other
 
 
 def allows_closures(optimizer: Optimizer) -> bool:

@@ -69,6 +69,47 @@ def test_a_closure_is_refused_at_the_first_step_before_anything_has_moved():
     assert_same(training_state(model, optimizer), before)
 
 
+@pytest.mark.parametrize("name", ["SGD", "MuonLike"])
+def test_a_scheduler_may_be_created_in_the_train_step(name):
+    model, optimizer = build(name)
+    schedulers = []
+
+    def create(engine):
+        if not schedulers:
+            schedulers.append(StepLR(optimizer, 3))
+
+    monitor = GradMonitor(model, optimizer, on_spike="skip", threshold=StaticThreshold(LIMIT))
+    recorder = train(make_step(model, optimizer, before_step=create), mlp_batches(5, (1, 3)), monitor)
+    assert recorder.of("grad/skipped_count")[-1] == 2
+    assert optimizer._opt_called  # what the scheduler has put in place is called
+
+
+class WithScaler(torch.optim.Optimizer):
+    """Takes the GradScaler in its step; GradScaler looks for the argument."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.given = []
+
+    def step(self, closure=None, *, grad_scaler=None):
+        self.given.append(grad_scaler)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+def test_the_arguments_of_a_step_are_seen():
+    model = make_mlp()
+    optimizer, scaler = WithScaler(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(engine, batch):
+        scaler.scale(mse_loss(model, batch)).backward()
+        scaler.step(optimizer)
+
+    train(step, mlp_batches(1), GradMonitor(model, optimizer, scaler=scaler, on_spike="skip"))
+    assert optimizer.given == [scaler]
+
+
 def test_a_method_that_was_kept_from_before_is_refused():
     model, optimizer = build("MuonLike")
     kept = optimizer.step

@@ -61,6 +61,69 @@ def test_in_create_supervised_trainer(name, spikes):
     compare(name, spikes, lambda *both: create_supervised_trainer(*both[:2], nn.functional.mse_loss)._process_function)
 
 
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("spikes", [(7,), (1, 5)])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_that_was_kept_from_before_is_skipped_too(name, spikes, with_closure):
+    """As the optimizers of accelerate keep it, for a GradScaler."""
+
+    def step_of(model, optimizer, _):
+        kept = optimizer.step
+
+        def step(engine, batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = mse_loss(model, batch)
+                loss.backward()
+                return loss
+
+            if with_closure:
+                return kept(closure).item()
+            loss = closure()
+            kept()
+            return loss.item()
+
+        return step
+
+    compare(name, spikes, step_of)
+
+
+def test_accelerates_optimizer_with_a_scaler():
+    optimizers = pytest.importorskip("accelerate.optimizer")
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+
+    def step_of(model, optimizer, scaler):
+        prepared = optimizers.AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
+
+        def step(engine, batch):
+            prepared.zero_grad()
+            loss = mse_loss(model, batch)
+            scaler.scale(loss).backward()
+            prepared.step()
+            vars(optimizer).pop("step")  # which it leaves there
+            return loss.item()
+
+        return step
+
+    compare("SGD momentum", (3, 7), step_of, scaler=lambda: GradScaler("cpu", init_scale=2.0**10))
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "fused SGD momentum", "MuonLike"])
+def test_monitors_of_two_engines_on_one_optimizer(name):
+    def run(batches, monitored):
+        model, optimizer = build(name)
+        inner = Engine(make_step(model, optimizer))
+        outer = Engine(lambda engine, batch: inner.run([batch], max_epochs=1).output)
+        for engine in [inner, outer] * monitored:
+            GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip").attach(engine)
+        outer.run(batches, max_epochs=1)
+        assert not hasattr(optimizer, "found_inf")
+        return training_state(model, optimizer)
+
+    batches = mlp_batches(8, [3])
+    assert_same(run(batches, True), run([*batches[:2], *batches[3:]], False))
+
+
 def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():
     model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
