@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -260,10 +259,12 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         if self._restoring is not None:
             self._restoring.remove()
         # After the user's handlers of this iteration: a schedule has made a step there.
-        again = functools.partial(self._restore_again, snapshot["state"])
-        self._restoring = engine.add_event_handler(Events.ITERATION_COMPLETED, again)
+        # It takes the engine, or Ignite would write its arguments, all tensors among them, in an error that it drops.
+        self._restoring = engine.add_event_handler(
+            Events.ITERATION_COMPLETED, self._restore_again, state=snapshot["state"]
+        )
 
-    def _restore_again(self, state: Any) -> None:
+    def _restore_again(self, engine: Engine, state: Any) -> None:
         self._restoring.remove()
         if self._training.layout() == self._layout:
             self._training.restore(state)  # Ignite calls it: an error ends training

@@ -21,6 +21,7 @@ from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
 Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds
+_USUAL = frozenset((Tensor, nn.Parameter))  # of other classes, such as those of 8-bit states, some lack foreach_copy
 
 
 class Snapshots:
@@ -123,10 +124,11 @@ def public(obj: object) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def clone(value: Any, into: Any = None, *, on_host: bool = False) -> Any:
-    """Copy dicts, lists and tuples with their tensors, each once, to host memory if asked; others by ``deepcopy``.
+def clone(value: Any, into: Any = None, *, on_host: bool | None = None) -> Any:
+    """Copy dicts, lists and tuples with their tensors, each once; others by ``deepcopy``.
 
     The tensors of ``into`` at the same places are overwritten and returned where they fit, by one kernel per dtype.
+    Copies are made in host memory, or on the device of the original, or where the tensors of ``into`` are (None).
     """
     copies = _Copies(on_host)
     result = copies.add(value, into)
@@ -136,7 +138,7 @@ def clone(value: Any, into: Any = None, *, on_host: bool = False) -> Any:
 
 
 class _Copies:
-    def __init__(self, on_host: bool) -> None:
+    def __init__(self, on_host: bool | None) -> None:
         self._on_host = on_host
         self._tensors: dict[int, Tensor] = {}  # by id of the original
         self._used: set[int] = set()  # ids of overwritten tensors
@@ -150,24 +152,31 @@ class _Copies:
             return self._tensors[id(value)]
         if isinstance(value, dict):
             result, places = copy.copy(value), into if isinstance(into, dict) else {}
-            result.update((key, self.add(item, places.get(key))) for key, item in value.items())
+            for key, item in value.items():  # not by update(), which adds in a Counter
+                result[key] = self.add(item, places.get(key))
             return result
         if type(value) in (list, tuple):
             return type(value)(map(self.add, value, chain(into if type(into) is type(value) else (), repeat(None))))
         return copy.deepcopy(value)
 
     def _add_tensor(self, value: Tensor, into: Any) -> Tensor:
-        if not isinstance(into, Tensor):
-            return value.to("cpu" if self._on_host else value.device, copy=True)
+        is_given = isinstance(into, Tensor)
+        device = (into if is_given and self._on_host is None else value).device
+        device = torch.device("cpu") if self._on_host else device
+        if not is_given or into.device != device:  # snapshots are loaded on any device
+            return value.to(device, copy=True)
         source, target = local(value), local(into)
         fits = target.shape == source.shape and target.dtype is source.dtype
         is_dense = target.layout is source.layout is torch.strided and 0 not in target.stride()  # 0: expanded
         if not (fits and is_dense) or target.is_inference() or id(into) in self._used:
-            return value.to(into.device, copy=True)
+            return value.to(device, copy=True)
         self._used.add(id(into))
-        targets, sources = self.pairs.setdefault((target.device, target.dtype), ([], []))
-        targets.append(target)
-        sources.append(source)
+        if _USUAL.issuperset(map(type, (target, source))):
+            targets, sources = self.pairs.setdefault((target.device, target.dtype), ([], []))
+            targets.append(target)
+            sources.append(source)
+        else:
+            target.copy_(source)
         return into
 
 
@@ -217,7 +226,7 @@ def _inner(obj: Any) -> Any:
     """Return the optimizer in a wrapper: this rank's part of a ZeroRedundancyOptimizer, or that in accelerate's."""
     if hasattr(obj, "consolidate_state_dict"):  # state_dict() would need a collective
         return obj.optim
-    return obj.optimizer if type(obj).__module__.startswith("accelerate.") else obj
+    return obj.optimizer if type(obj).__module__ == "accelerate.optimizer" else obj
 
 
 def _is_plain(obj: Any) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.utils.prune
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ignite_monitor import MonitorEvents, RollbackHandler, SpikeMonitor
 from ignite_monitor.rollback import snapshots
@@ -64,6 +65,21 @@ def test_everything_is_bitwise_that_of_the_snapshot(optimizer, arguments, restor
         assert_same(state, states[iteration])
     assert training.of("count")[70] == len(restored)
     assert all(group["lr"] is rate for group, rate in zip(groups, rates, strict=False))
+
+
+def test_snapshots_that_were_loaded_on_another_device_are_not_written_to():
+    training = Training(OPTIMIZERS["adamw"], loss=no_loss, every=2)
+    back, states = [], training.states()
+
+    def load():
+        state = training.rollback.state_dict()
+        loaded = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), state["snapshots"])
+        training.rollback.load_state_dict(state | {"snapshots": loaded})
+
+    training.at(20, load)
+    training.trainer.add_event_handler(MonitorEvents.ROLLED_BACK, lambda engine: back.append(training.state()))
+    training.run(make_batches(40), request=[37])
+    assert_same(back, [states[int(training.of("restored_iteration")[37])]])
 
 
 def test_a_buffer_of_another_shape_and_replaced_ones_are_restored():

@@ -173,6 +173,68 @@ def test_optimizers_with_a_state_of_their_own(kind, make):
     assert_same(back, [states[30]])
 
 
+class PreparedSchedule:
+    """Scheduler prepared by accelerate: it has the optimizers, no ``optimizer``."""
+
+    __module__ = "accelerate.scheduler"
+
+    def __init__(self, schedule):
+        self.schedule = schedule
+        self.state_dict, self.load_state_dict = schedule.state_dict, schedule.load_state_dict
+
+
+def test_a_prepared_schedule_is_restored():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = of_torch.MultiStepLR(optimizer, [3, 7], 0.5)  # which keeps them in a Counter
+    to_save = {"model": model, "optimizer": Prepared(optimizer), "schedule": PreparedSchedule(schedule)}
+    rollback, trainer = RollbackHandler(to_save, every=5), Engine(lambda *_: optimizer.step())
+    rollback.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: schedule.step())
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=9), lambda _: rollback.request("to see"))
+    trainer.run(range(9))
+    assert (schedule.last_epoch, schedule.get_last_lr(), schedule.milestones) == (5, [0.05], {3: 1, 7: 1})
+
+
+class Packed(torch.Tensor):
+    """Tensor whose values another one holds, as of 8-bit optimizers; it has ``copy_``, but no operation on lists."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return cls._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            args[0].held.copy_(args[1].held)
+            return args[0]
+        assert function in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default)
+        return cls(function(args[0].held, **(kwargs or {})))
+
+
+def test_a_state_of_another_class_is_restored():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.state[model.weight]["packed"] = packed = Packed(torch.zeros(3))
+    rollback = RollbackHandler({"model": model, "optimizer": optimizer}, every=1)
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        packed.held.fill_(engine.state.iteration)
+
+    trainer = Engine(step)
+    rollback.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=12), lambda _: rollback.request("to see"))
+    trainer.run([torch.randn(4, 3) for _ in range(12)])
+    assert optimizer.state[model.weight]["packed"] is packed
+    assert packed.held.tolist() == [rollback.metrics["rollback/restored_iteration"]] * 3
+
+
 def test_zero_redundancy_optimizer(one_rank):
     """Its own state_dict() needs a collective beforehand; moments and rates of this rank's part are restored."""
     training, states, back = Training(lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-3)), {}, []
