@@ -71,7 +71,7 @@ class MonitorHandle(Serializable):
             state_dict: a state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if it has the state of no monitor here, or a monitor refuses its state.
+            ValueError: if it has the state of no monitor here, or a monitor refuses its state: those before it are loaded.
         """
         check_type("state_dict", state_dict, Mapping, "Mapping")
         both = [name for name in self._saved if name in state_dict]

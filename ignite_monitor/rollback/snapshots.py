@@ -177,7 +177,8 @@ class _Copies:
             sources.append(source)
         else:
             target.copy_(source)
-        return into
+        copied: Tensor = into
+        return copied
 
 
 def finite(state: Any) -> dict[str, bool]:
