@@ -71,7 +71,8 @@ class MonitorHandle(Serializable):
             state_dict: a state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if it has the state of no monitor here, or a monitor refuses its state: those before it are loaded.
+            ValueError: if it has the state of no monitor here, or a monitor refuses its state; those before it are then
+                loaded.
         """
         check_type("state_dict", state_dict, Mapping, "Mapping")
         both = [name for name in self._saved if name in state_dict]
