@@ -11,11 +11,11 @@ from ignite.engine import Engine, Events
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.checks import check_count
 from ignite_monitor.events.accumulation import AccumulationProbe
-from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker
+from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
@@ -76,6 +76,7 @@ class SetupCheck(Monitor):
     def handlers(self) -> Handlers:
         return [
             (MonitorEvents.GRADIENTS_READY, self._on_gradients_ready),
+            (MonitorEvents.OPTIMIZER_STEP_STARTED, self._on_step_started),
             (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
         ]
 
@@ -120,11 +121,8 @@ class SetupCheck(Monitor):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._evidence is not None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
-            started, completed = (
-                torch.compiler.disable(weak_method(on)) for on in (self._on_step_started, self._on_step)
-            )
-            self._hooks.callback(register_optimizer_step_pre_hook(started).remove)
-            self._hooks.callback(register_optimizer_step_post_hook(completed).remove)
+            hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
+            self._hooks.callback(hook.remove)
             self._note_calls(self._evidence.calls)
             self._start_probe(self._source.trackers[id(self.model)])
         return [self._hooks]
@@ -151,8 +149,8 @@ class SetupCheck(Monitor):
             self._evidence.initial_norms[-1].append(self._probe.norm)
             self._start_probe(backward.tracker)
 
-    def _on_step_started(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:
+    def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
+        if self._evidence is not None and step.is_of(self.optimizer):
             self._evidence.note_use()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
