@@ -134,7 +134,7 @@ class Monitored(Training):
         loss = functools.partial(loss_of_first_part, case)
         curvature = CurvatureHandler(of, optimizer, loss=loss)
         self.setup_check, gradient = SetupCheck(of, optimizer), GradMonitor(of, optimizer)
-        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints")
+        self.checkpoint = HealthyCheckpoint(state, directory / "checkpoints", monitors=[gradient])
         for monitor in (
             self.setup_check,
             gradient,
