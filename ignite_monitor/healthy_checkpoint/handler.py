@@ -52,12 +52,12 @@ class HealthyCheckpoint(Checkpoint):
         group: Group = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(to_save, save_handler, **kwargs)
         for monitor in monitors or ():
             if not isinstance(monitor, CountingMonitor):
                 raise TypeError(f"Argument monitors should hold monitors that detect spikes, but given {monitor!r}")
-        self.monitors = monitors
-        self.quiet, self._training = check_count("quiet", quiet, least=1), TrainingState(to_save)
+        self.monitors, self.quiet = monitors, check_count("quiet", quiet, least=1)
+        super().__init__(to_save, save_handler, **kwargs)  # which makes the directory
+        self._training = TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
         self._counts = deque[dict[str, Any]](maxlen=quiet + 1)  # of spikes by prefix, after the last iterations

@@ -251,3 +251,9 @@ def test_bad_input():
         HealthyCheckpoint({"model": model}, print, monitors=[model])
     with pytest.raises(ValueError, match="Argument quiet"):
         HealthyCheckpoint({"model": model}, print, quiet=0)
+
+
+def test_a_refused_argument_makes_no_directory(tmp_path):
+    with pytest.raises(TypeError, match="monitors"):
+        HealthyCheckpoint({"model": nn.Linear(2, 2)}, tmp_path / "new", monitors=["grad"])
+    assert not (tmp_path / "new").exists()
