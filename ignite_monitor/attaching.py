@@ -22,6 +22,7 @@ from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
+from ignite_monitor.model.names import is_from_torch
 from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
@@ -39,7 +40,7 @@ from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
 
 # Of the model, its children, and members of lists that are in no other list; of outputs with a place of their own too.
-_OUTLINE = r"(_root_(/.+)?/nonfinite_count|([^./]+|((?!\d+\.)[^./]+\.)*\d+)(/[^/]+)?/(std|max_abs))"
+_OUTLINE = r"(_root_(/.+)?/nonfinite_count|([^./]+|((?!\d+\.)[^./]+\.)*\d+)(/[^/]+)?/(std|max_abs|dead_fraction))"
 
 
 def attach_monitors(
@@ -75,7 +76,7 @@ def attach_monitors(
                       dead_fraction, nonfinite_count, attention
     ``step``          ``StepStatsHandler(model, optimizer)``               one in ``every``
     ``moments``       ``OptimizerStateHandler(model, optimizer)``,         one in ``every``
-                      if the optimizer has ``betas`` or momentum
+                      if it is one of torch with ``betas`` or momentum
     ``rollback``      ``RollbackHandler(rollback)``, if given              all
     ``setup``         ``SetupCheck(model, optimizer)``                     the first three
     ``spike_record``  ``SpikeRecorder(grad, record_spikes)``, if given     all
@@ -83,8 +84,8 @@ def attach_monitors(
                       ``SpectralNormHandler``, ``RCCHandler``
     ================  ===================================================  ====================
 
-    An ``HDF5Logger`` gets all values. Other loggers get of activations ``nonfinite_count`` of the model, ``std`` and
-    ``max_abs`` of the model, its children and its blocks (members of module lists), and what the model records.
+    An ``HDF5Logger`` gets all values. Other loggers get of activations ``nonfinite_count`` of the model, the others of
+    the model, its children and its blocks (members of module lists), attention, and what the model records.
 
     Several models on one engine, as in a GAN, take one call each, with different prefixes.
 
@@ -172,7 +173,7 @@ def attach_monitors(
     update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
     monitors |= {"update": (update, sampled), "activation": (activation, sampled)}
     monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), sampled
-    if has_moments:
+    if has_moments and is_from_torch(optimizer):
         monitors["moments"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
     extras: dict[str, Callable[..., Monitor]] = {
         "histograms": HistogramHandler,
@@ -184,7 +185,7 @@ def attach_monitors(
         check_choice("extra", name, *extras)
         monitors[name] = extras[name](model, prefix=f"{start}{name}"), sampled
     shown = {
-        "activation": rf"^{re.escape(start)}(recorded/|activation/{_OUTLINE}$)",
+        "activation": rf"^{re.escape(start)}(recorded/|attention_|activation/{_OUTLINE}$)",
         "rcc": rf"^{re.escape(start)}rcc/(weight_share/.+|[^/]+)$",
     }
 

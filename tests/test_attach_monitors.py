@@ -115,8 +115,15 @@ def test_loggers_get_a_selection_and_files_all(tmp_path):
     outline = ["_root_", "tokens", "positions", "drop", "norm", "head", "blocks.0", "blocks.1", "blocks.2"]
     assert written == {
         *(f"gpt/activation/{module}/{metric}" for module in outline for metric in ("std", "max_abs")),
+        *(f"gpt/activation/{module}/dead_fraction" for module in outline[:3] + outline[4:6]),
         "gpt/activation/_root_/nonfinite_count",
         *(f"gpt/recorded/blocks.{i}.mlp/norm" for i in range(3)),
+        *(
+            f"gpt/attention_{kind}/blocks.{i}.attention/head_{head}"
+            for kind in ("entropy", "logit_max")
+            for i in range(3)
+            for head in range(2)
+        ),
     }
     kept = set(read_hdf5(path))
     assert written < kept
@@ -152,6 +159,7 @@ def test_outputs_with_a_place_reach_loggers():
             for tag in ("_root_/logits", "body.h.0/0", "body.h.1")
             for metric in ("std", "max_abs")
         ),
+        *(f"activation/{tag}/dead_fraction" for tag in ("body.h.0/0", "body.h.1")),
         *(f"activation/_root_/{place}/nonfinite_count" for place in ("logits", "cache/0", "cache/1")),
     }
 
@@ -254,6 +262,10 @@ def test_what_fails_half_way_leaves_nothing(parts):
     assert footprint(trainer, model, optimizer) == before
 
 
+class OwnAdam(torch.optim.Adam):
+    """An optimizer that may do anything in its step."""
+
+
 def test_what_is_cheap_is_there_and_the_rest_by_name():
     model, optimizer, trainer = make_trainer()
     with attach_monitors(trainer, model, optimizer, every=1) as handle:
@@ -264,6 +276,8 @@ def test_what_is_cheap_is_there_and_the_rest_by_name():
         assert "setup" not in handle.monitors
     with attach_monitors(trainer, model, torch.optim.SGD(model.parameters(), lr=0.1)) as handle:
         assert "moments" not in handle.monitors  # without momentum
+    with attach_monitors(trainer, model, OwnAdam(model.parameters())) as handle:
+        assert "moments" not in handle.monitors  # only those of torch's own classes are known
     attach_monitors(trainer, model, optimizer, every=1, extra=["histograms", "replicas", "spectral", "rcc"])
     trainer.run(make_batches(2))
     assert {"step", "optimizer", "histograms", "replicas", "spectral", "rcc"} <= families(trainer.state.metrics)
@@ -380,10 +394,12 @@ def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
     saved = copy.deepcopy(handle.state_dict())
     other = make_trainer()
     fresh = attach_monitors(other[2], *other[:2], every=2)
+    before = copy.deepcopy(fresh.state_dict())
     with pytest.raises(ValueError, match="states of"):
         fresh.load_state_dict({"other": {}})
     with pytest.raises(ValueError, match="is absent in provided state_dict"):
-        fresh.load_state_dict({**saved, "grad": {"wrong": 1}})
+        fresh.load_state_dict({**saved, "sampling": {"wrong": 1}})  # the last one
+    assert same(fresh.state_dict(), before)
     fresh.load_state_dict(saved)
     assert [message for message in caplog.messages if "differ" in message][-1].endswith("not loaded: spectral")
     assert same(fresh.state_dict(), {name: state for name, state in saved.items() if name != "spectral"})

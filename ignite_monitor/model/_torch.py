@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -190,9 +190,9 @@ class DispatchMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
 
-def values_of(sparse: Tensor) -> Tensor:
-    """The values of a sparse tensor, coalesced or not."""
-    return sparse._values()
+# Of a sparse tensor, coalesced or not, without synchronization.
+indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
+values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
 
 
 def version(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_monitor.model._torch import foreach_norm
+from ignite_monitor.model._torch import foreach_norm, indices_of, values_of
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, shard_of
 
@@ -29,7 +29,7 @@ _NARROW, _NARROW_ON_DEVICE = (frozenset((on_cpu, torch.strided, it) for it in _D
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The 1-, 2- or maximum norm of every tensor, on the device of the first tensor; only sparse ones synchronize.
+    """The 1-, 2- or maximum norm of every tensor, without synchronization, on the device of the first tensor.
 
     In float64, or float32 on devices without it. Sparse tensors count coalesced, DTensors with all shards: one
     collective per device mesh and sharded mesh dimension.
@@ -95,9 +95,25 @@ def combine(norms: Sequence[Tensor] | Tensor, norm_type: float = 2.0, tensors: S
 
 def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bool], Tensor]) -> Tensor:
     """Norms of vectors from those of this rank's parts, by the sum over ranks, or with True their maximum."""
-    if norm_type == math.inf:
-        return over_ranks(norm, True)
-    return over_ranks(norm**norm_type, False) ** (1.0 / norm_type)
+    if norm_type != 2.0:
+        return over_ranks(norm, norm_type == math.inf)
+    scaled = torch.stack([norm, norm * 2.0**-600, norm * 2.0**600])
+    middle, large, small = over_ranks(scaled.square(), False).sqrt().unbind()
+    extreme = torch.where(middle < 1.0, small * 2.0**-600, large * 2.0**600)
+    return torch.where((middle < 2.0**-500) | (middle > 2.0**500), extreme, middle)
+
+
+def summed_values(sparse: Tensor) -> Tensor:
+    """The values of a sparse COO tensor, those of the same index summed, and zeros in place of merged ones.
+
+    Unlike ``coalesce()`` it does not synchronize.
+    """
+    values, places = values_of(sparse), torch.zeros_like(indices_of(sparse)[0])
+    for size, index in zip(sparse.shape, indices_of(sparse), strict=False):
+        places = places * size + index
+    ordered, order = places.sort()
+    differs = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
+    return torch.zeros_like(values).index_add_(0, differs.cumsum(0), values[order])
 
 
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -151,7 +167,7 @@ def _unit(largest: Tensor) -> Tensor:
 
 def _as_dense_real(tensor: Tensor, norm_type: float) -> Tensor:
     if tensor.layout != torch.strided:
-        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+        tensor = summed_values(tensor) if tensor.is_sparse else tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()) if norm_type == 2.0 else tensor.abs()
     return tensor

@@ -138,12 +138,17 @@ class Monitor(Reporter, Serializable):
         return OrderedDict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a saved state; ValueError if a monitor of another kind has saved it.
+        """Load a saved state.
 
         Args:
             state_dict: a state that :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if a monitor of another kind has saved it.
         """
         super().load_state_dict(state_dict)
+        if unknown := state_dict.keys() - self.state_dict().keys():
+            raise ValueError(f"Argument state_dict should be a state of {self._title}, but has {sorted(unknown)}")
 
     def attach(self, engine: Engine, event: Any = Events.ITERATION_STARTED) -> MonitorHandle:
         """Attach the monitor to an engine; ``remove()`` or the ``with`` block of the handle detaches it.

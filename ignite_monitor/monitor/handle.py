@@ -71,8 +71,7 @@ class MonitorHandle(Serializable):
             state_dict: a state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if it has the state of no monitor here, or a monitor refuses its state; those before it are then
-                loaded.
+            ValueError: if it has the state of no monitor here, or a monitor refuses its state; nothing is loaded then.
         """
         check_type("state_dict", state_dict, Mapping, "Mapping")
         both = [name for name in self._saved if name in state_dict]
@@ -82,8 +81,12 @@ class MonitorHandle(Serializable):
         if different:
             text = "saved and attached monitors differ: not loaded: %s"
             logging.getLogger(__name__).warning(text, ", ".join(sorted(different)))
-        for name in both:
-            self._saved[name].load_state_dict(state_dict[name])
+        with ExitStack() as undo:
+            for name in both:
+                item = self._saved[name]
+                undo.callback(item.load_state_dict, item.state_dict())
+                item.load_state_dict(state_dict[name])
+            undo.pop_all()
 
     def __enter__(self) -> MonitorHandle:
         return self

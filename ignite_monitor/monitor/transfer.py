@@ -78,32 +78,27 @@ def _tensors_of(monitor: Any) -> list[Tensor]:
 
 
 class DeferredFlag:
-    """Flag that the host reads without waiting for other work: on the CPU at once, on CUDA when its copy has arrived.
+    """Flag that the host reads without waiting for other work: on the CPU at once, on CUDA when a copy has arrived.
 
-    On other devices, whose copies can't be queried, only :meth:`take` with ``wait`` reads it.
+    On other devices only :meth:`take` with ``wait`` reads it.
     """
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # of a flag on CUDA
+        self._copy: Tensor | None = None  # of a flag on CUDA: the latest that has arrived
 
     def set(self, flag: Tensor) -> None:
         """Set the flag if a 0-dim bool tensor is True."""
         self._flag = flag if self._flag is None else self._flag | move(flag, self._flag.device)
         if self._flag.is_cuda:
-            copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            copy.copy_(self._flag, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._flag.device))
-            self._copy = copy, event
+            if self._copy is None:
+                self._copy = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
+            self._copy.copy_(self._flag, non_blocking=True)
 
     def take(self, wait: bool = False) -> bool:
         """Return and reset the flag if the host knows it, or with ``wait``; else return False."""
-        flag = self._flag
-        if self._copy is not None and (wait or self._copy[1].query()):
-            flag, event = self._copy
-            event.synchronize()
-        if flag is None or not (wait or flag.is_cpu):
-            return False
-        self._flag = self._copy = None
-        return torch.is_nonzero(flag)
+        flag = self._flag if wait or self._copy is None else self._copy
+        is_set = flag is not None and (wait or flag.is_cpu) and torch.is_nonzero(flag)
+        if is_set or wait:
+            self._flag = self._copy = None
+        return is_set

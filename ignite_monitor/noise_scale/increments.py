@@ -15,6 +15,7 @@ from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.model._torch import backward_number, foreach_norm
 from ignite_monitor.model.devices import move, wide_dtype
 from ignite_monitor.model.modes import hidden_from_user_modes
+from ignite_monitor.model.norms import summed_values
 
 
 @dataclass
@@ -100,6 +101,6 @@ class IncrementObserver:
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norms in the widest dtype, since differences of their squares are used."""
-    plain = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    plain = [summed_values(tensor) if tensor.is_sparse else tensor for tensor in tensors]
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain]
     return foreach_norm(real, 2.0, dtype=wide_dtype(tensors[0].device))

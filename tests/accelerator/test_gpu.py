@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from ignite_monitor import GradMonitor, WeightUpdateHandler
+from ignite_monitor.monitor.transfer import DeferredFlag
 from tests.accelerator._device import Device
 from tests.accelerator._trainings import (
     Training,
@@ -98,6 +100,25 @@ def test_a_graphed_forward(device):
             training.model = torch.cuda.make_graphed_callables(model, (data[0][0],))
         rows.append(training.run(monitors, data, quiet=False))
     assert_alike(*rows, 1e-4)
+
+
+def test_a_flag_is_seen_while_it_is_set_in_every_iteration(device):
+    """Each copy is behind work that is not done when the next one starts."""
+    if device.name != "cuda":
+        pytest.skip("other devices' flags are read when the host waits")
+    flag, large, seen = DeferredFlag(), torch.randn(4096, 4096, device="cuda"), 0
+    for i in range(50):
+        large = large @ large.sign() / 64
+        flag.set(large.isnan().all() | (i == 3))
+        seen += flag.take()
+        if i % 10 == 0:
+            time.sleep(0.01)
+    seen += flag.take(wait=True)
+    assert seen == 1
+    flag.set(torch.tensor(True, device="cuda"))
+    torch.cuda.synchronize()
+    assert flag.take()
+    assert not flag.take(wait=True)
 
 
 def test_offloaded_parameters_with_nccl_alone(device):

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ignite_monitor.model.norms import combine, norms, order_statistics, reduce_norm, total_norm
+from ignite_monitor.model._torch import DispatchMode
+from ignite_monitor.model.norms import combine, norms, order_statistics, reduce_norm, summed_values, total_norm
 
 
 def exact(tensors, norm_type):
@@ -120,6 +121,30 @@ def test_the_norm_of_each_of_mixed_ones():
     expected = [math.sqrt(3), math.sqrt(16 + 36 + 25 + 36), 0.0, math.sqrt(20_001), math.sqrt(2)]
     torch.testing.assert_close(norms(tensors), torch.tensor(expected).double(), rtol=1e-6, atol=0.0)
     assert norms([torch.tensor([1.0, math.nan]), torch.tensor([math.inf])]).tolist()[1] == math.inf
+
+
+class Uncoalesced(DispatchMode):
+    """Fails where a sparse tensor is coalesced: on an accelerator the host would wait for the number of values."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "coalesce" not in function.name().replace("is_coalesced", "")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [0, 1, 60])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_sparse_tensors_have_the_norms_of_dense_ones_and_are_not_coalesced(dims, size):
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 4, (dims, size), generator=generator)
+    values = torch.randn(size, 5, generator=generator)
+    sparse = torch.sparse_coo_tensor(indices, values, (4,) * dims + (5,), check_invariants=True)
+    dense = sparse.to_dense().double()
+    for norm_type in (1.0, 2.0, math.inf):
+        with Uncoalesced():
+            measured = norms([sparse, torch.ones(1)], norm_type)[0], total_norm([sparse], norm_type)
+        expected = float(torch.linalg.vector_norm(dense, norm_type))
+        assert [*map(float, measured)] == pytest.approx([expected, expected], rel=1e-6)
+    assert summed_values(sparse).shape == (size, 5)
 
 
 @given(st.lists(st.floats(0, 1e9) | st.just(math.nan), max_size=70))

@@ -387,7 +387,7 @@ def test_load_state_dict_refuses_what_is_not_its_own_and_stays_as_it_was(setup):
     before = copy.deepcopy(monitor.state_dict())
     with pytest.raises(TypeError):
         monitor.load_state_dict([1])
-    for wrong in ({}, {"nonsense": 1}) if monitor._state_dict_all_req_keys else ():
+    for wrong in ({"nonsense": 1}, {**before, "nonsense": 1}, *[{}] * bool(before)):
         with pytest.raises(ValueError, match="state"):
             monitor.load_state_dict(wrong)
     assert same(dict(monitor.state_dict()), dict(before))
