@@ -37,6 +37,7 @@ html_copy_source = False
 # Titles of every page are targets, and so are those of the README's sections.
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]  # GitHub removes backslashes between dollars, as in `\,`, but not in a fence
 suppress_warnings = ["myst.strikethrough"]
 
 nb_execution_mode = "force"
@@ -61,7 +62,8 @@ napoleon_use_ivar = True
 
 def only_for_sphinx(app, docname, source):
     """Take directives out of the comments which hide them from those who read the page without Sphinx."""
-    source[0] = re.sub(r"<!-- sphinx\n(.*?)-->", r"\1", source[0], flags=re.DOTALL)
+    shown = re.sub(r"<!-- without sphinx -->.*?<!-- end -->", "", source[0], flags=re.DOTALL)
+    source[0] = re.sub(r"<!-- sphinx\n(.*?)-->", r"\1", shown, flags=re.DOTALL)
 
 
 def signature_of_class(app, what, name, obj, options, signature, returned):

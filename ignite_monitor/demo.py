@@ -95,8 +95,8 @@ def run_demo(directory: Path, iterations: int) -> None:
     print("\nSummary of the file:")
     show(findings_text(summarise(str(file), Run(read_hdf5(file)))), width=80)
     run, picture, log = (shlex.quote(str(path)) for path in (file, file.with_suffix(".png"), directory / "tensorboard"))
-    python, here = Path(sys.executable), Path.cwd()
-    run_module = f"{shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))} -m"
+    python, current = Path(sys.executable), Path.cwd()
+    run_module = f"{shlex.quote(str(python.relative_to(current) if python.is_relative_to(current) else python))} -m"
     print(f"\nEverything is in {directory}. To inspect it:\n    {run_module} ignite_monitor summary {run}")
     print(f"    {run_module} ignite_monitor plot {run} -o {picture}")
     if charts:

@@ -128,8 +128,8 @@ STEP_STATS = Schema("step", "step", (
 _TERMS = "weight update against input drift"
 
 RCC = Schema("rcc", "rcc", (
-    Key("weight_update/{layer}", r":math:`\lVert(W_t - W_0)\, x_t\rVert`"),
-    Key("input_drift/{layer}", r":math:`\lVert W_0\, (x_t - x_0)\rVert`"),
+    Key("weight_update/{layer}", r":math:`\lVert(W_t - W_0) x_t\rVert`"),
+    Key("input_drift/{layer}", r":math:`\lVert W_0 (x_t - x_0)\rVert`"),
     Key("input/{layer}", r":math:`\lVert x_t\rVert`"),
     Key("input_change/{layer}", r":math:`\lVert x_t - x_0\rVert`"),
     Key("output_change/{layer}", r":math:`\lVert W_t x_t - W_0 x_0\rVert`"),

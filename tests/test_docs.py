@@ -163,6 +163,23 @@ def test_links_lead_somewhere():
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+def test_github_shows_no_directive():
+    for page, text in PAGES.items():
+        assert not re.search(r"^```\{", re.sub(r"<!-- sphinx\n.*?-->", "", text, flags=re.DOTALL), re.MULTILINE), page
+
+
+def test_github_shows_formulas():
+    """Between dollars it takes the backslash of ``\\,`` or ``\\_`` for Markdown's; it knows no ``operatorname``."""
+    text = "".join(
+        re.sub(r"^```.*?^```|`[^`\n]*`", "", page, flags=re.DOTALL | re.MULTILINE) for page in PAGES.values()
+    )
+    formulas = re.findall(r"\$([^$]+)\$", text)
+    assert formulas
+    assert [item for item in formulas if re.search(r"\\[^a-zA-Z ]", item)] == []
+    assert "$$" not in text
+    assert not any("operatorname" in page for page in PAGES.values())
+
+
 def test_files_that_are_named_are_there():
     named = {item for text in PAGES.values() for item in re.findall(r"`((?:[a-z_0-9]+/)+[\w.]*)`", text)}
     places = (ROOT, ROOT / "ignite_monitor")

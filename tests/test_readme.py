@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,26 +33,45 @@ def run_example(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("command", ["make demo", "make test"])
-def test_the_readme_names_a_target_that_creates_its_environment(command):
-    root = EXAMPLES.parent
-    typed = [line.partition("#")[0].strip() for line in (root / "README.md").read_text().splitlines()]
-    assert typed.count(command) == 1
-    target = re.escape(command.removeprefix("make "))
-    assert re.search(rf"^{target}: \$\(READY\) ## ", (root / "Makefile").read_text(), re.MULTILINE)
+@pytest.fixture
+def clone(tmp_path):
+    """What `make` reads of a clone."""
+    for name in ("Makefile", "pyproject.toml", "setup.cfg", "constraints.txt"):
+        shutil.copy(EXAMPLES.parent / name, tmp_path / name)
+    return tmp_path
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-def test_make_leaves_a_linked_environment_alone(tmp_path):
-    for name in ("Makefile", "pyproject.toml", "setup.cfg", "constraints.txt"):
-        shutil.copy(EXAMPLES.parent / name, tmp_path / name)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    (tmp_path / ".venv").symlink_to("other")
-    result = subprocess.run(["make", "lint"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(("command", "usage"), [("make demo", "ignite-monitor demo"), ("make test", "[file_or_dir]")])
+def test_the_commands_of_the_readme_run(command, usage, clone):
+    """As in a clone whose environment is installed, with --help, since the demo and the tests take minutes."""
+    root = EXAMPLES.parent
+    typed = [line.partition("#")[0].strip() for line in (root / "README.md").read_text().splitlines()]
+    assert typed.count(command) == 1
+    target = command.removeprefix("make ")
+    assert re.search(rf"^{target}: \$\(READY\) ## ", (root / "Makefile").read_text(), re.MULTILINE)  # which installs
+    (clone / ".venv/bin").mkdir(parents=True)
+    for name, module in {"python": "", "ignite-monitor": "-m ignite_monitor"}.items():
+        script = clone / ".venv/bin" / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@" --help\n')
+        script.chmod(0o755)
+    (clone / ".venv/.ready").touch()
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    printed = subprocess.run(
+        command.split(), cwd=clone, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert re.search(f"usage: .*{re.escape(usage)}", printed)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_leaves_a_linked_environment_alone(clone):
+    (clone / "other").mkdir()
+    (clone / "other" / "file").touch()
+    (clone / ".venv").symlink_to("other")
+    result = subprocess.run(["make", "lint"], cwd=clone, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
     assert ".venv is a symbolic link" in result.stderr
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
+    assert [path.name for path in (clone / "other").iterdir()] == ["file"]
 
 
 def test_the_readme_quotes_what_summary_prints(tmp_path, monkeypatch, capsys):

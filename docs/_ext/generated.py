@@ -1,4 +1,4 @@
-"""Write the generated parts of the pages: arguments and keys of the monitors, and the tables of troubleshooting.
+"""Write the generated parts of the pages: arguments and keys of monitors, troubleshooting, and names of the API.
 
     python docs/_ext/generated.py
 
@@ -8,18 +8,20 @@ A page holds a part between two comments, ``<!-- arguments GradMonitor -->``, fo
 import re
 from pathlib import Path
 
+import api
 import arguments
 import metrics
 import troubleshooting
 
 DOCS = Path(__file__).parents[1]
 PARTS = {
+    "names": api.summaries,  # of a module's public names
     "arguments": arguments.listing,  # of a public class
     "keys": metrics.table,  # of a schema
     "reference": metrics.reference,  # the keys of all schemas
     "findings": troubleshooting.tables,
 }
-PART = re.compile(rf"(<!-- ({'|'.join(PARTS)})(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(rf"(<!-- ({'|'.join(PARTS)})(?: ([\w. ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def written(page):
@@ -27,7 +29,7 @@ def written(page):
 
     def filled(match):
         begin, part, name, end = match.groups()
-        return "\n".join([begin, *PARTS[part](*filter(None, [name])), "", end])
+        return "\n".join([begin, *PARTS[part](*(name or "").split()), "", end])
 
     return PART.sub(filled, page)
 

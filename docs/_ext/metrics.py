@@ -56,7 +56,7 @@ def value_range(name, key):
 
 def without_roles(text):
     """Convert the roles of reStructuredText to Markdown."""
-    return re.sub(r":\w+:`([^`]+)`", r"`\1`", re.sub(r":math:`([^`]+)`", r"$\1$", text))
+    return re.sub(r":\w+:`(?:~[\w.]*\.)?([^`]+)`", r"`\1`", re.sub(r":math:`([^`]+)`", r"$\1$", text))
 
 
 def table(name):

@@ -157,8 +157,8 @@ def read(path: Path) -> Contents:
     try:
         with h5py.File(path, "r", locking="best-effort") as file:
             # A text would be in a heap without a checksum, in which HDF5 can loop for ever if it is damaged.
-            found = file.attrs["version"] if file.attrs.get_id("version").dtype.kind in "iu" else "unknown"
-            _check(found == VERSION, f"its format has version {found}, and only version {VERSION} can be read")
+            version = file.attrs["version"] if file.attrs.get_id("version").dtype.kind in "iu" else "unknown"
+            _check(version == VERSION, f"its format has version {version}, and only version {VERSION} can be read")
             return _read(h5py, file)
     except Exception as error:  # the type that h5py raises depends on where a file is damaged
         raise ValueError(f"{printable(str(path))} is no file of HDF5Logger, or damaged: {one_line(error)}") from error

@@ -133,7 +133,7 @@ class Ranks:
             values = [item for part in parts for item in part]
         return values
 
-    def of_first(self, value: Any) -> Any:
+    def value_of_first_rank(self, value: Any) -> Any:
         """Return the value of the first rank, any object that can be pickled."""
         box = [value]
         for group in self.groups:
@@ -254,7 +254,7 @@ class RankReduction:
             rows = NamedValues(names, values.nan_to_num(math.inf, math.inf, -math.inf))
             tables["max", kind, values.shape[1]] = rows
         if self._has_news.take(wait=True):
-            self._add([self._ranks.of_first(self._news(tables))])  # most often those of all
+            self._add([self._ranks.value_of_first_rank(self._news(tables))])  # most often those of all
             self._add(self._ranks.gather(self._news(tables)))
         flag = torch.full((1,), float(bool(self._news(tables))), dtype=wide_dtype(device), device=device)
         reduced = list[Rows]()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.model.linear_maps import is_builtin_layer, linear_map
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
-from ignite_monitor.scaling import program
+from ignite_monitor.scaling import operations
+from ignite_monitor.scaling.operations import ExportError, Fans, Operation, TracingError, role_by_fans
 from ignite_monitor.scaling.parametrization import is_zero
-from ignite_monitor.scaling.program import ExportError, Fans, Operation, TracingError, role_by_fans
 from ignite_monitor.scaling.solver import Node, ParametrizedLayer
 
 _logger = logging.getLogger(__name__)
@@ -54,22 +54,22 @@ class ExportedModels:
         self._names = {module: name for name, module in named_modules(models[1])}
         self._warned = False
         self._infos: dict[Operation, Info] = {}
-        self._programs = [program.exported_program(*pair) for pair in zip(models, inputs, strict=True)]
-        for small, large in zip_longest(*(exported.graph.nodes for exported in self._programs)):
-            if None in (small, large) or (small.op, program.name_of(small)) != (large.op, program.name_of(large)):
+        self._exports = [operations.exported_graph(*pair) for pair in zip(models, inputs, strict=True)]
+        for small, large in zip_longest(*(exported.graph.nodes for exported in self._exports)):
+            if None in (small, large) or (small.op, operations.name_of(small)) != (large.op, operations.name_of(large)):
                 place = "their numbers differ" if None in (small, large) else Operation(small, large).place
                 raise ExportError(f"the widths run different operations: {place}")
             op = Operation(small, large)
             self._infos[op] = self._placeholder(op) if large.op == "placeholder" else self._call(op)
 
     def _placeholder(self, op: Operation) -> Info:
-        path = self._programs[1].graph_signature.inputs_to_parameters.get(op.large.name)
+        path = self._exports[1].graph_signature.inputs_to_parameters.get(op.large.name)
         if path is not None:
-            parameter = self._root.get_parameter(path.removeprefix(program.PREFIX))
+            parameter = self._root.get_parameter(path.removeprefix(operations.PREFIX))
             name = self._weights[id(parameter)]
             self.reached |= {name} if op.large.users else set()
             return Info(weight=name if parameter.ndim > 1 else None)
-        small, large = (program.constant(*pair) for pair in zip(self._programs, op, strict=True))
+        small, large = (operations.constant(*pair) for pair in zip(self._exports, op, strict=True))
         return Info() if small is None or large is None else Info(values=(small, large))
 
     # Operations
@@ -78,20 +78,20 @@ class ExportedModels:
         given = [self._infos[item] for item in op.inputs]
         if op.large.op == "output":
             self._settled(given, op)
-        if op.large.op != "call_function" or op.name in program.LIKE:
+        if op.large.op != "call_function" or op.name in operations.LIKE:
             return Info()
         if all(info.values is not None for info in given):
             return self._constant(op)
-        added = op.argument(0) if op.name in program.ADDED else None
+        added = op.argument(0) if op.name in operations.ADDED else None
         weights = [item for item in op.inputs if self._infos[item].weight is not None and item != added]
         moving = [info for info in given if info.source]
-        if op.name in program.RECURRENT:
+        if op.name in operations.RECURRENT:
             return self._recurrent(op, weights, moving)
         if op.name == "scaled_dot_product_attention":
             return self._attention(op)
         if not weights:
             return self._activation(op, moving)
-        is_elementwise = op.name in program.PASSING or op.name in ("mul", "div")
+        is_elementwise = op.name in operations.PASSING or op.name in ("mul", "div")
         others = [item for item in op.inputs if item.is_floating and item not in weights]
         if all(self._infos[item].values is not None for item in others) and (is_elementwise or op.is_known):
             name = " and ".join(str(self._infos[item].weight) for item in weights)
@@ -106,7 +106,7 @@ class ExportedModels:
     def _constant(self, op: Operation) -> Info:
         """Both values of an operation on constants, where these are small."""
         small, large = (
-            program.evaluated(node, {item[index]: (self._infos[item].values or ())[index] for item in op.inputs})
+            operations.evaluated(node, {item[index]: (self._infos[item].values or ())[index] for item in op.inputs})
             for index, node in enumerate(op)
         )
         return Info() if small is None or large is None else Info(values=(small, large))
@@ -120,14 +120,14 @@ class ExportedModels:
             return info._replace(log_factor=op.power * info.log_factor)
         if op.name in ("mul", "div"):
             return self._multiplied(op, moving)
-        if op.name in program.SUMMED:
+        if op.name in operations.SUMMED:
             info, before, after = self._settled(moving, op)[0], op.inputs[0].sizes, op.sizes
             summed = math.log(before[1] / after[1] * after[0] / before[0])
-            return info._replace(log_factor=info.log_factor + program.SUMMED[op.name] * summed)
-        if op.name in program.PASSING:
+            return info._replace(log_factor=info.log_factor + operations.SUMMED[op.name] * summed)
+        if op.name in operations.PASSING:
             return self._sum(op, moving)
-        if op.name in program.MATRICES:
-            fans = op.fans(op.inputs[op.name in program.ADDED]) or ((1, 1), (1, 1))
+        if op.name in operations.MATRICES:
+            fans = op.fans(op.inputs[op.name in operations.ADDED]) or ((1, 1), (1, 1))
             return self._product(op, moving, fans[0][0], fans[1][0])
         if "norm" in op.name:
             return self._join(op, self._settled(moving, op, is_relative=True))
@@ -142,7 +142,7 @@ class ExportedModels:
             argument = op.argument(index)
             values = self._infos[argument].values if isinstance(argument, Operation) else argument
             if values is not None:
-                ratio = program.log_ratio(*values)
+                ratio = operations.log_ratio(*values)
                 if ratio is None:
                     raise ExportError(f"{op.place} takes constants whose growth with width is not known")
                 log_factor += (-1 if op.name == "div" and index else 1) * ratio
@@ -233,7 +233,7 @@ class ExportedModels:
     def _layer_names(self, op: Operation, weight: str, parameter: Tensor) -> tuple[str, str | None]:
         """Names of the layer of a weight, and of the running module whose output is the layer's."""
         for path, _ in reversed(op.large.meta.get("nn_module_stack", {}).values()):
-            name = f"{str(path).partition('@')[0]}.".removeprefix(program.PREFIX).removesuffix(".")
+            name = f"{str(path).partition('@')[0]}.".removeprefix(operations.PREFIX).removesuffix(".")
             module = self._modules.get(name, nn.Module())
             for key, held in module.named_parameters(recurse=False):
                 if held is parameter:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ignite_monitor.model._torch import DispatchMode, pytree
 from ignite_monitor.model.names import named_modules, named_parameters
-from ignite_monitor.scaling.program import LIKE
+from ignite_monitor.scaling.operations import LIKE
 from ignite_monitor.scaling.solver import Alignment, Node, ParametrizedLayer, Solution, solve
 
 

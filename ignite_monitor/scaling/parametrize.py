@@ -15,8 +15,8 @@ from ignite_monitor.checks import check_choice, check_count, check_real, check_t
 from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.exported import NEGLIGIBLE, ExportedModels, mark_relative
+from ignite_monitor.scaling.operations import TracingError
 from ignite_monitor.scaling.parametrization import Parametrization, RandomTensors, initialize_weights, is_zero
-from ignite_monitor.scaling.program import TracingError
 from ignite_monitor.scaling.solver import PRESETS, ROLES, ParametrizedLayer, solve
 
 MUON_UPDATES = {"original": 0.0, "match_rms_adamw": 0.5}

@@ -88,8 +88,8 @@ class Evidence:
         self.held_change, self.others_change = held != held_after, others != others_after
         self.rate_is_zero = all([*islice(values, len(self.rates))])
         norms = [*islice(values, len(self.norms))]
-        first, *rest = [[*islice(values, len(found))] for found in self.initial_norms]
+        first, *rest = [[*islice(values, len(initial))] for initial in self.initial_norms]
         self.discarded = first[1:].count(0)  # backwards that find zeros, before the first step
-        followed = [(norm, found) for norm, found in zip(norms, rest, strict=True) if found]
+        followed = [(norm, initial) for norm, initial in zip(norms, rest, strict=True) if initial]
         # The first backward after each step finds its gradients, and no other one finds zeros.
         self.followed, self.keeps_gradients = len(followed), all(it[0] == n and all(it) for n, it in followed)

@@ -60,7 +60,7 @@ def test_without_a_group_nothing_is_communicated(monkeypatch):
     assert (ranks.size, ranks.replicas, ranks.exceed_wrappers, ranks.all_present) == (1, 1, False, True)
     assert ranks.sum(values) is ranks.max(values) is ranks.any(values) is values
     assert ranks.gather({"a": 1}) == [{"a": 1}]
-    assert ranks.of_first(1) == 1
+    assert ranks.value_of_first_rank(1) == 1
 
 
 def test_a_model_without_a_wrapper_is_alone(process_group):

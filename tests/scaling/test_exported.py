@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ignite_monitor.scaling import TracingError, parametrize
-from ignite_monitor.scaling.program import log_ratio
+from ignite_monitor.scaling.operations import log_ratio
 from tests._models import Lambda
 from tests.scaling._models import multipliers, weight_of
 

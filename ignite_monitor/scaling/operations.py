@@ -22,7 +22,7 @@ from ignite_monitor.model.names import unwrapped
 OLDEST = (2, 7)
 """The oldest version of torch whose export keeps linear operations as they are."""
 PREFIX = "model."
-"""Prefix of the names in an exported program."""
+"""Prefix of the names in an exported graph."""
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 _LIBRARIES += (contextlib.__file__, functools.__file__, "<")
 _EINSUM: Any = torch.ops.aten.einsum.default
@@ -40,7 +40,7 @@ class ExportError(TracingError):
         super().__init__(f"torch.export can't read the graph of the model: {reason}. Change the model's code there")
 
 
-def exported_program(model: nn.Module, inputs: Any) -> Any:
+def exported_graph(model: nn.Module, inputs: Any) -> Any:
     """Export a model in evaluation mode; the model and RNG state stay unchanged. ExportError if torch refuses."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         raise ExportError(f"torch {torch.__version__} is not supported, but {OLDEST[0]}.{OLDEST[1]} or newer")
@@ -196,7 +196,7 @@ class Operation(NamedTuple):
 
 
 def constant(exported: Any, node: fx.Node) -> Any:
-    """The value of a placeholder for a buffer or constant of a program; None for others."""
+    """The value of a placeholder for a buffer or constant of a graph; None for others."""
     signature = exported.graph_signature
     key = {**signature.inputs_to_lifted_tensor_constants, **signature.inputs_to_buffers}.get(node.name)
     return exported.constants.get(key, exported.state_dict.get(key))
