@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class HDF5Logger(BaseLogger):
             is given the logger, which names it. Values of other engines, as of an evaluator, are placed at its
             iteration. A name belongs to the trainer or to other engines, whoever writes it first: values of the other
             kind are left out, with one warning.
-        flush_every: number of iterations that are collected in memory before they are written; fewer at the beginning.
+        flush_every: number of iterations that are collected in memory before they are written.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -127,11 +128,7 @@ class HDF5Logger(BaseLogger):
         return OptimizerParamsHandler(*args, **kwargs)
 
     def _admit(self, engine: Engine, *, is_named: bool = False) -> bool:
-        """Return True for the trainer, which is named or the first engine of a new file, and False for another engine.
-
-        Raises:
-            ValueError: if it is not known which engine trains.
-        """
+        """Return True for the trainer, which is named or the first engine of a new file, and False for another one."""
         if self._trainer is None and (is_named or self._is_guessed):
             self._trainer = weakref.ref(engine)
             if self._recorder is not None:
@@ -187,6 +184,7 @@ class HDF5Logger(BaseLogger):
 
     def _skip(self, name: str, value: Any) -> None:
         kind = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"of type {type(value).__name__}"
+        kind += " beyond the range of float64" if isinstance(value, Real) else ""
         self._log_once(f"can't write {printable(name)}, a value {kind}.")
 
 

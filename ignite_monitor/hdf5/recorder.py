@@ -70,7 +70,6 @@ class Recorder:
         self._names = {name.name: (number, name.trains) for number, name in enumerate(contents.names)}
         self._is_failing = self.is_closed = False
         self._flush_every = flush_every
-        self._distance = 0  # iterations between writes; it grows, so that a run can be read from the beginning on
         self._iterations, self._written = 0, time.monotonic()  # since the last write
         self._first = self._run = len(contents.runs)  # numbers of the session's first run and of the present one
         self._offset = contents.runs[-1].offset if contents.runs else 0  # iterations before the trainer's own
@@ -122,7 +121,6 @@ class Recorder:
             return
         with self._one_thread:
             self._take_reports()
-            self._distance = min(max(1, 10 * self._distance), self._flush_every)
             self._iterations, self._written = 0, time.monotonic()
             if not self._pending.rows and not self._pending.lines:
                 return
@@ -145,6 +143,9 @@ class Recorder:
                 remove_all(self._handles)
                 self.flush()
                 self._drop()
+                lost = [entry[4] for entry in map(json.loads, self._pending.lines) if entry[0] == "report"]
+                if count := len(lost) - lost.count(SETTINGS):
+                    self._log("%d reports that could not be written are lost", count)
             finally:
                 self.is_closed = True
                 self._store.close(self._pending.state)
@@ -203,8 +204,7 @@ class Recorder:
                 self._add_line("report", run, iteration, *report[1:])
 
     def _flush_in_time(self) -> None:
-        """Write after enough iterations or seconds."""
-        if self._iterations >= self._distance or time.monotonic() - self._written > SECONDS:
+        if self._iterations >= self._flush_every or time.monotonic() - self._written > SECONDS:
             self.flush()
 
     def _drop(self, more_than: int = 0) -> None:

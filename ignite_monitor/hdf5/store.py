@@ -151,11 +151,7 @@ class Store:
         self._synced = time.monotonic()
 
     def _make_room(self, sizes: dict[str, int]) -> None:
-        """Make a file without datasets, with the space that they need: a full disk can crash HDF5.
-
-        Raises:
-            OSError: if there is no space.
-        """
+        """Make a file without datasets, with the space that they need: a full disk can crash HDF5."""
         image = io.BytesIO()
         with self._h5py.File(image, "w", libver=LIBVER) as empty:
             empty.attrs["version"] = VERSION

@@ -100,12 +100,10 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
         return [(Events.ITERATION_COMPLETED, lambda engine: self.reset_run_state())]
 
     def handlers(self) -> Handlers:
-        return [
-            (MonitorEvents.SPIKE_DETECTED, self._on_spike),
-            (MonitorEvents.TRAIN_STEP_COMPLETED, self._on_train_step_completed),
-        ]
+        return [(MonitorEvents.SPIKE_DETECTED, self._on_spike)]
 
     def before_train_step(self, engine: Engine) -> None:
+        self.publish(recorded_count=float(self.count))
         self._rng_state = capture_rng_state()
         self._batch = self._saved("batch", lambda: KeptBatch(engine.state.batch)) if self.batch else None
 
@@ -119,10 +117,6 @@ class SpikeRecorder(Monitor, schema=SPIKE_RECORD):
     def _record(self, module: nn.Module | None, name: str, value: Any) -> None:
         if name == "losses" and isinstance(value, Tensor) and value.dim() and not (in_backward() or in_second_pass()):
             self._losses.append(value.detach().clone())
-
-    def _on_train_step_completed(self, engine: Engine) -> None:
-        if self._is_running:
-            self.publish(recorded_count=float(self.count))
 
     def _on_spike(self, engine: Engine) -> None:
         spike: Spike = getattr(engine.state, "spike")  # noqa: B009 - unknown to Ignite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,7 @@ from ignite_monitor.model.modes import has_local_data
 _FORMAT = "ignite_monitor spike"
 _VERSION = 2
 _LARGEST = 2**28  # bytes of a batch
+_ABANDONED = 3600.0  # seconds after which an unfinished file is of a killed process
 ENDING = ".spike.pt"  # of the names of spike files
 
 
@@ -107,6 +109,10 @@ def write(directory: Path, name: str, values: Mapping[str, Any]) -> Path:
     content = io.BytesIO()
     torch.save({"format": _FORMAT, "version": _VERSION, "spike": dict(values)}, content)
     directory.mkdir(parents=True, exist_ok=True)
+    for abandoned in directory.glob(f".*{ENDING}.unfinished"):
+        with contextlib.suppress(OSError):  # another recorder may have removed it
+            if time.time() - abandoned.stat().st_mtime > _ABANDONED:
+                abandoned.unlink()
     for number in count(1):
         path = directory / f"{name}{f'-{number}' if number > 1 else ''}{ENDING}"
         unfinished = path.with_name(f".{path.name}.unfinished")
@@ -133,8 +139,7 @@ class KeptBatch:
         """Copy the batch to the CPU; ValueError if it is too large, was changed in place, or holds other types."""
         if any(version(tensor) != kept for tensor, kept in self._versions):
             raise ValueError("the train step changes it in place")
-        dense = [tensor for tensor, _ in self._versions if has_local_data(tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in dense)
+        size = sum(tensor.nbytes for tensor, _ in self._versions if has_local_data(tensor))
         if size > _LARGEST:
             raise ValueError(f"{size / 2**20:,.0f} MiB exceed the limit of {_LARGEST / 2**20:,.0f} MiB")
         return _copy(self._batch)

@@ -117,8 +117,9 @@ def test_rank_zero_writes(tmp_path):
 def test_a_forked_process_does_not_write(tmp_path):
     """Workers of a DataLoader are forked with a copy of the pending rows."""
     engine, logger = Engine(lambda engine, batch: None), HDF5Logger(tmp_path / "run.h5")
-    for engine.state.iteration in (1, 2):  # the first value is written at once
-        logger._write(engine, engine.state.iteration, {"a": 1.0})
+    for step in (1, 2):  # the second value waits in memory
+        logger.flush()
+        logger._write(engine, step, {"a": 1.0})
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
