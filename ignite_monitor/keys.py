@@ -78,14 +78,10 @@ ACTIVATION = Schema("activation", "", (
         when=_GIVEN("attention"), chart="attention entropy per head"),
     Key("attention_logit_max/{module}/head_{i}", "largest attention logit", when=_GIVEN("attention"),
         chart="largest attention logit per head"),
-    Key("gradient/{parameter}/{metric}", "metric of the gradient, unscaled; unclipped in the iteration of its backward",
+    Key("gradient/{parameter}/{metric}", "metric of the gradient with which the first step starts, unscaled",
         when=_GIVEN("gradients")),
     Key("parameter/{parameter}/{metric}", "metric of the parameter at the start of the iteration",
         when=_GIVEN("parameters")),
-    Key("activation_difference/{module}/{metric}", "metric of a module's output minus the reference's",
-        when=_GIVEN("activation_differences")),
-    Key("parameter_difference/{parameter}/{metric}", "metric of the parameter minus the reference's",
-        when=_GIVEN("parameter_differences")),
 ))
 
 _ERROR = "not reported by the two fast methods"

@@ -315,17 +315,6 @@ class Recorder:
             handle.remove()
 
 
-def run_reference(initial: nn.Module, iteration: Iteration) -> dict[str, list[Call]]:
-    """The calls of the model as it was at the start, on an iteration's input and with its RNG state."""
-    model = copy.deepcopy(initial)
-    recorder = Recorder(model)
-    before = torch.get_rng_state()
-    torch.set_rng_state(iteration.rng)
-    model(iteration.x)
-    torch.set_rng_state(before)
-    return recorder.calls
-
-
 def statistics(parts: list[Tensor], unit: int | None) -> Values:
     """The built-in statistics of what came in parts of one kind, with units along a dimension, where defined."""
     parts = [wide(part) for part in parts if part.numel()]
@@ -351,22 +340,16 @@ def statistics(parts: list[Tensor], unit: int | None) -> Values:
     return result
 
 
-def activations(initial: nn.Module, iteration: Iteration) -> Values:
-    """Compute all metrics of ActivationHandler but attention; ``initial`` is the model as it was created."""
-    expected, names = run_reference(initial, iteration), dict(initial.named_modules())
+def activations(model: nn.Module, iteration: Iteration, held: Collection[str]) -> Values:
+    """Compute all metrics of ActivationHandler but attention, for an optimizer that holds the named parameters."""
+    names = dict(model.named_modules())
     module_tags = dict(zip(names, tags(name or "_root_" for name in names), strict=True))
     values: Values = {}
     for name, calls in iteration.calls.items():
-        tag, others = module_tags[name], expected.get(name, [])
-        values |= _of_outputs(f"activation/{tag}", calls, _unit_dimension(names[name]))
-        pairs = [_difference(*pair) for pair in zip(calls, others, strict=False)]
-        if len(calls) == len(others) and all(pair is not None for pair in pairs):
-            values |= _of_outputs(f"activation_difference/{tag}", [pair for pair in pairs if pair is not None])
-    start = copies(initial)
-    for name, tag in zip(start, tags(start), strict=True):
-        weight, gradient = iteration.weights[name], iteration.gradients.get(name)
-        families = {"gradient": gradient, "parameter": weight, "parameter_difference": wide(weight) - wide(start[name])}
-        for family, tensor in families.items():
+        values |= _of_outputs(f"activation/{module_tags[name]}", calls, _unit_dimension(names[name]))
+    for name, tag in zip(iteration.weights, tags(iteration.weights), strict=True):
+        gradient = iteration.gradients.get(name) if name in held else None
+        for family, tensor in (("gradient", gradient), ("parameter", iteration.weights[name])):
             if tensor is not None and not tensor.is_complex():
                 result = statistics([dense(tensor)], None)
                 values |= {f"{family}/{tag}/{key}": value for key, value in result.items()}
@@ -387,12 +370,6 @@ def _of_outputs(start: str, calls: list[Call], unit: int | None = None) -> Value
         for place, (_, tensor) in zip(places or tags(place for place, _ in outputs), outputs, strict=True):
             parts.setdefault(f"{start}/{place}".rstrip("/"), []).append(tensor)
     return {f"{key}/{kind}": x for key, tensors in parts.items() for kind, x in statistics(tensors, unit).items()}
-
-
-def _difference(actual: Call, expected: Call) -> Call | None:
-    if [tensor.shape for _, tensor in actual] != [tensor.shape for _, tensor in expected]:
-        return None
-    return [(place, wide(one) - wide(other)) for (place, one), (_, other) in zip(actual, expected, strict=True)]
 
 
 # Refined coordinate check

@@ -94,9 +94,7 @@ def make_all():
     model = Model()
     held = [element for name, element in model.named_parameters() if not name.startswith("excluded")]
     optimizer = torch.optim.Adam(held, lr=0.1)
-    everything = dict.fromkeys(
-        ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
-    )
+    everything = dict.fromkeys(("activations", "parameters", "gradients"), True)
     everything["activations"] = {"max_over_rms": True, "max_abs": True, "dead_fraction": True}
     never = SpikeMonitor(lambda engine: engine.state.iteration, direction="both", threshold=MeanStdThreshold(warmup=2))
 
@@ -111,7 +109,7 @@ def make_all():
         ReplicaCheckHandler(model, optimizer),
         HistogramHandler(model),
         RCCHandler(model),
-        ActivationHandler(model, **everything, attention=True, reference="init"),
+        ActivationHandler(model, **everything, attention=True),
         SpectralNormHandler(model, updates=True, per_parameter=True),
         StepStatsHandler(model, optimizer),
         never,

@@ -23,7 +23,6 @@ from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import hookable
 from ignite_monitor.model.tensors import tagged_tensors
-from ignite_monitor.reference.passes import Pause
 
 _FAST_PATH = Reason(
     "fast_path", "it would disable the fast path of torch's transformers in evaluation mode, which rounds differently"
@@ -35,6 +34,23 @@ _NOT_RECORDED = Reason(
 )
 
 _NOT_HIDDEN = nullcontext()  # modes take longer than the rest of a call
+
+
+class Pause:
+    """A context manager that is true inside of its blocks, which may be nested."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+
 
 Layer = tuple[str, str]  # name in the model without wrappers, ``_root_`` for the whole model; name for loggers
 
@@ -66,7 +82,7 @@ class ForwardMetrics(ModuleHook):
         self._units, self._pause = units, pause
         self.activation = Measurement("activation", metrics)
         self.recorded, self._entropies, self._logits = (
-            Measurement(family, MetricSet(family, {}, metrics.aggregate))
+            Measurement(family, MetricSet(family, {}))
             for family in ("recorded", "attention_entropy", "attention_logit_max")
         )
         self.measurements = [self.activation, self.recorded, self._entropies, self._logits]
@@ -146,7 +162,7 @@ class ForwardMetrics(ModuleHook):
                     self._skip(layer[1], NOT_PLAIN)
                 elif weight:
                     number = as_number(number, device_of(self._root))
-                    self.recorded.aggregate(f"{layer[1]}/{name}", self._metrics.aggregate, number, weight)
+                    self.recorded.aggregate(f"{layer[1]}/{name}", "mean", number, weight)
         except Exception:  # noqa: BLE001 - conversion calls methods of the user's value, which may raise any error
             self._skip(layer[1], _NOT_RECORDED)
 

@@ -1,9 +1,8 @@
-"""Values of the metrics of one kind of tensor in one iteration, and of differences from a reference."""
+"""Values of the metrics of one kind of tensor in one iteration."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +21,8 @@ from ignite_monitor.activation.statistics import (
     with_units,
 )
 from ignite_monitor.model.devices import move, move_like
-from ignite_monitor.model.modes import has_local_data
-from ignite_monitor.model.tensors import floating_tensors, tagged_tensors
 from ignite_monitor.monitor.ranks import Rows
 from ignite_monitor.monitor.transfer import NamedValues
-from ignite_monitor.reference.passes import Call, Comparison
-from ignite_monitor.reference.reference import NotComparableError
 
 # Tensors of at most so many elements are measured together: an operation on one takes longer than its arithmetic.
 SMALL = 2**15
@@ -55,28 +50,15 @@ class Measurement:
         """Return True if any metric applies to a module or parameter."""
         return bool(self._columns or self.metrics.of(name))
 
-    def add(
-        self,
-        key: str,
-        name: str,
-        tensor: Tensor,
-        unit: int | None = None,
-        *,
-        minus: Tensor | None = None,
-        copy: bool = False,
-    ) -> None:
+    def add(self, key: str, name: str, tensor: Tensor, unit: int | None = None, *, copy: bool = False) -> None:
         """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied."""
         size = tensor.numel()
         if not size:
             return
         if self.metrics.custom:
-            self._call(key, name, tensor.detach(), *([] if minus is None else [minus]))
+            self._call(key, name, tensor.detach())
         if not self._columns or tensor.dtype in WITHOUT_STATISTICS:
             return
-        if minus is not None:
-            # In half precision the difference would be rounded, and float8 has no arithmetic.
-            dtype = torch.float64 if torch.float64 in (tensor.dtype, minus.dtype) else torch.float32
-            tensor = tensor.to(dtype) - minus.to(dtype)
         self._order.setdefault(key, len(self._order))
         if size > SMALL:
             self._measure([key], tensor.unsqueeze(0), unit)
@@ -144,11 +126,10 @@ class Measurement:
         part = partial_sums(keys, tensors, None if unit is None else unit + 1)
         self._parts.setdefault(0 if unit is None else part.largest.shape[1], []).append(part)
 
-    def _call(self, key: str, name: str, *tensors: Tensor) -> None:
+    def _call(self, key: str, name: str, tensor: Tensor) -> None:
         for metric_name, metric in self.metrics.of(name):
-            value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensors)
-            how = metric.aggregate or self.metrics.aggregate
-            self.aggregate(f"{key}/{metric_name}", how, value, tensors[0].numel())
+            value = call_metric(metric, f"Metric {metric_name!r} of {self.family}/{key}", tensor)
+            self.aggregate(f"{key}/{metric_name}", metric.aggregate, value, tensor.numel())
 
 
 def _summed(kind: str | int) -> int:
@@ -169,52 +150,3 @@ def collect_values(measurements: Sequence[Measurement], rows: tuple[Rows, Rows] 
     """The values of all measurements, from rows of this rank (None) or of all."""
     rows = collect_rows(measurements) if rows is None else rows
     return [values for measurement in measurements for values in measurement.values(*rows)]
-
-
-_INCOMPLETE = ("incomplete", "")  # kind of rows
-
-
-class OutputComparison(Comparison):
-    """Measures each output of the model against that of the reference; the tags are names as loggers take them."""
-
-    def __init__(self, tags: Mapping[str, str], metrics: MetricSet) -> None:
-        self._tags = tags
-        self._metrics = metrics
-        self.clear()
-
-    def clear(self) -> None:
-        self.measured = Measurement("activation_difference", self._metrics)
-
-    def keep(self, call: Call) -> Sequence[Tensor | None]:
-        return [tensor for _, tensor in floating_tensors(call.output)]
-
-    def leave(self, call: Call) -> None:
-        tensors = tagged_tensors(call.output, self._tags[call.name])
-        initial = [tensor for tensor in call.kept if tensor is not None]
-        if [tensor.shape for _, tensor in tensors] != [tensor.shape for tensor in initial]:
-            raise NotComparableError("its outputs have other shapes than in the reference")
-        if not all(map(has_local_data, [*(tensor for _, tensor in tensors), *initial])):
-            raise NotComparableError("its outputs have no values of their own here (DTensors, nested, sparse)")
-        for (key, tensor), other in zip(tensors, initial, strict=True):
-            self.measured.add(key, call.name or "_root_", tensor.detach(), minus=other.detach())
-
-    def put_incomplete(self, sums: Rows, incomplete: Collection[str]) -> None:
-        """Add to rows whether a call of a module could not be compared on this rank."""
-        flags = torch.tensor([[float(name in incomplete)] for name in self._tags], device="cpu")
-        sums[_INCOMPLETE] = NamedValues([*self._tags.values()], flags)
-
-    def complete(self, values: NamedValues, sums: Rows) -> NamedValues:
-        """Values, NaN for modules that are incomplete on any rank, from the rows of all."""
-        tags, flags = sums[_INCOMPLETE]
-        start, index = f"{self.measured.family}/", {tag: i for i, tag in enumerate(tags)}
-        if not values.names or not values.names[0].startswith(start):
-            return values
-        rows = []
-        for name in values.names:
-            owner = name[len(start) :]
-            while owner not in index:  # the place of a tensor, and the metric, follow the module
-                owner = owner.rpartition("/")[0]
-            rows.append(index[owner])
-        device = values.values.device
-        is_incomplete = move(flags, device)[move(torch.tensor(rows, device="cpu"), device), 0] > 0
-        return NamedValues(values.names, values.values.masked_fill(is_incomplete, math.nan))

@@ -15,7 +15,6 @@ from ignite_monitor.activation.statistics import STATISTICS
 from ignite_monitor.checks import check_choice
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.names import Pattern, Selection
-from ignite_monitor.reference.passes import FailedFunctionError
 
 AGGREGATES = ("mean", "sum", "max", "min")
 RATIO = "ratio"  # of two sums
@@ -46,12 +45,12 @@ class Metric:
     """A function of a tensor, with the modules it applies to and the aggregation of its values.
 
     Args:
-        fn: is called with a detached tensor, or two for a difference, without recording gradients. Returns a number, or
-            a tensor whose mean is taken. Must not change its arguments; is not called for tensors without elements.
+        fn: is called with a detached tensor, without recording gradients. Returns a number, or a tensor whose mean is
+            taken. Must not change its argument; is not called for tensors without elements.
         include: a regular expression; only modules or parameters with a match in their names. None for all.
         exclude: a regular expression; modules or parameters with a match in their names are excluded.
         aggregate: aggregation over an iteration's passes and micro-batches: ``"mean"``, weighted by the tensors'
-            numbers of elements, ``"sum"``, ``"max"`` or ``"min"``. None for the handler's.
+            numbers of elements, ``"sum"``, ``"max"`` or ``"min"``.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -68,14 +67,12 @@ class Metric:
         fn: Callable[..., float | Tensor],
         include: Pattern = None,
         exclude: Pattern = None,
-        aggregate: str | None = None,
+        aggregate: str = "mean",
     ) -> None:
         if not callable(fn):
             raise TypeError(f"Argument fn should be callable, but given {type(fn)}")
-        if aggregate is not None:
-            check_choice("aggregate", aggregate, *AGGREGATES)
-        self.fn = fn
-        self.aggregate = aggregate
+        check_choice("aggregate", aggregate, *AGGREGATES)
+        self.fn, self.aggregate = fn, aggregate
         self._selection = Selection(include, exclude)
 
     def __contains__(self, name: str) -> bool:
@@ -85,7 +82,7 @@ class Metric:
 class MetricSet:
     """Metrics of one kind of tensor, from the handler's argument of that name."""
 
-    def __init__(self, argument: str, given: Any, aggregate: str) -> None:
+    def __init__(self, argument: str, given: Any) -> None:
         builtin = [name for name in STATISTICS if name != "dead_fraction" or argument == "activations"]
         if given is True:
             given = dict.fromkeys(builtin, True)
@@ -93,7 +90,6 @@ class MetricSet:
             raise TypeError(f"Argument {argument} should be a dict of functions, True or None, but given {type(given)}")
         self.builtin = [given.get(name) is True for name in STATISTICS]
         self.custom: dict[str, Metric] = {}
-        self.aggregate = aggregate
         for name, metric in given.items():
             if not isinstance(name, str):
                 raise TypeError(f"Argument {argument} should have names of type str, but given {type(name)}")
@@ -126,14 +122,14 @@ def is_tag(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_./-]+", name) is not None
 
 
-def call_metric(metric: Metric, description: str, tensors: tuple[Tensor, ...]) -> Tensor:
+def call_metric(metric: Metric, description: str, tensor: Tensor) -> Tensor:
     """Return the value of a metric, 0-dim and of the device's widest dtype."""
     try:
         with torch.no_grad():
-            return as_number(metric.fn(*tensors), tensors[0].device)
+            return as_number(metric.fn(tensor), tensor.device)
     except Exception as error:
-        shape = tuple(tensors[0].shape)
-        raise FailedFunctionError(f"{description}, given a tensor of shape {shape}, failed: {error}") from error
+        shape = tuple(tensor.shape)
+        raise RuntimeError(f"{description}, given a tensor of shape {shape}, failed: {error}") from error
 
 
 def as_number(value: Any, device: torch.device) -> Tensor:

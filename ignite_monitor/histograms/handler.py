@@ -18,8 +18,8 @@ from ignite_monitor.checks import check_count
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import HISTOGRAMS
-from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
-from ignite_monitor.model.dtensor import is_dtensor, reshard, whole_tensor
+from ignite_monitor.model.devices import device_of, move, wide_dtype
+from ignite_monitor.model.dtensor import reshard, whole_tensor
 from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import eager, has_local_data, hidden_from_user_modes, in_backward
@@ -29,7 +29,6 @@ from ignite_monitor.model.names import (
     hookable,
     modules_by_name,
     named_parameters,
-    parameters_of,
     tags,
     unwrapped,
 )
@@ -37,6 +36,7 @@ from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tagged_tensors
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
+from ignite_monitor.monitor.step_gradients import StepGradients
 
 # Those of ``SummaryWriter``: 1e-12, 1.1 times that, and so on, on either side of 0.
 _POSITIVE = list(takewhile(lambda edge: edge < 1e20, accumulate(chain([1e-12], repeat(1.1)), float.__mul__)))
@@ -130,10 +130,16 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         self.reset_run_state()
-        self._parameters.update(self._chosen_parameters())
+        parameters, gradients = self._parameters, self._counts["gradients"]
+        parameters.update(self._chosen_parameters())
         modules = self._chosen_modules()
         root, counts, most = unwrapped(self.model), self._counts["activations"], self.max_histograms
         errors, edges = self._errors, self._edges
+
+        def count_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+            gradients[parameters[parameter]] = count(gradient, edges)
+
+        self._gradients = StepGradients(parameters, count_gradient)
 
         # It holds no monitor, since the engine holds the contexts of a step.
         def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -156,21 +162,12 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
     def reset_run_state(self) -> None:
         self._edges = _EdgesOfDevices()
         self._parameters: dict[nn.Parameter, str] = {}
-        self._sharded: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # gradients of the first step, and scale
+        self._gradients = StepGradients({}, lambda *_: None)
         self._counts: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "activations": {}}
         self._errors.clear()  # in place: a hook may still hold the list
 
-    @torch.no_grad()
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
-        counts = self._counts["gradients"]
-        for parameter in parameters_of(step.optimizer) if step.tracker.reduced else ():
-            tag = self._parameters.get(parameter)
-            if tag is None or parameter.grad is None or tag in counts or parameter in self._sharded:
-                continue
-            if is_dtensor(parameter):  # another rank may make no step: all gather when the train step has returned
-                self._sharded[parameter] = parameter.grad.clone(), step.loss_scale
-            else:
-                counts[tag] = count(whole_tensor(parameter.grad), self._edges, step.loss_scale)
+        self._gradients.step_started(step)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:
@@ -179,11 +176,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         if self._errors:
             raise self._errors.pop(0)
         reshard(self.model)
-        for parameter in filter(is_dtensor, self._parameters):
-            gradient, scale = self._sharded.get(parameter, (parameter, None))
-            whole = whole_tensor(gradient)
-            if parameter in self._sharded:
-                self._counts["gradients"][self._parameters[parameter]] = count(whole, self._edges, scale)
+        self._gradients.gather()
         self._counts["weights"] = {
             tag: count(whole_tensor(item), self._edges) for item, tag in self._parameters.items()
         }
@@ -231,8 +224,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         return dict(zip((named[name] for name in names), tags(names), strict=True))
 
 
-def count(tensor: Tensor, edges_of: Mapping[torch.device, Tensor], scale: Tensor | None = None) -> Tensor:
-    """Count the finite elements of a tensor over a scale; elements beyond 1e20 are in the outermost buckets.
+def count(tensor: Tensor, edges_of: Mapping[torch.device, Tensor]) -> Tensor:
+    """Count the finite elements of a tensor; elements beyond 1e20 are in the outermost buckets.
 
     Returned are the number of elements in each bucket, their sum, the sum of their squares, the largest element, and
     the smallest one with its sign changed (-inf if there are none).
@@ -242,8 +235,6 @@ def count(tensor: Tensor, edges_of: Mapping[torch.device, Tensor], scale: Tensor
     extremes = torch.full_like(sums[:2], -torch.inf)
     for piece in tensor.reshape(-1).split(_PIECE) if tensor.numel() else ():
         values = piece.to(edges.dtype)
-        if scale is not None:
-            values = values / move_like(scale, values)
         finite = values.isfinite()
         signed = torch.where(finite, torch.stack([values, -values]), -torch.inf)
         extremes = torch.maximum(extremes, signed.amax(1))

@@ -50,11 +50,11 @@ class LayerChanges(Comparison):
         self._calls: list[tuple[int, NormSums]] = []
         self.keys = [f"{quantity}/{tag}" for tag in tags.values() for quantity in (*QUANTITIES, "weight_share")]
 
-    def keep(self, call: Call) -> list[Tensor | None]:
-        return [_input(call)]
+    def keep(self, call: Call) -> Tensor | None:
+        return next((tensor for _, tensor in floating_tensors((call.args, call.kwargs))), None)
 
-    def enter(self, call: Call) -> None:
-        self._calls.append((self._rows[call.name], self._changes(call)))
+    def compare(self, call: Call, kept: Tensor | None) -> None:
+        self._calls.append((self._rows[call.name], self._changes(call, kept)))
 
     def clear(self) -> None:
         self._calls = []
@@ -64,14 +64,14 @@ class LayerChanges(Comparison):
         rows, device = [self._rows[name] for name in incomplete], device_of(self._reference.root)
         return mean_norms(*ranks.sum(table_of(self._calls, rows, len(self._rows), device)))
 
-    def _changes(self, call: Call) -> NormSums:
+    def _changes(self, call: Call, kept: Tensor | None) -> NormSums:
         module, reference, dim = call.module, self._reference.modules[call.name], feature_dim(call.module)
         if not is_measured(module):
             raise NotComparableError("its forward has been replaced since the handler was made")
         weights: Weights = {key: item for key, item in parameters_in(module).items() if item is not None}
         # Mixed precision of FSDP2 rounds the model's weights.
         initial: Weights = {key: getattr(reference, key).to(item.dtype) for key, item in weights.items()}
-        inputs = [x for x in (_input(call), call.kept[0]) if x is not None]
+        inputs = [x for x in (self.keep(call), kept) if x is not None]
         _check([*inputs[:1], *weights.values()], [*inputs[1:], *initial.values()])
         device, product_of = weights["weight"].device, linear_map(module)
         with full_precision(device):
@@ -110,10 +110,6 @@ def _normalized(owner: nn.Module, module: nn.Module, x: Tensor, weights: Weights
     other = with_weights(owner, weights, buffers)
     other.training = module.training
     return other.forward(x)  # type: ignore[no-any-return]
-
-
-def _input(call: Call) -> Tensor | None:
-    return next((tensor for _, tensor in floating_tensors((call.args, call.kwargs))), None)
 
 
 def _check(values: list[Tensor], others: list[Tensor]) -> None:

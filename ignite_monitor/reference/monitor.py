@@ -13,54 +13,38 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model.modes import eager
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.reference.passes import JOINED, Comparison, Pause, ReferencePasses
+from ignite_monitor.reference.passes import Comparison, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
 
-class ReferenceHolder(Monitor):
-    """Base of the monitors that may have a reference: it is saved with them, and its passes can be paused."""
-
-    _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
-    _reference: Reference | None
-    _pause: Pause
-
-    @property
-    def reference(self) -> nn.Module | None:
-        """The reference, a module; None without one."""
-        return None if self._reference is None else self._reference.module
-
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which forward passes are not measured."""
-        return self._pause
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Weights of the reference; None without a reference, or with a module that was given."""
-        return OrderedDict(reference=None if self._reference is None else self._reference.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self._reference is not None:
-            self._reference.load_state_dict(state_dict["reference"])
-        elif state_dict["reference"] is not None:
-            raise ValueError("Argument state_dict holds a reference, but this handler has none")
-
-
-class ReferenceMonitor(ReferenceHolder):
-    """Base of the monitors that publish nothing but a comparison with a reference.
+class ReferenceMonitor(Monitor):
+    """Base of the monitors that publish a comparison with a reference, which is saved with them.
 
     A subclass calls :meth:`_compare`, and overrides :meth:`_compared`.
     """
 
-    _reference: Reference
+    _state_dict_all_req_keys: tuple[str, ...] = ("reference",)
 
     def __init__(self, model: nn.Module, prefix: str, reference: Any, generators: Iterable[Any], group: Group) -> None:
         super().__init__(model, prefix, group=group)
         self._reference = Reference(model, reference, generators)
-        self._pause = Pause()
+
+    @property
+    def reference(self) -> nn.Module:
+        """The reference."""
+        return self._reference.module
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Weights of the reference; None with a module that was given."""
+        return OrderedDict(reference=self._reference.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._reference.load_state_dict(state_dict["reference"])
 
     def _compare(self, names: Iterable[str], comparison: Comparison) -> None:
         """Compare the calls of modules in monitored iterations."""
-        self._passes = ReferencePasses(self._reference, names, comparison, self.report, self._pause)
+        self._passes = ReferencePasses(self._reference, names, comparison, self.report)
 
     def _compared(self, incomplete: set[str]) -> None:
         """Publish the results of a train step that returned on every rank, without incomplete modules."""
@@ -72,16 +56,15 @@ class ReferenceMonitor(ReferenceHolder):
         return [eager(), self._passes.watched()]
 
     def on_run_end(self) -> None:
-        self._passes.end_run("nothing is measured")
+        self._passes.end_run()
 
     def reset_run_state(self) -> None:
         self._passes.comparison.clear()
 
     def _on_train_step_completed(self, engine: Any) -> None:
         if self._is_running:
-            self._passes.resolve_wrapper(self.ranks)
             if self.ranks.all_present:
                 self._compared(self._passes.incomplete)
             else:
-                self.report(*JOINED)
+                self.report("joined_ranks", "ranks may have run out of data under join(), so nothing is published")
             self._passes.comparison.clear()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel
 from torch.overrides import TorchFunctionMode
 
 from ignite_monitor.model._torch import buffers_in, known_forward_hooks, parameters_in, remove_hooks
@@ -25,8 +24,8 @@ from ignite_monitor.model.isolation import (
     set_generator_state,
 )
 from ignite_monitor.model.modes import eager, without_dispatch_modes, without_saved_tensors_hooks
-from ignite_monitor.model.names import first_difference, modules_by_name, named_modules, shapes, structure, unwrapped
-from ignite_monitor.monitor.arguments import check_generators, check_whole
+from ignite_monitor.model.names import first_difference, modules_by_name, shapes, structure, unwrapped
+from ignite_monitor.monitor.arguments import check_generators
 
 
 class NotComparableError(Exception):
@@ -49,11 +48,6 @@ class Reference:
 
     def __init__(self, model: nn.Module, reference: str | nn.Module, generators: Iterable[Any] = ()) -> None:
         self._generators = check_generators(generators)
-        check_whole(model)
-        for name, module in named_modules(model):
-            if isinstance(module, DataParallel) and len(module.device_ids) > 1:
-                kind = "DataParallel over several devices"
-                raise ValueError(f"Argument model has a {kind} {name or '_root_'!r}, which has no reference")
         self.root = unwrapped(model)
         self.is_copy = reference == "init"
         if isinstance(reference, nn.Module):
@@ -72,7 +66,6 @@ class Reference:
             raise error_kind(f"Argument reference should be 'init' or a module, but given {reference!r}")
         self.modules = modules_by_name(self.module)
         self._model_modules = modules_by_name(self.root)
-        self._names = {module: name for name, module in self.modules.items()}
         self._draws = bool(generators_of(self.module))
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -108,30 +101,24 @@ class Reference:
                 if tensor.device != current.device:
                     copied.to(current.device)
 
-    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a reference module, ``""`` for the whole, for inputs of the model, which are copied."""
-        with self.isolated(name), contextlib.nullcontext() if name else forbid_calls_to(self.root, self.module):
-            args, kwargs = detached_copy((args, kwargs))
-            return self.modules[name](*args, **kwargs)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the reference's output for inputs of the model, which are copied.
 
-    @contextlib.contextmanager
-    def isolated(self, name: str) -> Iterator[None]:
-        """Isolate a pass of a reference module, with the model's training flags and states of generators.
-
-        Autocast, grad mode and RNG state are the model's too: the last bits depend on all of them.
+        Training flags, states of generators, autocast, grad mode and RNG state are the model's: the last bits depend on
+        all of them.
         """
+        isolated = isolated_pass(self.module, generators=self._generators)
         # Checkpointing counts the tensors that its block saves and, if it is selective, its operations.
-        isolated = isolated_pass(self.modules[name], generators=self._generators)
-        with isolated, without_saved_tensors_hooks(), without_dispatch_modes():
-            for copied in self.modules[name].modules():
-                path = self._names.get(copied)
-                if path is not None and copied.training != self._model_modules[path].training:
-                    copied.training = not copied.training
-            if self._draws:
-                generators, sources = generators_of(self.modules[name]), generators_of(self._model_modules[name])
-                for place in generators.keys() & sources.keys():
-                    set_generator_state(generators[place], generator_state(sources[place]))
-            yield
+        with isolated, without_saved_tensors_hooks(), without_dispatch_modes(), forbid_calls_to(self.root, self.module):
+            for name, module in self.modules.items():
+                training = self._model_modules[name].training
+                if module.training != training:
+                    module.training = training
+            generators, sources = (generators_of(it) if self._draws else {} for it in (self.module, self.root))
+            for place in generators.keys() & sources.keys():
+                set_generator_state(generators[place], generator_state(sources[place]))
+            args, kwargs = detached_copy((args, kwargs))
+            return self.module(*args, **kwargs)
 
 
 def _refuse(difference: str | None, argument: str = "reference") -> None:

@@ -136,13 +136,20 @@ class AlignmentCalls(Comparison):
     def clear(self) -> None:
         self._sums = []
 
-    def keep(self, call: Call) -> list[Tensor | None]:
-        return [self._sample(call)]
+    def keep(self, call: Call) -> Tensor | None:
+        x = call.args[0] if call.args else call.kwargs.get("input")
+        if not isinstance(x, Tensor) or not has_local_data(x) or not x.is_floating_point():
+            return None
+        with hidden_from_user_modes():
+            # A row has all dimensions from the features on.
+            rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
+            # A copy: it keeps no batch alive, and in-place operations of the model do not change it.
+            return rows[move(sampled_rows(len(rows), self._sample_size), rows.device)]
 
-    def enter(self, call: Call) -> None:
+    def compare(self, call: Call, kept: Tensor | None) -> None:
         module: Any = call.module
         reference: Any = self._reference.modules[call.name]
-        bound, weight, x0, x = linear_map(module), module.weight, call.kept.pop(), self._sample(call)
+        bound, weight, x0, x = linear_map(module), module.weight, kept, self.keep(call)
         if bound is None or x is None or x0 is None or x.shape != x0.shape:
             raise NotComparableError("its forward was replaced, or its input is no dense tensor as in the reference")
         if not isinstance(weight, Tensor) or not has_local_data(weight):
@@ -168,16 +175,6 @@ class AlignmentCalls(Comparison):
             rows[name].fill_(math.nan)
         table = ranks.sum(table)
         return torch.where(table[:, 1] > 0, table[:, 0] / table[:, 1], math.nan)
-
-    def _sample(self, call: Call) -> Tensor | None:
-        x = call.args[0] if call.args else call.kwargs.get("input")
-        if not isinstance(x, Tensor) or not has_local_data(x) or not x.is_floating_point():
-            return None
-        with hidden_from_user_modes():
-            # A row has all dimensions from the features on.
-            rows = x.detach().reshape(-1, *x.shape[x.ndim + feature_dim(call.module) :])
-            # A copy: it keeps no batch alive, and in-place operations of the model do not change it.
-            return rows[move(sampled_rows(len(rows), self._sample_size), rows.device)]
 
 
 @functools.lru_cache(maxsize=64)

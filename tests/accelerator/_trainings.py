@@ -68,12 +68,9 @@ MONITORS: dict[str, Make] = {
     "WeightUpdateHandler": lambda m, o, s: WeightUpdateHandler(m, o, scaler=s, sample_size=128),
     "WeightUpdateHandler of all": lambda m, o, s: WeightUpdateHandler(m, scaler=s, sample_size=None),
     "ActivationHandler": lambda m, o, s: ActivationHandler(m, activations=True, attention=True),
-    "ActivationHandler of weights": lambda m, o, s: ActivationHandler(m, parameters=True, gradients=True, scaler=s),
+    "ActivationHandler of weights": lambda m, o, s: ActivationHandler(m, parameters=True, gradients=True),
     "ActivationHandler, functions": lambda m, o, s: ActivationHandler(
-        m, activations=CLAMPED, parameters=NORMS, gradients=NORMS, scaler=s
-    ),
-    "ActivationHandler, differences": lambda m, o, s: ActivationHandler(
-        m, activation_differences=True, parameter_differences=True, reference="init"
+        m, activations=CLAMPED, parameters=NORMS, gradients=NORMS
     ),
     "RCCHandler": lambda m, o, s: RCCHandler(m),
     "SpectralNormHandler": lambda m, o, s: SpectralNormHandler(m, updates=True, per_parameter=True),

@@ -18,9 +18,9 @@ def unit_of(tensor):
     return (1 if tensor.ndim > 3 else tensor.ndim - 1) if tensor.ndim > 1 else None
 
 
-def measured(parts, together=True, unit=True, how="mean", **options):
+def measured(parts, together=True, unit=True, **options):
     """Name -> the statistics of its parts, which are measured one after the other, of all names in turns."""
-    measurement = Measurement("x", MetricSet("activations", True, how))
+    measurement = Measurement("x", MetricSet("activations", True))
     for i in range(max(map(len, parts.values()))):
         for name, tensors in parts.items():
             for tensor in tensors[i : i + 1]:
@@ -107,7 +107,7 @@ def test_std_of_parts_far_from_0_on_several_ranks_is_right_or_not_reported(mean,
     parts[1] += (apart == 0) * (parts[0].mean() - parts[1].mean())
     ranks = []
     for x in parts:
-        measurement = Measurement("x", MetricSet("activations", True, "mean"))
+        measurement = Measurement("x", MetricSet("activations", True))
         measurement.add("x", "x", x, unit=1)
         ranks.append(collect_rows([measurement]))
     reduced = ({}, {})
@@ -132,7 +132,7 @@ def test_a_unit_is_dead_over_all_micro_batches():
 
 
 def test_a_copy_is_measured():
-    measurement = Measurement("x", MetricSet("activations", {"mean": True}, "mean"))
+    measurement = Measurement("x", MetricSet("activations", {"mean": True}))
     x = torch.full((3,), -2.0)
     measurement.add("x", "x", x, copy=True)
     x.relu_()
@@ -142,7 +142,7 @@ def test_a_copy_is_measured():
 def test_names_in_another_order_each_time():
     """A model with conditional parts."""
     parts = {name: [] for name in "abcd"}
-    measurement = Measurement("x", MetricSet("activations", True, "mean"))
+    measurement = Measurement("x", MetricSet("activations", True))
     for i in range(12):
         for name in "abcd"[i % 4 :] + "abcd"[: i % 3]:
             parts[name].append(randn(4, 5 + i % 2, seed=i).relu())
@@ -156,7 +156,7 @@ def test_names_in_another_order_each_time():
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_aggregates(count):
     values, weights = randn(count, dtype=torch.float64), [float(i % 3 + 1) for i in range(count)]
-    measurement = Measurement("own", MetricSet("activations", {}, "mean"))
+    measurement = Measurement("own", MetricSet("activations", {}))
     for how in ("mean", "sum", "max", "min"):
         for value, weight in zip(values, weights, strict=True):
             measurement.aggregate(how, how, value, weight)
@@ -169,7 +169,7 @@ def test_aggregates(count):
 
 
 def test_inference_mode_on_and_off():
-    measurement = Measurement("x", MetricSet("activations", {"mean": True}, "mean"))
+    measurement = Measurement("x", MetricSet("activations", {"mean": True}))
     for value, mode in ((1.0, True), (3.0, False), (2.0, True)):
         with torch.inference_mode(mode), torch.no_grad():
             measurement.add("x", "x", torch.full((3, 4), value), unit=1, copy=True)

@@ -125,9 +125,7 @@ class Monitored(Training):
         super().__init__(case)
         of, optimizer = self.model, self.optimizer
         state = {"model": of, "optimizer": optimizer}
-        everything = dict.fromkeys(
-            ("activations", "parameters", "gradients", "activation_differences", "parameter_differences"), True
-        )
+        everything = dict.fromkeys(("activations", "parameters", "gradients"), True)
         losses = SpikeMonitor(
             lambda engine: engine.state.output, threshold=MeanStdThreshold(k=3.0, warmup=2), prefix="loss"
         )
@@ -148,7 +146,7 @@ class Monitored(Training):
             ReplicaCheckHandler(of, optimizer),
             ReplayCheckHandler(of, loss=loss),
             HistogramHandler(of),
-            ActivationHandler(of, **everything, reference="init", attention=True),
+            ActivationHandler(of, **everything, attention=True),
             SpectralNormHandler(of, updates=True, per_parameter=True),
             StepStatsHandler(of, optimizer),
         ):

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.filterwarnings("ignore")]
 
 # What is published of every model, whatever it is made of.
 FAMILIES = {"grad", "loss", "loss_record", "rollback", "noise_scale", "monitor", "optimizer", "replicas", "histograms"}
-FAMILIES |= {"activation", "gradient", "parameter", "parameter_difference", "rcc", "spectral", "step"}
+FAMILIES |= {"activation", "gradient", "parameter", "rcc", "spectral", "step"}
 
 
 def loads(tokens: dict[str, Tensor]) -> Values:

@@ -144,11 +144,7 @@ class Counting:
 
 MONITORS = {
     "activations": lambda model: [ActivationHandler(model, activations=True)],
-    "reference": lambda model: [
-        ActivationHandler(
-            model, activations=True, reference="init", activation_differences={"d": lambda a, b: (a - b).norm()}
-        )
-    ],
+    "reference": lambda model: [RCCHandler(model)],
     "two": lambda model: [RCCHandler(model), ActivationHandler(model, activations=True)],
 }
 

@@ -12,7 +12,7 @@ import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from ignite_monitor import ActivationHandler, CurvatureHandler, GradMonitor, RCCHandler, ReplayCheckHandler
+from ignite_monitor import CurvatureHandler, GradMonitor, RCCHandler, ReplayCheckHandler
 from ignite_monitor.model.isolation import (
     capture_rng_state,
     generators_of,
@@ -162,9 +162,6 @@ class Served(nn.Module):
 MAKE = {
     "RCCHandler": lambda model, _, **options: RCCHandler(model, **options),
     "AlignmentHandler": lambda model, _, **options: AlignmentHandler(model, **options),
-    "ActivationHandler": lambda model, _, **options: ActivationHandler(
-        model, activation_differences=True, reference="init", **options
-    ),
     "CurvatureHandler": lambda model, optimizer, **options: CurvatureHandler(
         model, optimizer, loss=lambda model, batch: model(batch).square().mean(), **options
     ),

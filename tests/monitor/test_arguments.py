@@ -42,12 +42,11 @@ OTHER = torch.optim.SGD(nn.Linear(1, 1).parameters())
 
 # what is called, the error, and the values of each argument that raise it
 REFUSED = [
-    (ActivationHandler, TypeError, {"activations": [torch.mean, {"m": 3}, {3: torch.mean}], "aggregate": [3, torch.max],
-                                    "attention": ["yes"], "scaler": [1]}),
+    (ActivationHandler, TypeError, {"activations": [torch.mean, {"m": 3}, {3: torch.mean}],
+                                    "attention": ["yes"]}),
     (ActivationHandler, ValueError, {"activations": [{"a b": torch.mean}, {"underflow": True}],
-                                     "parameters": [{"dead_fraction": True}], "aggregate": ["median"],
-                                     "include": ["("], "activation_differences": [True], "reference": ["init"],
-                                     "prefix": ["a b"]}),
+                                     "parameters": [{"dead_fraction": True}],
+                                     "include": ["("], "prefix": ["a b"]}),
     (CurvatureHandler, TypeError, {"loss": [1.0, None]}),
     (CurvatureHandler, ValueError, {"lanczos_steps": [0]}),
     (DriftMonitor, TypeError, {"value": [3, lambda: None], "direction": [None]}),

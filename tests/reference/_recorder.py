@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from ignite_monitor.model.names import modules_by_name
-from ignite_monitor.reference.passes import Comparison, Pause, ReferencePasses
+from ignite_monitor.reference.passes import Comparison, ReferencePasses
 from ignite_monitor.reference.reference import Reference
 
 
 class Recorder(Comparison):
-    """Keeps pairs of outputs by name, and what was entered."""
+    """Keeps pairs of inputs by name, and what was called."""
 
     def __init__(self) -> None:
         self.entered = []
@@ -20,15 +18,11 @@ class Recorder(Comparison):
         self.pairs = {}
 
     def keep(self, call):
-        return [call.output if isinstance(call.output, torch.Tensor) else call.output[0], None]
+        return call.args[0] if call.args else call.kwargs["input"]
 
-    def enter(self, call):
+    def compare(self, call, kept):
         self.entered.append(call.name)
-
-    def leave(self, call):
-        output = call.output if isinstance(call.output, torch.Tensor) else call.output[0]
-        assert call.kept[1] is None
-        self.pairs.setdefault(call.name, []).append((output.detach().clone(), call.kept[0].clone()))
+        self.pairs.setdefault(call.name, []).append((self.keep(call).detach().clone(), kept.clone()))
 
     @property
     def complete(self):
@@ -51,11 +45,9 @@ class Reporter:
         self.texts.append(text)
 
 
-def watch(model, reference="init", pause=None):
+def watch(model, reference="init"):
     recorder, reporter = Recorder(), Reporter()
     reference = Reference(model, reference)
-    passes = ReferencePasses(
-        reference, modules_by_name(model), recorder, reporter.report, Pause() if pause is None else pause
-    )
+    passes = ReferencePasses(reference, modules_by_name(model), recorder, reporter.report)
     recorder.incomplete, recorder.reporter = passes.incomplete, reporter  # to which the passes hold a weak reference
     return passes, recorder, reporter.texts

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ignite_monitor.reference.reference import Reference, separate_copy
 from tests._helpers import assert_same, same
@@ -88,7 +89,7 @@ def test_other_attributes_are_copied(keep):
     reference = Reference(model, "init")
     x, state = torch.randn(8, 4), torch.get_rng_state()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    output = reference.run("", (x,), {})
+    output = reference.run((x,), {})
     assert same(before, model.state_dict())
     assert_same(torch.get_rng_state(), state)
     assert_same(output, model(x))
@@ -170,13 +171,15 @@ def test_a_reference_is_stopped_before_it_calls_the_training_model(kind, given):
         model = kind()
         LENT["module"] = model.inner
         passes, recorder, warnings = watch(model, copy.deepcopy(model) if given == "module" else "init")
-        calls = []
-        for module in model.inner:
-            module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        calls, counted = [], {*model.inner}
+        hook = register_module_forward_pre_hook(
+            lambda module, _, calls=calls, counted=counted: calls.append(None) if module in counted else None
+        )
         torch.manual_seed(1)
         with passes.watched() if watched else torch.enable_grad():
             for _ in range(3):
                 model(torch.ones(8, 4)).sum().backward()
+        hook.remove()
         gradients = [None if item.grad is None else item.grad for item in model.parameters()]
         outcomes.append([len(calls), torch.rand(3), dict(model.state_dict()), gradients])
     assert same(*outcomes)

@@ -71,7 +71,7 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     seed()
     expected = draws()
     seed()
-    actual = reference.run("", (x,), {"cache": cache})
+    actual = reference.run((x,), {"cache": cache})
     assert_same(draws(), expected)
     assert cache == {"seen": []}
     assert same(snapshot(model), before)
@@ -90,7 +90,7 @@ def test_numbers_that_are_scheduled_are_those_of_the_model():
         model[1].p, model[2].negative_slope = p, slope
         reference.match_model()
         before = torch.get_rng_state()
-        actual = reference.run("", (x,), {})
+        actual = reference.run((x,), {})
         torch.set_rng_state(before)
         torch.testing.assert_close(actual, model(x), rtol=0, atol=0)
 
@@ -102,7 +102,7 @@ def test_autocast_hands_no_weight_without_gradient_on():
     reference = Reference(model, counterpart)
     x = torch.randn(2, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        reference.run("", (x,), {})
+        reference.run((x,), {})
         assert torch.is_autocast_cache_enabled()
         (model(x).float() + counterpart(x).float()).sum().backward()
     assert x.grad is not None
@@ -142,7 +142,7 @@ def test_hooks_of_the_user_are_not_called_for_the_copy():
     model[1].register_forward_pre_hook(lambda module, args: seen.append(args))
     model.register_forward_hook(lambda module, args, kwargs, output: seen.append(output), with_kwargs=True)
     reference = Reference(model, "init")
-    output = reference.run("", (torch.ones(1, 2),), {})
+    output = reference.run((torch.ones(1, 2),), {})
     assert seen == []
     assert_same(output, model(torch.ones(1, 2)))
     assert len(seen) == 3

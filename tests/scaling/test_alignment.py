@@ -37,7 +37,7 @@ def test_every_number_in_float64():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
     start = copy.deepcopy(model)
-    handler = AlignmentHandler(model, sample_size=5)
+    handler = AlignmentHandler(model, sample_size=5, reference=start)
     batches = make_batches(4, size=17)
     states = []
 
@@ -112,7 +112,7 @@ def test_convolutions_and_tables():
     up, head = nn.ConvTranspose1d(5, 4, 4, stride=2), nn.Linear(4, 3)
     model = Lambda(forward, table=nn.Embedding(7, 4), conv=nn.Conv1d(4, 5, 3, stride=2), up=up, head=head)
     start = copy.deepcopy(model)
-    handler = AlignmentHandler(model, sample_size=1000)
+    handler = AlignmentHandler(model, sample_size=1000, reference=start)
     inputs = {}
     batches = make_batches(2, size=9)
     model.conv.register_forward_pre_hook(lambda module, args: inputs.__setitem__("now", args[0].detach().double()))
