@@ -37,19 +37,15 @@ _NOT_HIDDEN = nullcontext()  # modes take longer than the rest of a call
 
 
 class Pause:
-    """A context manager that is true inside of its blocks, which may be nested."""
+    """A context manager that counts its blocks in progress."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-
-    def __bool__(self) -> bool:
-        return self._depth > 0
+    depth = 0
 
     def __enter__(self) -> None:
-        self._depth += 1
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self._depth -= 1
+        self.depth -= 1
 
 
 Layer = tuple[str, str]  # name in the model without wrappers, ``_root_`` for the whole model; name for loggers
@@ -73,7 +69,7 @@ class ForwardMetrics(ModuleHook):
         metrics: MetricSet,
         attention: bool,
         units: UnitDimensions,
-        pause: Pause,  # nothing is measured while it is true
+        pause: Pause,  # nothing is measured inside of its blocks
     ) -> None:
         self._root = root
         self._layers = {id(module): layer for module, layer in layers.items()}
@@ -108,7 +104,7 @@ class ForwardMetrics(ModuleHook):
 
     def _is_wanted(self) -> bool:
         """Return True if a forward pass is measured; in backward it is a recomputation by activation checkpointing."""
-        return not (self._pause or backward_number() != -1 or in_second_pass()) and self._root.training
+        return not (self._pause.depth or backward_number() != -1 or in_second_pass()) and self._root.training
 
     def _skip(self, name: str, reason: Reason) -> None:
         self.skipped.setdefault(reason, set()).add(name)

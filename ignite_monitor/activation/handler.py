@@ -128,7 +128,7 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._modules: dict[str, nn.Module] = {}
         self._layers: dict[nn.Module, Layer] = {}
         self._units = UnitDimensions([])
-        self._parameters: dict[nn.Parameter, Layer] = {}
+        self._parameters: dict[str, dict[nn.Parameter, Layer]] = {}  # by family
         self._forward: ForwardMetrics | None = None
         self._gradients = StepGradients({}, lambda *_: None)
         self._measured: list[Measurement] = []
@@ -139,11 +139,10 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
             return []
         self._update_names()
         self._measured = parameters, gradients = [Measurement(kind, self._metrics[kind]) for kind in _WEIGHTS]
-        for parameter, (name, tag) in self._parameters.items():
-            if parameters.wants(name):
-                parameters.add(tag, name, whole_tensor(parameter))
+        for parameter, (name, tag) in self._parameters["parameter"].items():
+            parameters.add(tag, name, whole_tensor(parameter))
         parameters.flush()
-        layers = {item: layer for item, layer in self._parameters.items() if gradients.wants(layer[0])}
+        layers = self._parameters["gradient"]
 
         def measure(parameter: nn.Parameter, gradient: Tensor) -> None:
             name, tag = layers[parameter]
@@ -227,7 +226,9 @@ class ActivationHandler(Monitor, schema=ACTIVATION):
         self._units = UnitDimensions(modules.values())
         parameters = {name: parameter for name, parameter, _ in named_parameters(self.model)}
         tagged = self._tagged(parameters).items()
-        self._parameters = {parameters[name]: names for name, names in tagged if not parameters[name].is_meta}
-        if any(any(self._metrics[family].builtin) for family in _WEIGHTS):
-            without = [tag for item, (_, tag) in self._parameters.items() if item.dtype in WITHOUT_STATISTICS]
-            self._report_skipped(_COMPLEX, without)
+        for family in _WEIGHTS:
+            metrics = self._metrics[family]
+            chosen = {parameters[name]: layer for name, layer in tagged if metrics.wants(layer[0])}
+            self._parameters[family] = {item: layer for item, layer in chosen.items() if not item.is_meta}
+            without = [tag for item, (_, tag) in chosen.items() if item.dtype in WITHOUT_STATISTICS]
+            self._report_skipped(_COMPLEX, without if any(metrics.builtin) else ())

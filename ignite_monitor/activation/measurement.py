@@ -46,10 +46,6 @@ class Measurement:
         self._tables: dict[str | int, list[NamedValues]] = {}
         self._order: dict[str, int] = {}  # key -> place in the order of execution
 
-    def wants(self, name: str) -> bool:
-        """Return True if any metric applies to a module or parameter."""
-        return bool(self._columns or self.metrics.of(name))
-
     def add(self, key: str, name: str, tensor: Tensor, unit: int | None = None, *, copy: bool = False) -> None:
         """Measure a tensor without a graph, which must not change before :meth:`flush`, unless it is copied."""
         size = tensor.numel()

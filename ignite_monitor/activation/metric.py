@@ -112,6 +112,10 @@ class MetricSet:
     def __bool__(self) -> bool:
         return bool(self.custom) or any(self.builtin)
 
+    def wants(self, name: str) -> bool:
+        """Return True if any metric applies to a module or parameter."""
+        return any(self.builtin) or bool(self.of(name))
+
     def of(self, name: str) -> list[tuple[str, Metric]]:
         """Return the metrics, other than the built-in ones, of a module or parameter."""
         return [(key, metric) for key, metric in self.custom.items() if name in metric]

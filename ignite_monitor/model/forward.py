@@ -34,10 +34,14 @@ def outputs_to(modules: Modules, hook: ModuleHook) -> AbstractContextManager[Non
     return _registered(nn.Module.register_forward_hook, modules, hook)
 
 
+def running_modules() -> Iterator[nn.Module]:
+    """Modules whose forward pass is running, the innermost first."""
+    return (frame.f_locals["self"] for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code is module_call)
+
+
 def running_module() -> nn.Module | None:
     """The innermost module whose forward pass is running."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code is module_call)
-    return next((frame.f_locals["self"] for frame in frames), None)
+    return next(running_modules(), None)
 
 
 class ModuleHook:

@@ -63,6 +63,7 @@ class ReferenceMonitor(Monitor):
 
     def _on_train_step_completed(self, engine: Any) -> None:
         if self._is_running:
+            self._passes.resolve_wrapper(self.ranks)
             if self.ranks.all_present:
                 self._compared(self._passes.incomplete)
             else:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.model._torch import in_backward, running_transform
 from ignite_monitor.model.dtensor import any_dtensor
-from ignite_monitor.model.forward import after_forward, before_forward
+from ignite_monitor.model.forward import after_forward, before_forward, running_modules
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import without_dispatch_modes
 from ignite_monitor.model.names import hookable, modules_by_name
+from ignite_monitor.monitor.ranks import Ranks
 from ignite_monitor.reference.reference import NotComparableError, Reference, user_forward_hooks
 
 _OTHER_CALLS = "it is called other than in the reference"
@@ -83,6 +86,7 @@ class ReferencePasses:
         self._report = weak_method(report)
         self._reported: set[str] = set()  # subjects of all runs
         self._pass: _Pass | None = None
+        self._outermost: weakref.ref[nn.Module] = weakref.ref(reference.root)  # what was called first in a pass
         self._step_count = 0  # steps of this run
         self._has_compared = False
 
@@ -113,6 +117,12 @@ class ReferencePasses:
             text = "monitored iterations had a forward pass of the whole model in training mode"
             self._report("no_forward_pass", f"none of {self._step_count} {text}, so nothing is measured")
         self._step_count, self._has_compared = 0, False
+
+    def resolve_wrapper(self, ranks: Ranks) -> None:
+        """Find the ranks of a wrapper that the train step calls, of a model that was given without it."""
+        wrapper = self._outermost()
+        if isinstance(wrapper, DistributedDataParallel) and ranks.size == 1:
+            ranks.resolve(wrapper)
 
     @contextlib.contextmanager
     def _excluding(self, name: str) -> Iterator[None]:
@@ -153,6 +163,7 @@ class ReferencePasses:
             self.comparison.compare(Call(name, module, args, kwargs), kept)
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._outermost = weakref.ref([*running_modules()][-1])
         names = {self._reference.modules[name]: name for name in self._model_names.values()}
         current = _Pass()
 
