@@ -209,7 +209,7 @@ class EventSource:
             self._handles.append(Patch(engine, HANDLE_EXCEPTION, self._handle_exception))
             # The end of the train step comes before all other handlers of ITERATION_COMPLETED.
             self._handles.append(Patch(engine, TRAIN_STEP, self._train_step))
-            self._steps.install(self._handles)
+            self._steps.install()
             # DistributedDataParallel reduces in a callback, with a static graph in one that queues another.
             self._callback_depth = 3 if dist.is_available() and dist.is_initialized() else 1
         self._reset()
@@ -226,16 +226,19 @@ class EventSource:
             tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
             monitor._guarded(monitor.before_train_step, engine)
-        with ExitStack() as contexts:
-            if acting:
-                contexts.enter_context(self._steps.context())
-            for tracker in self.trackers.values():
-                if tracker.accumulates:
-                    tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
-            for monitor in sorted(monitored, key=attrgetter("measures_time")):
-                if not monitor._has_failed:
-                    monitor._guarded(_enter, contexts, monitor)
-            output = original(engine, batch)
+        try:
+            with ExitStack() as contexts:
+                if acting:
+                    self._steps.patch()
+                for tracker in self.trackers.values():
+                    if tracker.accumulates:
+                        tracker.probe = contexts.enter_context(AccumulationProbe(tracker, None))
+                for monitor in sorted(monitored, key=attrgetter("measures_time")):
+                    if not monitor._has_failed:
+                        monitor._guarded(_enter, contexts, monitor)
+                output = original(engine, batch)
+        finally:
+            self._steps.end_train_step(bool(self._handles))
         for monitor in monitored if self._has_captured else ():
             monitor.clear(engine)
             monitor.report(
@@ -272,8 +275,7 @@ class EventSource:
         for tracker in self.trackers.values():
             tracker.hook.remove()
             tracker.accumulates = tracker.has_own_backward = False
-        self._steps.release()
-        self._steps.reset()
+        self._steps.uninstall()
         self._reset()
         for monitor in self.monitors:
             monitor.reset_run_state()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ignite_monitor.model._torch import (
 )
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, local
-from ignite_monitor.model.names import is_from_torch, parameters_of
+from ignite_monitor.model.names import is_from_torch, parameters_of, without_accelerate
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
 
@@ -40,8 +39,7 @@ _REPLACES = "_ignite_monitor_replaces"  # attribute of a found_inf: that of the 
 
 def skippable(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that makes the steps, in a wrapper of accelerate; a ValueError if it cannot be skipped."""
-    if type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    optimizer = without_accelerate(optimizer)
     if isinstance(optimizer, LBFGS):
         raise _refused(optimizer, "evaluates a closure more than once in a step")
     if not has_step_hooks(optimizer):
@@ -50,7 +48,7 @@ def skippable(optimizer: Optimizer) -> Optimizer:
 
 
 class SkippedError(Exception):
-    """Ends a step before it changes anything; its argument is what the step returns."""
+    """Ends a step before it changes anything; its arguments are those of the step's hooks."""
 
 
 class StepOwner:
@@ -63,44 +61,49 @@ class StepOwner:
         self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
         self._patched: dict[Optimizer, _PatchedStep] = {}
         self._replaced: tuple[Any, Tensor | None] | None = None  # an optimizer whose found_inf is replaced, and its own
+        self._patches: list[Patch] = []
+        self._installed: list[Any] = []  # hooks of all steps
+        weakref.finalize(self, remove_all, self._installed).atexit = False
         self._handles: list[Any] = []  # hooks of the step that runs
         self.reset()
 
     def reset(self) -> None:
         """Forget the step that runs."""
         self._optimizer: Optimizer | None = None
+        self._nested = 0  # steps that run within it: of a wrapped optimizer, or of a base class
         self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
         self._requests: StepRequests | None = None  # once the step is reported
         self._about: dict[int, OptimizerStep] = {}  # the step, by id of the model
-        self._in_closure = False
+        self.evaluates_again = False  # whether the closure of a step that has started is evaluated once more
 
-    def install(self, handles: list[Any]) -> None:
-        """Hook the steps of all optimizers, and append the handles."""
-        handles.append(register_optimizer_step_pre_hook(self._hooks[0]))
-        handles.append(register_optimizer_step_post_hook(self._hooks[2]))
+    def install(self) -> None:
+        """Hook the steps of all optimizers."""
+        self._installed.append(register_optimizer_step_pre_hook(self._hooks[0]))
+        self._installed.append(register_optimizer_step_post_hook(self._hooks[2]))
 
-    @property
-    def evaluates_again(self) -> bool:
-        """True while the closure of a step that has started is evaluated once more."""
-        return self._in_closure and self._requests is not None
+    def patch(self) -> None:
+        """Replace ``step`` of the acting optimizers that can be skipped in no other way, for a train step."""
+        for optimizer in self.acting:
+            if not allows_closures(optimizer):
+                step = self._patched[optimizer] = _PatchedStep(optimizer)
+                self._patches.append(Patch(optimizer, "step", step.call, is_method=True))
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """Context of a train step in which optimizers are acting."""
-        self._patched = {item: _PatchedStep(item) for item in self.acting if not allows_closures(item)}
-        handles: list[Any] = [Patch(item, "step", step.call, is_method=True) for item, step in self._patched.items()]
-        try:
-            yield
-        finally:
-            remove_all(handles)
-            self._patched = {}
-            self.release()
+    def end_train_step(self, is_installed: bool) -> None:
+        """Restore the optimizers; forget a step that has raised an error, and remove hooks that a step has kept."""
+        if self.acting:
+            remove_all(self._patches)
+            self._patched.clear()
+        if self._optimizer is not None or not is_installed:
+            self.uninstall(keep=is_installed)
 
     def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The step is reported after the hooks of the optimizer's own, which may change its gradients.
-        if not self._source.in_train_step or (self._optimizer is not None and is_nested(optimizer)):
+        if not self._source.in_train_step:
             return None
-        if self._source.sees_capture() or not args[0].param_groups:  # monitors of another engine skip it
+        if self._optimizer is not None and is_nested(optimizer):
+            self._nested += 1
+            return None
+        if self._source.sees_capture() or isinstance(args, _SkippedArguments):  # monitors of another engine skip it
             return None
         sharing = {}
         for tracker in self._source.trackers.values():
@@ -110,7 +113,7 @@ class StepOwner:
             return None
         if self._optimizer is not None:  # its step has raised an error
             self.release()
-        self._optimizer, self._sharing, self._requests = optimizer, sharing, None
+        self._optimizer, self._sharing, self._requests, self._nested = optimizer, sharing, None, 0
         if has_pre_hooks(optimizer):
             self._handles.append(optimizer.register_step_pre_hook(self._hooks[1]))
             return None
@@ -130,12 +133,12 @@ class StepOwner:
             @functools.wraps(closure)
             def evaluate(*args: Any, **kwargs: Any) -> Any:
                 nonlocal skipped
-                self._in_closure = True
+                self.evaluates_again = self._requests is not None
                 try:
                     loss = closure(*args, **kwargs)
                 finally:
-                    self._in_closure = False
-                skipped |= self._report_step(optimizer, loss)  # the step uses the gradients that its closure computes
+                    self.evaluates_again = False
+                skipped |= self._report_step(optimizer)  # the step uses the gradients that its closure computes
                 return loss
 
             replacement: Callable[..., Any] = evaluate
@@ -146,12 +149,12 @@ class StepOwner:
             if "closure" in kwargs:
                 kwargs = kwargs | {"closure": replacement}
             else:
-                args = (args[0], replacement, *args[2:])
-        if skipped:
-            args = (_without_parameters(optimizer), *args[1:])
-        return args, kwargs
+                args = type(args)((args[0], replacement, *args[2:]))
+        if skipped and optimizer in self._patched:
+            raise SkippedError(args, kwargs)
+        return _SkippedArguments((args[0], *args[1:])) if skipped else args, kwargs
 
-    def _report_step(self, optimizer: Optimizer, loss: Any = None) -> bool:
+    def _report_step(self, optimizer: Optimizer) -> bool:
         """Report the step, once; return True if it is known to be skipped."""
         if self._optimizer is not optimizer or self._requests is not None:
             return False
@@ -159,8 +162,6 @@ class StepOwner:
         for key, tracker in self._source.trackers.items():
             self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
         self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
-        if requests.made is False and optimizer in self._patched:
-            raise SkippedError(loss)
         return requests.made is False
 
     def act(self) -> bool:
@@ -197,6 +198,9 @@ class StepOwner:
 
     def end_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Report the completed step, and start another window of its models."""
+        if self._nested:
+            self._nested -= 1
+            return
         if self._optimizer is not optimizer:
             return
         self.release()
@@ -206,6 +210,14 @@ class StepOwner:
             if tracker in self._sharing or tracker.is_passed_through:
                 tracker.step_completed(may_skip=bool(self.acting))
         self.reset()
+
+    def uninstall(self, keep: bool = False) -> None:
+        """Forget the step that runs, and remove the hooks; not within a step, where torch goes through all hooks."""
+        is_running = self._optimizer is not None
+        self.release()
+        self.reset()
+        if not (keep or is_running):
+            remove_all(self._installed)
 
     def release(self) -> None:
         """Restore the optimizer, also after a step that raised an error, and remove the hooks of the step."""
@@ -226,11 +238,10 @@ class _PatchedStep:
 
     def check(self, closure: Any) -> None:
         """Raise a ValueError if the step that starts can't be skipped."""
-        takes_closure = is_from_torch(self.optimizer)
-        if not self.is_running or (callable(closure) and not takes_closure):
+        if not self.is_running or callable(closure):
             raise ValueError(
-                f"on_spike can skip a step of {type(self.optimizer).__name__} only if it is called as optimizer.step()"
-                f"{'' if takes_closure else ' after backward(), without a closure'}: call it so, or {_FIX}"
+                f"on_spike can skip a step of {type(self.optimizer).__name__} only if it is called as optimizer.step() "
+                f"after backward(), without a closure: call it so, or {_FIX}"
             )
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -239,17 +250,19 @@ class _PatchedStep:
             return original(*args, **kwargs)
         except SkippedError as skipped:
             for hook in post_hooks(self.optimizer):  # among them the one that ends the step
-                hook(self.optimizer, (self.optimizer, *args), kwargs)
-            return skipped.args[0]
+                hook(self.optimizer, *skipped.args)
+            return None
         finally:
             self.is_running = False
 
 
-def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same kind and state, whose step does nothing."""
-    other = object.__new__(type(optimizer))
-    vars(other).update(vars(optimizer), param_groups=[])
-    return other
+class _SkippedArguments(tuple[Any, ...]):
+    """Arguments of a skipped step as its hooks see them; the step, which unpacks them, gets no parameters."""
+
+    def __iter__(self) -> Iterator[Any]:
+        optimizer = object.__new__(type(self[0]))
+        vars(optimizer).update(vars(self[0]), param_groups=[])
+        return iter((optimizer, *self[1:]))
 
 
 def allows_closures(optimizer: Optimizer) -> bool:

@@ -32,6 +32,11 @@ from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import bring_to_host, is_cpu
 from ignite_monitor.nonfinite.locator import NonFiniteLocator
 
+_NOT_SKIPPED = (
+    "the steps are those of %s, which holds the parameter groups of the given optimizer: none is skipped. Give this "
+    "optimizer instead, or skip the step in the train step, if engine.state.unhealthy_spike is True after backward."
+)
+
 
 class GradMonitor(GradientPublisher, schema=GRADIENT):
     r"""Detect gradient spikes before the optimizer step.
@@ -206,7 +211,11 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         taken = self._window.step_started(detect)
         if not (taken.of_backward and taken.updates):  # else the backward has
             self._set_flag(engine, taken.detection, report=taken.updates)
-        if self._action.kind is not None:
+        if (
+            self._action.kind == "skip" and not step.requests.may_skip
+        ):  # the optimizer's step runs within that of another
+            self.report("not_skipped", _NOT_SKIPPED % type(step.optimizer).__name__, severity="problem")
+        elif self._action.kind is not None:
             norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731
             self._action.ask(step, taken, norm, self._iteration, self._detector.of_norm.was_normal)
 

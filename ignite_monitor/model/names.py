@@ -104,6 +104,11 @@ def is_from_torch(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor and Muon: "torch.optim"
 
 
+def without_accelerate(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate has wrapped; any other object as it is."""
+    return optimizer.optimizer if type(optimizer).__module__ == "accelerate.optimizer" else optimizer
+
+
 def learning_rates(optimizer: Optimizer) -> list[float | Tensor | None]:
     """The learning rate of each group, 0-dim if a tensor; None unless it is one real number, as with Adafactor."""
     return [_number(group.get("lr")) for group in optimizer.param_groups]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model._torch import buffers_in, foreach_copy, modules_in, parameters_in
 from ignite_monitor.model.dtensor import local
+from ignite_monitor.model.names import without_accelerate
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import tensors_in
 from ignite_monitor.monitor.base import Monitor, MonitorHandle
@@ -227,7 +228,7 @@ def _inner(obj: Any) -> Any:
     """Return the optimizer in a wrapper: this rank's part of a ZeroRedundancyOptimizer, or that in accelerate's."""
     if hasattr(obj, "consolidate_state_dict"):  # state_dict() would need a collective
         return obj.optim
-    return obj.optimizer if type(obj).__module__ == "accelerate.optimizer" else obj
+    return without_accelerate(obj)
 
 
 def _is_plain(obj: Any) -> bool:

@@ -17,10 +17,12 @@ from ignite.handlers import LRScheduler
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, WeightUpdateHandler
 from ignite_monitor.events.gradient_tracker import GradientsReady
+from ignite_monitor.events.hooks import remove_all
 from tests._helpers import footprint, grad_norm, hooks_only, make_batches, make_step, make_trainer
 from tests._models import make_model
 from tests._oracle import mean_of
@@ -349,6 +351,47 @@ def test_step_that_raises_and_is_retried_by_the_train_step(skip):
     assert changed == [True, not skip, True]
     assert skip or log == [*one, one[0], *one, *one]
     assert skip or float(monitor.metrics["grad/mean"]) == approx(mean_of(used[:2]))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_step_within_a_step_completes_with_the_outer_one(wraps):
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            inner.step() if wraps else super().step()
+            super().step()  # hooked too, since there are instances of its class
+            log.append("more work")
+
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Outer(model.parameters(), lr=0.1)
+    trainer = Engine(make_step(model, optimizer))
+    GradMonitor(model, optimizer).attach(trainer)
+    log = record(trainer, *INSIDE[1:3])
+    trainer.run(make_batches(3))
+    assert log == ["optimizer_step_started", "more work", "optimizer_step_completed"] * 3
+
+
+@pytest.mark.parametrize("event", [MonitorEvents.GRADIENTS_READY, *INSIDE[1:3]])
+@pytest.mark.parametrize("closure", [False, True])
+def test_hooks_of_all_optimizers_that_the_user_adds_while_a_handler_detaches(event, closure):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called, handles = [], []
+
+    def add(engine):
+        if engine.state.iteration == 1:
+            handles.append(register_optimizer_step_pre_hook(lambda *_: called.append("pre")))
+            handles.append(register_optimizer_step_post_hook(lambda *_: called.append("post")))
+
+    trainer = Engine(make_step(model, optimizer, before_step=add, closure=closure))
+    before = hooks_only(footprint(trainer, model, optimizer))
+    monitor = GradMonitor(model, optimizer)
+    monitor.attach(trainer)
+    trainer.add_event_handler(event(once=2), lambda _: monitor.detach())
+    trainer.run(make_batches(4))
+    remove_all(handles)
+    assert called == ["pre", "post"] * 4
+    assert hooks_only(footprint(trainer, model, optimizer)) == before
 
 
 # torch.compile

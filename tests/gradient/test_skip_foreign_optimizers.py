@@ -84,6 +84,51 @@ def test_a_scheduler_may_be_created_in_the_train_step(name):
     assert optimizer._opt_called  # what the scheduler has put in place is called
 
 
+class Slow(torch.optim.Optimizer):
+    """Steps with an optimizer whose parameter groups it shares, and every second time goes back half of the way."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.count = inner, inner.param_groups, 0
+        self.kept = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for kept, parameter in zip(self.kept, self.param_groups[0]["params"], strict=True):
+                kept.copy_(parameter.lerp_(kept, 0.5))
+
+
+def train_slow(batches, given=None, **options):
+    model = make_mlp()
+    optimizer = Slow(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    monitors = [GradMonitor(model, given(optimizer), threshold=StaticThreshold(LIMIT), **options)] if given else []
+    recorder = train(make_step(model, optimizer), batches, *monitors)
+    return [*model.parameters()], recorder, monitors
+
+
+def test_an_optimizer_within_the_one_that_steps_is_measured_and_its_steps_are_made():
+    batches = mlp_batches(7, (3, 4))
+    weights, recorder, [monitor] = train_slow(batches, lambda optimizer: optimizer.inner, on_spike="skip")
+    plain, expected, _ = train_slow(batches, lambda optimizer: optimizer.inner)
+    assert_same(weights, train_slow(batches)[0])
+    assert_same(plain, weights)
+    assert recorder.of("grad/norm") == expected.of("grad/norm")
+    assert recorder.of("grad/stepped") == [1.0] * 7
+    [report] = monitor.reports
+    assert report.iteration == 1
+    assert "Slow" in report.text
+
+
+def test_the_optimizer_that_steps_is_skipped_as_a_whole():
+    batches = mlp_batches(7, (3, 4))
+    weights, recorder, _ = train_slow(batches, lambda optimizer: optimizer, on_spike="skip")
+    assert recorder.of("grad/skipped_count")[-1] == 2
+    assert_same(weights, train_slow([*batches[:2], *batches[4:]])[0])
+
+
 class WithScaler(torch.optim.Optimizer):
     """Takes the GradScaler in its step; GradScaler looks for the argument."""
 

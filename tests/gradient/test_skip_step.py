@@ -9,6 +9,7 @@ import torch
 from ignite.engine import Engine, create_supervised_trainer
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor import (
     ActivationHandler,
@@ -138,6 +139,29 @@ def test_gradients_that_a_hook_makes_after_a_skipped_step_stay():
     engine.run(mlp_batches(3, [3]), max_epochs=1)
     assert engine.state.metrics["grad/skipped_count"] == 1
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "closure"), [*((name, closure) for name in FEW for closure in (False, True)), ("NeedsAll", False)]
+)
+def test_the_hooks_of_a_skipped_step_see_what_those_of_another_see(name, closure):
+    model, optimizer = build(name)
+    seen = []
+
+    def look(given, args, kwargs):
+        groups = [[id(parameter) for parameter in group["params"]] for group in args[0].param_groups]
+        seen.append((given is args[0] is optimizer, groups, len(args), [*kwargs]))
+
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, {**kwargs} if args[1:] else {"closure": None}))
+    optimizer.register_step_post_hook(look)
+    with_hooks = register_optimizer_step_post_hook(look)
+    monitor = GradMonitor(model, optimizer, threshold=StaticThreshold(LIMIT), on_spike="skip")
+    recorder = train(make_step(model, optimizer, closure=closure), mlp_batches(3, [2]), monitor)
+    with_hooks.remove()
+    assert recorder.of("grad/stepped") == [1.0, 0.0, 1.0]
+    assert len(seen) == 6
+    assert seen == seen[:1] * 6
+    assert seen[0][0]
 
 
 @pytest.mark.parametrize("name", [*FEW, "NeedsAll"])
