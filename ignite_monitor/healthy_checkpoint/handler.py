@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections import deque
 from typing import Any
 
@@ -24,10 +23,10 @@ from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A state is healthy if the monitors had no spike in the last ``quiet`` iterations (one that has failed is not asked),
-    the loss in the train step's output is finite, and so are all tensors in ``to_save`` that were finite at
-    first. In place of another state the newest healthy one is saved, from a copy in host memory; a warning gives reason
-    and iteration. All ranks have to call it. With ``score_function``, attach it to the trainer at the event None.
+    A state is healthy if the monitors had no spike in the last ``quiet`` iterations, the loss in the train
+    step's output is finite, and so are all tensors in ``to_save`` that were finite at first. In place of another state
+    the newest healthy one is saved, from a copy in host memory; a warning gives reason and iteration. All ranks have to
+    call it. Where an evaluator calls it, attach it to the trainer at the event None.
 
     Args:
         to_save: name -> object with ``state_dict`` and ``load_state_dict``.
@@ -40,6 +39,7 @@ class HealthyCheckpoint(Checkpoint):
     Raises:
         TypeError: if an argument has the wrong type, or a monitor detects no spikes.
         ValueError: if ``quiet`` is less than 1, or ``to_save`` has lazy modules.
+        RuntimeError: if an engine without monitors calls it, and it is not attached to the trainer.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class HealthyCheckpoint(Checkpoint):
         self._training = TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
+        self._trainer: Engine | None = None
         self._counts = deque[dict[str, Any]](maxlen=quiet + 1)  # of spikes by prefix, after the last iterations
         self._healthy = 0  # iteration of the newest healthy state, 0 if none is known
         self._copy: dict[str, Any] = {}  # this state, unless it is in a file
-        self._observed = -2  # the last iteration
-        self._trainer: Any = lambda: None
 
     def attach(self, engine: Engine, event: Any = Events.EPOCH_COMPLETED) -> None:
         """Save at an event of the trainer, and know of the spikes of its run.
@@ -73,8 +72,8 @@ class HealthyCheckpoint(Checkpoint):
             engine: the engine that trains.
             event: the event, filtered or not; None if an evaluator calls the checkpoint.
         """
-        if self._trainer() is not engine:
-            self._trainer = weakref.ref(engine)
+        if self._trainer is not engine:
+            self._trainer = engine
             engine.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED, self._observe)
         if event is not None:
             engine.add_event_handler(event, self)
@@ -82,16 +81,10 @@ class HealthyCheckpoint(Checkpoint):
     def _observe(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         if engine.last_event_name == Events.STARTED:
-            if iteration and iteration - self._observed in (0, 1):  # a run continues, maybe after one that failed
-                return
             self._counts.clear()
             self._healthy, self._copy = 0, {}
-        self._observed = iteration
-        monitors = self.monitors
-        if monitors is None:
-            monitors = getattr(EventSource.on(engine), "monitors", [])
-        counting = [item for item in monitors if isinstance(item, CountingMonitor) and not item._has_failed]
-        self._counts.append({item.prefix: item.counts()[0] for item in counting})
+        monitors = getattr(EventSource.on(engine), "monitors", []) if self.monitors is None else self.monitors
+        self._counts.append({it.prefix: it.counts()[0] for it in monitors if isinstance(it, CountingMonitor)})
         is_old = iteration % self.quiet == 0 and iteration - self._healthy > iteration / 10
         if is_old and self.score_function is None and not self._problem(engine):
             self._healthy, self._copy = iteration, clone(super()._setup_checkpoint(), on_host=True)
@@ -100,11 +93,13 @@ class HealthyCheckpoint(Checkpoint):
         return self._copy or super()._setup_checkpoint()
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
-        if self._trainer() is None:
+        if self._trainer is None:
+            if EventSource.on(engine) is None:
+                raise RuntimeError("HealthyCheckpoint knows no trainer: call attach(trainer, event), event None here")
             self.attach(engine, None)
-        state, event = self._trainer().state, engine.last_event_name
-        iteration = state.iteration
-        if problem := self._problem(self._trainer()):
+        trainer: Any = self._trainer
+        iteration, event = trainer.state.iteration, engine.last_event_name
+        if problem := self._problem(trainer):
             which = f"that of iteration {self._healthy}" if self._healthy else "not known"
             text = "HealthyCheckpoint: iteration %d: %s; the newest healthy state is %s"
             logging.getLogger(__name__).warning(text, iteration, problem, which)
@@ -112,11 +107,11 @@ class HealthyCheckpoint(Checkpoint):
                 return
         else:
             self._healthy, self._copy = iteration, {}
-        state.iteration = self._healthy  # by which Ignite names the file
+        trainer.state.iteration = self._healthy  # by which Ignite names the file
         try:
             super().__call__(engine, *args, **kwargs)
         finally:
-            state.iteration, engine.last_event_name, self._copy = iteration, event, {}
+            trainer.state.iteration, engine.last_event_name, self._copy = iteration, event, {}
 
     def _problem(self, engine: Engine) -> str:
         """Return why training is not healthy, on any rank; synchronizes with the device."""

@@ -159,11 +159,11 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         kept, policy = self._snapshots.all, self._policy
         is_due = bool(kept) and stepped and policy.healthy and before - kept[-1]["iteration"] >= self.every
         if policy.phase == WATCHING and (is_due or not kept):
-            dropped = self._snapshots.make_room()
-            self._snapshots.all.append(self._snapshot(before, dropped and dropped["state"]))
+            self._snapshots.make_room()
+            self._snapshots.all.append(self._snapshot(before))
 
-    def _snapshot(self, iteration: int, into: Any = None) -> Snapshot:
-        state = clone(self._training.state(), into, on_host=self._on_host)
+    def _snapshot(self, iteration: int) -> Snapshot:
+        state = clone(self._training.state(), on_host=self._on_host)
         thresholds = self._triggers.thresholds(self._monitors())
         return {"iteration": iteration, "state": state, "thresholds": thresholds}
 

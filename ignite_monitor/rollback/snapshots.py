@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.model._torch import buffers_in, foreach_copy, modules_in, parameters_in
 from ignite_monitor.model.dtensor import local
 from ignite_monitor.model.names import without_accelerate
 from ignite_monitor.model.sampling import is_measurable
@@ -22,7 +21,6 @@ from ignite_monitor.monitor.transfer import transfer
 from ignite_monitor.rollback import limits
 
 Snapshot = dict[str, Any]  # iteration, and copies of state and thresholds
-_USUAL = frozenset((Tensor, nn.Parameter))  # of other classes, such as those of 8-bit states, some lack foreach_copy
 
 
 class Snapshots:
@@ -39,12 +37,13 @@ class Snapshots:
         self.restored_at = -math.inf  # iteration in which it was restored
         self.resumable: Snapshot | None = None  # the state before a rollback or a probe
 
-    def make_room(self) -> Snapshot | None:
-        """Drop and return a snapshot if one more would be too many."""
+    def make_room(self) -> None:
+        """Drop a snapshot if one more would be too many."""
         older = self.all[: 1 - limits.RECENT]
         if len(older) > 1 and older[-1]["iteration"] - older[-2]["iteration"] < limits.SPACING * self._every:
-            return self.all.pop(len(older) - 1)
-        return self.all.pop(0) if len(older) > limits.OLDER else None
+            del self.all[len(older) - 1]
+        elif len(older) > limits.OLDER:
+            del self.all[0]
 
     def before(self, first_sign: int) -> Snapshot:
         """Return the newest snapshot after which an iteration before the first sign was healthy, else the oldest."""
@@ -87,8 +86,6 @@ class TrainingState:
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
         for name, obj in self.objects.items():
-            if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
-                raise TypeError(f"Argument to_save should hold objects with state_dict, but {name!r} is {type(obj)}")
             try:
                 state = _state_of(obj)
                 copy.deepcopy(state, {id(tensor): tensor for _, tensor in tensors_in(state)})  # of all but the tensors
@@ -104,19 +101,13 @@ class TrainingState:
         """Restore an earlier state, and drop all gradients."""
         for name, obj in self.objects.items():
             _restore(obj, state[name])
-        # Not by zero_grad(), which optimizers of the user's may define without set_to_none.
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for parameter in chain(*(module.parameters() for module in self.modules), *(g["params"] for g in groups)):
+        for parameter in chain(*(module.parameters() for module in self.modules)):
             parameter.grad = None
 
     def layout(self) -> list[Any]:
-        """Names and identities of all parameters; a faster ``named_parameters()``."""
-        layout, modules = list[Any](), list[Any](self.modules)
-        while modules:
-            if (module := modules.pop()) is not None:
-                layout += [*parameters_in(module), *map(id, parameters_in(module).values())]
-                modules += modules_in(module).values()
-        return layout
+        """Names, identities and shapes of all parameters."""
+        named = chain(*(module.named_parameters() for module in self.modules))
+        return [(name, id(parameter), parameter.shape) for name, parameter in named]
 
 
 def public(obj: object) -> dict[str, Any]:
@@ -125,61 +116,22 @@ def public(obj: object) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def clone(value: Any, into: Any = None, *, on_host: bool | None = None) -> Any:
-    """Copy dicts, lists and tuples with their tensors, each once; others by ``deepcopy``.
-
-    The tensors of ``into`` at the same places are overwritten and returned where they fit, by one kernel per dtype.
-    Copies are made in host memory, or on the device of the original, or where the tensors of ``into`` are (None).
-    """
-    copies = _Copies(on_host)
-    result = copies.add(value, into)
-    for targets, sources in copies.pairs.values():
-        foreach_copy(targets, sources)
-    return result
-
-
-class _Copies:
-    def __init__(self, on_host: bool | None) -> None:
-        self._on_host = on_host
-        self._tensors: dict[int, Tensor] = {}  # by id of the original
-        self._used: set[int] = set()  # ids of overwritten tensors
-        self.pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # targets and sources by device and dtype
-
-    def add(self, value: Any, into: Any) -> Any:
-        """Return a copy; the tensors in ``pairs`` are still to be copied."""
-        if isinstance(value, Tensor):
-            if id(value) not in self._tensors:
-                self._tensors[id(value)] = self._add_tensor(value, into)
-            return self._tensors[id(value)]
-        if isinstance(value, dict):
-            result, places = copy.copy(value), into if isinstance(into, dict) else {}
-            for key, item in value.items():  # not by update(), which adds in a Counter
-                result[key] = self.add(item, places.get(key))
-            return result
-        if type(value) in (list, tuple):
-            return type(value)(map(self.add, value, chain(into if type(into) is type(value) else (), repeat(None))))
-        return copy.deepcopy(value)
-
-    def _add_tensor(self, value: Tensor, into: Any) -> Tensor:
-        is_given = isinstance(into, Tensor)
-        device = (into if is_given and self._on_host is None else value).device
-        device = torch.device("cpu") if self._on_host else device
-        if not is_given or into.device != device:  # snapshots are loaded on any device
-            return value.to(device, copy=True)
-        source, target = local(value), local(into)
-        fits = target.shape == source.shape and target.dtype is source.dtype
-        is_dense = target.layout is source.layout is torch.strided and 0 not in target.stride()  # 0: expanded
-        if not (fits and is_dense) or target.is_inference() or id(into) in self._used:
-            return value.to(device, copy=True)
-        self._used.add(id(into))
-        if _USUAL.issuperset(map(type, (target, source))):
-            targets, sources = self.pairs.setdefault((target.device, target.dtype), ([], []))
-            targets.append(target)
-            sources.append(source)
+def clone(state: Any, into: Any = None, *, on_host: bool = False) -> Any:
+    """Copy a state; tensors of ``into`` at the same places are overwritten where they fit, and returned."""
+    targets, copies = dict(tensors_in(into)), dict[int, Any]()
+    for path, tensor in tensors_in(state):
+        target = targets.get(path)
+        if target is not None and _fits(tensor, target):
+            local(target).copy_(local(tensor))
         else:
-            target.copy_(source)
-        copied: Tensor = into
-        return copied
+            target = tensor.to("cpu" if on_host else tensor.device, copy=True)
+        copies[id(tensor)] = target
+    return copy.deepcopy(state, copies)
+
+
+def _fits(tensor: Tensor, into: Tensor) -> bool:
+    is_dense = into.layout is torch.strided and 0 not in into.stride()  # 0: expanded
+    return is_dense and into.shape == tensor.shape and not into.is_inference()
 
 
 def finite(state: Any) -> dict[str, bool]:
@@ -205,14 +157,9 @@ def _restore(obj: Any, state: Any) -> None:
     if isinstance(obj, nn.Module):
         current = _state_of(obj)
         for name, tensor in clone(state, current).items():
-            if name not in current or tensor is current[name]:
-                continue
-            path, _, leaf = name.rpartition(".")  # of another shape, dtype or layout
-            buffers = buffers_in(obj.get_submodule(path))
-            if leaf in buffers:
-                buffers[leaf] = tensor
-            else:
-                current[name].data = tensor
+            if tensor is not current.get(name, tensor) and not isinstance(current[name], nn.Parameter):
+                path, _, leaf = name.rpartition(".")
+                setattr(obj.get_submodule(path), leaf, tensor)
     elif _is_plain(inner := _inner(obj)):  # in place, since load_state_dict() may change dtypes
         parameters = dict(enumerate(p for group in inner.param_groups for p in group["params"]))
         restored = clone(state, _state_of(obj))

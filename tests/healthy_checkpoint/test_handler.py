@@ -107,19 +107,11 @@ def test_spikes_are_those_of_the_run_and_without_attach_those_since_the_first_ca
     assert resumed.saved[2:] == []
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_that_continues_remembers_its_spikes(fails):
-    run, event = Run({10: 1e4}), Events.ITERATION_COMPLETED(every=4)
-    if fails:
-        run.trainer.add_event_handler(Events.ITERATION_STARTED(once=11), lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run.run(10, event, epochs=3)
-        run.trainer.run(torch.randn(10, 8, 4), max_epochs=3)  # Ignite does nothing in the first run after an error
-        run.trainer.run(torch.randn(10, 8, 4), max_epochs=3)
-    else:
-        run.run(10, event)
-        run.trainer.run(torch.randn(10, 8, 4), max_epochs=2)
-    assert run.saved[:4] == [f"checkpoint_{iteration}.pt" for iteration in (4, 8, 16, 20)]
+def test_an_evaluator_is_not_taken_for_the_trainer():
+    run, evaluator = Run(), Engine(lambda engine, batch: None)
+    evaluator.add_event_handler(Events.COMPLETED, run.checkpoint)
+    with pytest.raises(RuntimeError, match="attach"):
+        evaluator.run([0])
 
 
 @pytest.mark.allows_failed_monitors
