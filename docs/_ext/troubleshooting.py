@@ -54,7 +54,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
     ),
     "The loss rises and does not recover": (
-        ("wrong_sign", "The loss is maximized", "loss", "falls", ""),
+        ("wrong_sign", "The loss is maximized", "loss", "falls, if it is named `loss`, and above 0 at first", ""),
         ("gradients_not_zeroed", "Gradients are not zeroed", "setup_check", NO_REPORT, ""),
         (
             *("loss_scale", "Targets or rewards are large, or the loss is a sum", "step_stats"),
@@ -124,7 +124,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         (
             *("input_scale", "Inputs are not normalized, or 0", "step_stats"),
-            *("root mean square at most {LARGE_INPUT:g}", ""),
+            *("root mean square at most {LARGE_INPUT:g}; a note where the loss falls and nothing is damaged", ""),
         ),
         (
             *("bounded_outputs", "The outputs are probabilities, and the loss expects logits", "activation"),
@@ -132,7 +132,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         (
             *("not_learning", "Targets do not depend on the inputs, or the model can't fit them", "loss"),
-            *("falls by more than {FLAT:.0%} in {LEARNING_POINTS} values", ""),
+            *("falls by more than {FLAT:.0%}, or variance of the outputs at least {UNEXPLAINED:g} × the loss", ""),
         ),
         (
             *("no_step", "The optimizer makes no step", "grad_monitor"),
@@ -148,7 +148,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ("frozen_parameters", "Parameters are no longer updated", "weight_update", "`monitor/frozen_count` is 0", ""),
         (
             *("small_updates", "A step hardly changes the weights", "weight_update"),
-            *("median update ratio at least {row[small_updates]:g}; 1e-3 is usual", USUAL_SIZE),
+            *("median update ratio at least {row[small_updates]:g} at some time; 1e-3 is usual", USUAL_SIZE),
         ),
         (
             *("vanishing_gradients", "Gradients vanish towards the input", "weight_update"),
@@ -164,7 +164,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ("requires_grad_false", "Parameters are frozen", "setup_check", NO_REPORT, ""),
         (
             *("dead_units", "Units output 0 for the whole batch", "activation"),
-            *("dead fraction below {row[dead_units]:g}", PAPER("1903.06733")),
+            *("dead fraction below {row[dead_units]:g} in batches of 8 items or more", PAPER("1903.06733")),
         ),
         (
             *("activation_outlier", "One module's outputs are far larger than the others'", "activation"),
@@ -185,8 +185,8 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
     ),
     "The summary is not healthy although nothing was found": (
         (
-            *("not_monitored", "The gradients were not compared with a threshold", "grad_monitor"),
-            *("a `GradMonitor`, past its warm-up", ""),
+            *("not_monitored", "Gradients were not compared with a threshold, or a loss has no name", "grad_monitor"),
+            *('a `GradMonitor`, past its warm-up; a train step that returns `{{"loss": loss}}`', ""),
         ),
     ),
 }

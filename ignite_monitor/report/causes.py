@@ -9,6 +9,7 @@ import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number
+from ignite_monitor.report.losses import smoothed
 from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series
 
 
@@ -23,21 +24,28 @@ def reported(run: Run) -> Iterator[Finding]:
         what = f"{monitor}, iteration {first.iteration}: {first.text}{end}"
         what += f" Reported in {iterations(np.array(at))}." * (len(reports) > 1)
         severity = min((it.severity for it in reports), key=SEVERITIES.index)
-        # Biases before a normalization layer have no gradient but rounding errors.
-        if kind == "frozen_parameters" and all(name.endswith("bias") for it in reports for name in it.names):
+        # Biases before a normalization layer have no gradient but rounding errors, and what moved before may converge.
+        measured = max(((it.get("frozen_count").steps < at[0]).sum() for it in run.of("weights")), default=0)
+        are_biases = all(name.endswith("bias") for it in reports for name in it.names)
+        if kind == "frozen_parameters" and (are_biases or measured >= MIN_ONSET):
             severity = "note"
         # A fault of the set-up was there from the beginning.
         yield Finding(kind, severity, what, tuple(first.names), at, onset=0 if kind in SETUP else at[0])
 
 
-def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
+def _damage(findings: Iterable[Finding]) -> list[Finding]:
+    return [it for it in findings if it.severity != "note" and "damage" in it.about.explained_by]
+
+
+def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Steps that are large beside the parameters: at the first measurements, or from some iteration on."""
     norm, growth = monitor.get("parameter_norm").finite, _growth(monitor, run)
     moved = run.sibling(monitor, "optimizer").get("update_norm").finite
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
-    loss = run.loss.values if run.judges_loss else np.empty(0)
+    loss = run.loss if run.judges_loss else Series()
     # Parameters that begin at 0, as those of adapters, move by their own size without harm.
-    is_harmless = len(loss) > 0 and bool((np.abs(loss) <= 2 * np.abs(loss[:1])).all())
+    course = smoothed(loss) if loss and (ratios.values[:1] > limits.FROM_ZERO).any() else loss
+    is_harmless = bool(loss) and bool((course.values <= loss.values[0] + abs(loss.values[0])).all())
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
@@ -49,9 +57,12 @@ def large_updates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     ):
         large = sizes.values > limit * limits.LARGE_UPDATE
         begins = [i for i in np.flatnonzero(large).tolist() if large[i : i + count].sum() == count]
-        if not begins or (is_harmless and sizes.steps[begins[0]] <= run.first_made + limits.REACH):
+        if not begins:
             continue
         part = sizes.part(slice(begins[0], begins[0] + count))
+        is_first, until = part.steps[0] <= run.first_made + limits.REACH, part.steps[0] + limits.RATE_EFFECT
+        if is_harmless and is_first and not any(it.is_symptom and it.onset <= until for it in _damage(findings)):
+            continue
         what = text.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
         what = f"Steps were too large: {what} ({names[0]}); 1e-3 is usual."
         rate = monitor.rates(part.steps)[0]
@@ -78,7 +89,7 @@ def _growth(monitor: MonitorSeries, run: Run) -> Series:
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Learning rates that rose far above earlier ones, with damage during the rise or soon after."""
-    damage = [it.onset for it in findings if it.severity != "note" and "damage" in it.about.explained_by]
+    damage = [it.onset for it in _damage(findings)]
     for monitor in run.of("step"):
         for group, rates in monitor.items("lr/{}").items():
             highest = np.maximum.accumulate(rates.values)
@@ -111,7 +122,7 @@ def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         if low[-1] and low.sum() >= MIN_ONSET and last - since >= limits.VANISHED_SHARE * last:
             what = f"The learning rate of parameter {group.replace('_', ' ')} fell from {number(highest, 3)} to less "
             what += f"than a thousandth ({rates.name}) by iteration {since}, and stayed there to the end."
-            values = {"highest": highest, "last": rates.last}
+            values = {"highest": highest, "last": float(rates.values[-1])}
             yield Finding("rate_vanished", "warning", what, (rates.name,), (since,), values)
             return
 
@@ -148,9 +159,10 @@ def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         yield Finding("clipped_away", "warning", what, names, shares.steps[:1], values, onset=0)
 
 
-def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
+def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
     places = monitor.items("batch_rms/{}")
+    falls = 0 < run.loss.tail.median < limits.UNFITTED * run.loss.head.median
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         far &= index == 0 or run.loss.values[:1].sum() > limits.LARGE_INPUT  # else these are no targets
@@ -159,7 +171,9 @@ def input_scale(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "
             what += f"{number(rms, 3)} ({name}); networks expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
-            yield Finding(kind, "warning", what, (name,), series.steps[:1], {"rms": rms}, onset=onset)
+            is_harmless = index == 0 and falls and not _damage(findings)  # the model may normalize them
+            severity = "note" if is_harmless else "warning"
+            yield Finding(kind, severity, what, (name,), series.steps[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and (loss := run.loss) and len(places) <= 1:
         begin, size = float(loss.values[0]), float(outputs.values[0])

@@ -91,8 +91,7 @@ KINDS: dict[str, Kind] = {
     "nonfinite_metric": _symptom("Find the first non-finite value: the log names the module and the iteration."),
     "rolled_back": _symptom("Inspect the batches that were skipped, and the learning rate there."),
     "dead_units": _symptom(
-        "Use GELU or LeakyReLU, or a lower learning rate; re-initialize a layer that was dead from the start. Dropout, "
-        "and a batch of one item, set units to 0 too.",
+        "Use GELU or LeakyReLU, or a lower learning rate; re-initialize a layer that was dead from the start.",
         *(DAMAGE, STILL),
     ),
     "activation_outlier": _symptom("Scale that module's weights down, or normalize its input."),

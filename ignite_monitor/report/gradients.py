@@ -83,9 +83,13 @@ def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
 def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Findings about gradient norms."""
     norms = norms_of(monitor)
-    yield from _steps(monitor, norms)
+    steps = [*_steps(monitor, norms)]
+    yield from steps
     if norms is not None:
         yield from _nonfinite(monitor, norms)
+        stepped = monitor.get("stepped")
+        if stepped.values.any() and any(it.kind.startswith("no_step") for it in [*steps, *run.reports]):
+            norms.spikes = norms.spikes[norms.spikes <= stepped.steps[stepped.values > 0][-1]]  # later ones are of sums
         yield from _spikes(monitor, norms, run)
         if len(at := norms.loss_spikes):
             name = monitor.name("loss_spike")
@@ -170,10 +174,6 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     what, kind, severity = f"{what} {outcome}", "spikes", "warning"
     advice = "" if unhandled or norms.missing else "Inspect these batches."
     names: tuple[str, ...] = norm.name, norms.threshold.name
-    stepped = monitor.get("stepped")
-    waits = np.diff(stepped.steps[stepped.values > 0])
-    if (waits != waits[:1]).any() and (stepped.at(at - 1) == 0).any():
-        what += " Before some of them no step was made: without zero_grad() such gradients add to the next one."
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
         every = period(loss, high).replace("optimizer steps", "iterations")
         what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"

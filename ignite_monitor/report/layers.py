@@ -30,7 +30,8 @@ def _beyond(
     medians = {item: series.last_quarter.median for item, series in items.items()}
     masks = {item: sign * series.values > sign * limit.limit for item, series in items.items()}
     far = [item for item in items if sign * medians[item] > sign * limit.limit and masks[item].sum() >= MIN_ONSET]
-    if not far:
+    far = [item for item in far if masks[item].all() or not limit.always]
+    if not far or run.items < limit.least_items - 0.5:
         return
     far.sort(key=lambda item: -sign * medians[item])
     onsets = {item: items[item].onset(masks[item]) for item in far}

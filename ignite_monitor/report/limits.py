@@ -24,6 +24,7 @@ LOST_FACTOR, LOST_NOISE = 3.0, 8.0  # times the best value, and times the step-t
 RISE_NOISE, RISE_SHARE = 4.0, 0.2  # times noise above the best value, and share of the start, of a loss that never fell
 LEARNING_POINTS = 100  # values of the loss from which on it should have fallen
 FLAT = 0.05  # relative difference of the loss at the beginning and the end
+UNEXPLAINED = 0.2  # squared standard deviation of the outputs to the loss; of trained models 1 and more
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
 RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
 NEGATIVE = 3.0  # times its size at the beginning, of a loss that is negative and falls
@@ -44,6 +45,7 @@ GROUP_RATE = 30.0  # times the other groups' median learning rate; those of heal
 GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
+FROM_ZERO = 1e3  # times the size of the median parameter that the first step moves it, if it begins at 0
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
 
 # Weights.
@@ -69,6 +71,8 @@ class Persistent(NamedTuple):
     limit: float
     text: str  # of the median value in the last quarter, the farthest one's
     below: bool = False  # whether values below the limit are reported
+    always: bool = False  # whether all measurements have to be beyond it
+    least_items: int = 1  # in a batch
     severity: str = "warning"
     problem: float = math.inf  # from which value on it is a problem
     largest: str = ""  # pattern of the items that are named
@@ -85,15 +89,15 @@ PERSISTENT = (
     # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
     Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
     Persistent("no_gradients", "grad", "norm", 1e-30, "The gradient's norm is {:.2g}", below=True, severity="problem"),
-    # A change of a tenth would take 1e5 steps.
-    Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True),
+    # A change of a tenth would take 1e5 steps. A training that converges has larger ones first.
+    Persistent("small_updates", "weights", "update_ratio_median", 1e-6, _SIZE, below=True, always=True),
     # A loss spike is likely from 2.3 on (arXiv:2304.13013), but value functions of healthy runs reach 3.
     Persistent("stale_moments", "optimizer", "rms_p95", 5.0, _EXPECTED, largest="topk_rms/{}"),
     Persistent("epsilon_dominated", "optimizer", "epsilon_dominated_median", 0.5, _MOMENTS),
     # An iteration could be 1.4 times as fast.
     Persistent("data_wait", "step", "data_wait_share", 0.3, _WAITING, severity="note"),
-    # Healthy ReLU layers stay below 0.3, those of small Q-networks below 0.55.
-    Persistent("dead_units", "activation", "activation/{}/dead_fraction", 0.6, _DEAD, problem=0.9),
+    # Healthy ReLU layers stay below 0.3, those of small Q-networks below 0.55; of few items, dropout leaves none.
+    Persistent("dead_units", "activation", "activation/{}/dead_fraction", 0.6, _DEAD, problem=0.9, least_items=8),
     Persistent("nonfinite_activations", "activation", "activation/{}/nonfinite_count", 0, "Outputs with inf or NaN"),
     # QK-clip (arXiv:2507.20534) rescales queries and keys there: rounding, and one key, decide.
     Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100"),

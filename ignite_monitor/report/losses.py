@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -27,13 +27,17 @@ def curves(run: Run) -> Iterator[Finding]:
             yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
     for series in run.losses:
         begun = series.part(series.steps >= run.first_made)
-        if run.judges_loss and len(begun.values) >= limits.LOSS_POINTS and np.isfinite(begun.values[-1]):
-            yield from _course(begun.finite, has_to_fall=series.name not in run.user_series)
+        # A number without a name may be an accuracy, and losses of a policy, which begin below 0, may rise.
+        is_named, is_positive = is_loss(series.name), begun.head.median > 0
+        is_judged = run.judges_loss and (is_named or is_positive) and len(begun.values) >= limits.LOSS_POINTS
+        if is_judged and np.isfinite(begun.values[-1]):
+            has_to_fall = is_named and is_positive and series.name not in run.user_series
+            yield from _course(begun.finite, has_to_fall)
 
 
 def _course(series: Series, has_to_fall: bool) -> Iterator[Finding]:
     """A loss that ended far above its best; unless it has to fall, only one that fell at first is a loss."""
-    begin, end, smooth = series.head.median, series.tail.median, _smoothed(series)
+    begin, end, smooth = series.head.median, series.tail.median, smoothed(series)
     lowest, best = int(smooth.values.argmin()), float(smooth.values.min())
     noise = float(np.median(np.abs(np.diff(series.values))))
     gained, lost = begin - best, end - best
@@ -55,7 +59,7 @@ def _course(series: Series, has_to_fall: bool) -> Iterator[Finding]:
     yield Finding(kind, severity, what, (series.name,), (rise,), {"first": begin, "best": best, "end": end})
 
 
-def _smoothed(series: Series) -> Series:
+def smoothed(series: Series) -> Series:
     """Running medians over a tenth of the series, at most 51 values; of a long series about 2,000 of them."""
     half = min(25, len(series.values) // 20)
     windows = np.lib.stride_tricks.sliding_window_view(series.values, 2 * half + 1)
@@ -63,25 +67,30 @@ def _smoothed(series: Series) -> Series:
     return Series(series.steps[half : len(series.steps) - half : every], np.median(windows[::every], axis=1))
 
 
-def learning(run: Run) -> Iterator[Finding]:
+def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """A recorded loss that does not fall, or that rises from the beginning; outputs that the loss cannot fit."""
     loss = run.loss.finite
-    if len(loss.values) < limits.LEARNING_POINTS or not (run.judges_loss and run.of("step")):
+    if len(loss.values) < limits.LEARNING_POINTS or not (run.judges_loss and run.first_made and run.of("step")):
         return
     begin, end, name = loss.head.median, loss.tail.median, loss.name
     values = {"first": begin, "last": end}
     for monitor in run.of("activation"):
         most, std = (monitor.get(f"activation/_root_/{key}").finite for key in ("max_abs", "std"))
         bounded = most and (most.values <= 1.0).all() and most.last_quarter.median > limits.SATURATED
-        if bounded and std.median < limits.BINARY and end > max(1.0, limits.UNFITTED * begin):
+        if bounded and std.median < limits.BINARY and begin >= end > max(1.0, limits.UNFITTED * begin):
             what = f"The model's outputs never exceed 1 ({most.name}), as those of softmax or sigmoid, "
             what += f"while the loss ended at {number(end)} after {number(begin)}."
             yield Finding("bounded_outputs", "warning", what, (name,), (), values)
             return
     tenths = np.array([np.median(part) for part in np.array_split(loss.values, 10)])
     if (np.diff(tenths) > 0).sum() >= limits.RISING and end - begin > limits.RISE * abs(begin):
-        what = f"The loss rises from the first step on ({name}), from {number(begin)} to {number(end)}."
-        yield Finding("wrong_sign", "problem", what, (name,), loss.steps[:1], values)
+        course = f"rises from the first step on ({name}), from {number(begin)} to {number(end)}"
+        if not is_loss(name):
+            advice = 'Return {"loss": loss}, so that it is judged.'
+            what = f"What the train step returns {course}: whether it is a loss is not known."
+            yield Finding("not_monitored", "note", what, (name,), advice=advice)
+        elif begin > 0 and not any(it.kind == "large_updates" for it in findings):
+            yield Finding("wrong_sign", "problem", f"The loss {course}.", (name,), loss.steps[:1], values)
     elif loss.values.max() < 0 and end < limits.NEGATIVE * begin and tenths[-1] - tenths[4] < tenths[4] - tenths[0]:
         what = f"The loss is negative, and falls faster and faster ({name}): from {number(begin)} to {number(end)}."
         yield Finding("wrong_sign", "warning", what, (name,), loss.steps[:1], values)
@@ -90,21 +99,22 @@ def learning(run: Run) -> Iterator[Finding]:
     ):
         count = plural(int(loss.steps[-1] - loss.steps[0]), "iteration")
         shares = [share for monitor in run.of("step") if (share := _gradient_share(monitor, run)) > 0]
+        outputs = [monitor.get("activation/_root_/std") for monitor in run.of("activation")]
         what = f"The loss has changed by less than {limits.FLAT:.0%} in {count} ({name}): {number(begin)} at the "
         what += f"beginning, {number(end)} at the end."
         if shares and max(shares) < limits.SMALL_GRADIENT:
-            small = f"Learning rate times gradient is {number(max(shares), 2)} of the parameters' norm; 1e-3 is usual."
-            yield Finding("small_updates", "warning", f"{small} {what}", (name,), (), values, onset=0)
-            return
-        yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
+            small = f"Learning rate times gradient is at most {number(max(shares), 2)} of the parameters' norm; "
+            yield Finding("small_updates", "warning", f"{small}1e-3 is usual. {what}", (name,), (), values, onset=0)
+        elif any(std.last_quarter.median**2 < limits.UNEXPLAINED * end for std in outputs):
+            yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
 
 
 def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
-    """Median of learning rate times gradient norm over parameter norm; 0 if steps do not depend on that product."""
+    """Largest learning rate times gradient norm over parameter norm; 0 if steps do not depend on that product."""
     if run.sibling(monitor, "optimizer").get("rms_median"):
         return 0.0
     shares = monitor.get("gradient_norm").finite.over(monitor.get("parameter_norm").finite)
-    return Series(shares.steps, monitor.rates(shares.steps) * shares.values).median
+    return float(np.nanmax(monitor.rates(shares.steps) * shares.values, initial=0.0))
 
 
 def loss_outliers(run: Run) -> Array:

@@ -73,11 +73,6 @@ class Series(NamedTuple):
     def _tenth(self) -> int:
         return max(1, min(50, math.ceil(len(self.finite.values) / 10)))
 
-    @property
-    def last(self) -> float:
-        """The last finite value, NaN if there is none."""
-        return float(self.finite.values[-1]) if self.finite else math.nan
-
     def at(self, steps: Array) -> Array:
         """Return the values at some steps, NaN where there is none."""
         if not self:
@@ -172,6 +167,13 @@ class Run:
         return int(max((np.median(np.diff(steps)) for steps in measured), default=0))
 
     @property
+    def items(self) -> float:
+        """Usual number of items in a batch, NaN if it is not known."""
+        steps, rates, _ = next((monitor.get("items_per_s") for monitor in self.of("step")), Series())
+        times = next((monitor.get("time_ms") for monitor in self.of("step")), Series())
+        return Series(steps, rates * times.at(steps) / 1e3).median
+
+    @property
     def first_made(self) -> float:
         """The iteration of the first optimizer step; 0 if it is not known."""
         stepped = [monitor.get("stepped") for monitor in self.of("grad")]
@@ -179,9 +181,10 @@ class Run:
 
     @property
     def losses(self) -> list[Series]:
-        """Losses that attach_monitors recorded, and the user's own."""
+        """The loss that attach_monitors recorded, of several the one named so, and the user's own."""
         recorded = [series for monitor in self.of("loss") for series in monitor.series.values()]
         kept = [series for series in recorded if series.name.endswith("/value") or is_loss(series.name)]
+        kept = kept if len(kept) == 1 else [series for series in kept if series.name.endswith("/loss")]
         return kept + [series for series in self.user_series.values() if is_loss(series.name)]
 
     @property

@@ -19,7 +19,7 @@ MATTERS = 0.05  # relative difference of two values
 NOISE = 2.0  # ratio of the difference to the noise within the runs
 
 RUN_RULES = (  # rules for the whole run
-    *(causes.reported, losses.curves, losses.learning, losses.overfitting, layers.persistent, gradients.not_monitored),
+    *(causes.reported, losses.curves, losses.overfitting, layers.persistent, gradients.not_monitored),
 )
 RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] = {  # by the kind of monitor
     "grad": (gradients.gradient_findings,),
@@ -27,8 +27,7 @@ RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] 
     "weights": (layers.vanishing,),
     "activation": (layers.outliers,),
     "step": (
-        *(causes.large_updates, causes.rate_vanished, causes.group_rates, causes.clipped_away),
-        *(causes.input_scale, causes.weight_changed, causes.shrinking),
+        *(causes.rate_vanished, causes.group_rates, causes.clipped_away, causes.weight_changed, causes.shrinking),
     ),
 }
 
@@ -40,7 +39,10 @@ def diagnose(run: Run) -> tuple[list[Finding], list[str]]:
     calls: list[tuple[Callable[..., Iterator[Finding]], tuple[Any, ...]]] = [
         *((rule, (run,)) for rule in RUN_RULES),
         *((rule, (monitor, run)) for monitor in run.monitors for rule in RULES.get(monitor.kind, ())),
-        (causes.rate_rises, (run, findings)),  # those of the others
+        # These judge the findings of the others.
+        *((causes.large_updates, (monitor, run, findings)) for monitor in run.of("step")),
+        *((rule, (run, findings)) for rule in (losses.learning, causes.rate_rises)),
+        *((causes.input_scale, (monitor, run, findings)) for monitor in run.of("step")),
     ]
     with np.errstate(all="ignore"):
         for rule, arguments in calls:
@@ -109,7 +111,7 @@ class Summary:
         if self.failed:
             return f"Nothing unusual, but {plural(len(self.failed), 'rule')} failed."
         if self.healthy is None:
-            return "Nothing unusual, but the gradients were not compared with a threshold."
+            return "Nothing unusual, but not everything was judged."
         return "Healthy: nothing in this run needs attention."
 
     @property

@@ -45,12 +45,23 @@ def outputs(std, largest):
     return {"activation/_root_/std": at(std), "activation/_root_/max_abs": at(largest)}
 
 
+def deviations(*sizes):
+    return {f"activation/{module}/std": at(size) for module, size in enumerate(sizes)}
+
+
 def trained_loss(high):
     """A loss that is high in some of 200 iterations."""
     return {"train/loss": series(falling()[:200] + 5 * np.isin(np.arange(1, 201), [*high]))}
 
 
+def returned(**numbers):
+    """A calm run whose train step returns numbers."""
+    run = {name: its for name, its in trained().items() if name != "train/loss"}
+    return run | {f"loss/{name}": series(values) for name, values in numbers.items()}
+
+
 LATE = STEPS >= 180
+FLAT = 2.3 + 0.1 * runs.noise(300)
 # kind: case -> run, severity (None: not found), what the text says
 CASES = {
     "large_updates: first steps": (
@@ -65,6 +76,23 @@ CASES = {
     ),
     "large_updates: parameters that begin at 0, and a loss that falls": (
         trained(monitor__update_ratio_median=at(np.where(STEPS == 1, 4e9, 0.8 / STEPS))),
+        *(None, ""),
+    ),
+    "large_updates: parameters that begin at 0, and the noisy loss of a trained model": (
+        trained(
+            0.3 * np.exp(runs.noise(300) * (np.arange(300) > 0)),
+            monitor__update_ratio_median=at(np.where(STEPS == 1, 4e9, 0.8 / STEPS)),
+        ),
+        *(None, ""),
+    ),
+    "large_updates: a loss that falls, and damage soon after": (
+        trained(monitor__update_ratio_median=at(0.8 / STEPS))
+        | {"attention_logit_max/a/head_0": at(np.where(STEPS < 10, 1.0, 1e3))},
+        *("problem", "in iterations 1-3 a step moved the median parameter by 0.8, 0.4 and 0.27 of its norm"),
+    ),
+    "large_updates: a loss that falls, and damage much later": (
+        trained(monitor__update_ratio_median=at(0.8 / STEPS))
+        | {"attention_logit_max/a/head_0": at(np.where(STEPS < 80, 1.0, 1e3))},
         *(None, ""),
     ),
     "large_updates: parameters that begin at 0, and a loss that rises": (
@@ -108,12 +136,24 @@ CASES = {
         "The step used a gradient with a norm of 1e-07",
     ),
     "clipped_away: a tenth": (trained(step__gradient_norm=at(0.1)), None, ""),
-    "input_scale: 500": (trained(step__batch_rms__0=at(500.0)), "warning", "large from the first measurement on"),
+    "input_scale: 500": (trained(FLAT, step__batch_rms__0=at(500.0)), "warning", "large from the first measurement on"),
+    "input_scale: 500, which the model normalizes": (
+        trained(step__batch_rms__0=at(500.0)) | deviations(90.0, 1.0, 1.0),
+        *("note", "large from the first measurement on"),
+    ),
+    "input_scale: 500, and damage": (
+        trained(step__batch_rms__0=at(500.0)) | deviations(110.0, 1.0, 1.0),
+        *("warning", "large from the first measurement on"),
+    ),
     "input_scale: 500 for the later half": (
-        trained(step__batch_rms__0=at(np.where(STEPS > 80, 500.0, 1.0))),
+        trained(FLAT, step__batch_rms__0=at(np.where(STEPS > 80, 500.0, 1.0))),
         *("warning", "its root mean square is 500 "),
     ),
-    "input_scale: 0": (trained(step__batch_rms__0=at(0.0)), "warning", "batch[0] is 0 from the first measurement on"),
+    "input_scale: 0": (
+        trained(FLAT, step__batch_rms__0=at(0.0)),
+        "warning",
+        "batch[0] is 0 from the first measurement",
+    ),
     "loss_scale: times, beside a loss that is small": (
         trained(step__batch_rms__0=at(1.0), step__batch_rms__1=at(1.7e9)),
         *(None, ""),
@@ -166,6 +206,23 @@ CASES = {
     ),
     "bounded_outputs: the loss falls to 0.1": (trained() | outputs(0.3, np.minimum(1.0, STEPS / 100)), None, ""),
     "wrong_sign: rises throughout": (trained(2.3 * 1.02 ** np.arange(300)), "problem", "rises from the first step on"),
+    "wrong_sign: a number without a name": (returned(value=2.3 * 1.02 ** np.arange(300)), None, ""),
+    "not_monitored: a number without a name": (
+        returned(value=2.3 * 1.02 ** np.arange(300)),
+        *("note", "What the train step returns rises from the first step on (loss/value)|it is a loss is not known"),
+    ),
+    "not_monitored: a number that falls": (returned(value=falling()), None, ""),
+    "wrong_sign: of several numbers the loss": (
+        returned(loss=2.3 * 1.02 ** np.arange(300), error=falling()),
+        *("problem", "The loss rises from the first step on (loss/loss), from 3.065 to 643"),
+    ),
+    "wrong_sign: of several losses": (returned(d_loss=2.3 * 1.02 ** np.arange(300), g_loss=falling()), None, ""),
+    "wrong_sign: a policy's, which begins below 0": (trained(np.linspace(-0.01, -0.002, 300)), None, ""),
+    "loss_rose: a policy's, which begins below 0": (returned(value=np.linspace(-0.2, 0.7, 300)), None, ""),
+    "wrong_sign: with large steps": (
+        trained(2.3 * 1.02 ** np.arange(300), step__parameter_norm=at(np.where(LATE, 100.0, 10.0))),
+        *(None, ""),
+    ),
     "wrong_sign: a DQN's": (
         {name: its for name, its in trained(2.3 * 1.02 ** np.arange(300)).items() if name != "step/items_per_s"},
         *(None, ""),
@@ -179,12 +236,20 @@ CASES = {
     "wrong_sign: a log-density": (trained(-0.1 - 3 * (1 - 0.98 ** np.arange(300))), None, ""),
     "small_updates: a loss of 1e-6 under SGD": (
         trained(1e-6 * (1 + 0.01 * runs.noise(300)), step__gradient_norm=at(1e-6)),
-        *("warning", "Learning rate times gradient is 1e-10 of the parameters' norm|changed by less than 5%"),
+        *("warning", "Learning rate times gradient is at most 1e-10 of the parameters' norm|changed by less than 5%"),
+    ),
+    "small_updates: a loss of 1e-6 whose gradient was usual at first": (
+        trained(1e-6 * (1 + 0.01 * runs.noise(300)), step__gradient_norm=at(np.where(STEPS < 3, 1.0, 1e-6))),
+        *(None, ""),
     ),
     "not_learning: noise": (
-        trained(2.3 + 0.1 * runs.noise(300)),
-        "warning",
-        "has changed by less than 5% in 299 iterations",
+        trained(FLAT) | outputs(0.6, 2.0),
+        *("warning", "has changed by less than 5% in 299 iterations"),
+    ),
+    "not_learning: a trained model": (trained(FLAT) | outputs(0.7, 2.0), None, ""),
+    "not_learning: without an optimizer step": (
+        {name: its for name, its in trained(FLAT).items() if name != "grad/stepped"} | outputs(0.6, 2.0),
+        *(None, ""),
     ),
     "not_learning: it fell": (trained(), None, ""),
     "overfitting: rises again": (

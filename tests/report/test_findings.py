@@ -60,7 +60,7 @@ def loss(end):
 def steady(end):
     """The loss that attach_monitors records, which rises from 1 on."""
     values = np.append(np.linspace(1, 0.99, 40), np.linspace(0.99, end, 160))
-    return {"loss/value": series(values + 0.01 * runs.noise(200))}
+    return {"loss/loss": series(values + 0.01 * runs.noise(200))}
 
 
 def nan_from(place, name="train/loss", count=100):
@@ -78,6 +78,11 @@ def jump(factor, at=100):
 
 def shrinking(end, every=5):
     return {"step/parameter_norm": series(np.linspace(8, end, 40), every)}
+
+
+def few_items(count):
+    sizes = {"step/items_per_s": every(count / 0.02), "step/time_ms": every(20.0)}
+    return {"activation/a/dead_fraction": every(0.65)} | sizes
 
 
 # kind: case -> run, severity (None: not found), what the text says
@@ -111,6 +116,12 @@ CASES = {
     "dead_units: from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.65))} | {"grad/stepped": series(np.ones(200))},
         *("warning", "a (0.65, from the first measurement on)|re-initialize a layer"),
+    ),
+    "dead_units: in batches of 8 items": (few_items(8), "warning", "a (0.65, from the first measurement on)"),
+    "dead_units: in batches of 7 items": (few_items(7), None, ""),
+    "small_updates: those of a training that converges": (
+        weights(median=np.where(np.arange(40) < 3, 1e-3, 1e-9)),
+        *(None, ""),
     ),
     "dead_units: died": (
         {"activation/a/dead_fraction": every(np.where(HALF, 0.1, 0.95))},

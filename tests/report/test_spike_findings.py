@@ -63,11 +63,6 @@ SPIKES = {
         ["warning"],
         "2 gradient spikes (grad/norm): iterations 51 and 90.|-not in the file",
     ),
-    "after iterations without a step": (
-        grad(with_spike([50, 90]), [50, 90], skipped=False, made={*ALL} - {20, 47, 48, 49, 60}),
-        ["warning"],
-        "without zero_grad() such gradients add",
-    ),
     "of accumulated gradients": (
         grad(with_spike([52, 90, 91]), [52, 92], skipped=False, made=range(4, 201, 4)),
         ["warning"],
@@ -170,6 +165,15 @@ def test_an_optimizer_that_makes_no_step(made, kind, severity, words):
     findings = found(grad(calm_norms(500), made=made))
     assert [(finding.kind, finding.severity) for finding in findings] == [(kind, severity)] * bool(kind)
     assert all(word in findings[0].text for word in words.split("|") if findings)
+
+
+def test_norms_of_a_sum_that_no_step_uses_are_no_spikes():
+    norms = np.append(with_spike([50]), np.linspace(7, 60, 200))
+    run = grad(norms, [50, 350, 400], skipped=False, made=range(1, 201))
+    assert {finding.kind for finding in found(run)} == {"no_step", "bad_batches"}
+    assert only(run, "bad_batches").iterations == (50,)
+    run |= grad(norms, [350, 400], skipped=False, made=range(1, 201))
+    assert [finding.kind for finding in found(run)] == ["no_step"]
 
 
 def test_without_norms_it_is_known_too():
