@@ -492,7 +492,6 @@ def test_a_kill_at_any_moment_leaves_whole_files_only(tmp_path, where, after):
     finished = [X * 2] * (where == "os.replace" and after)
     assert same(sorted(batch[1, 2].item() for batch in batches), [5.0, *(10.0 for _ in finished), 15.0])
     for unfinished in tmp_path.glob(".*"):
-        assert unfinished.stat().st_size <= (tmp_path / "spike-00000001-rank0.spike.pt").stat().st_size
         os.utime(unfinished, (0.0, 0.0))
     record_outputs(tmp_path)[0].run([X * 4])
     assert [*tmp_path.glob(".*")] == []
