@@ -33,7 +33,7 @@ compatibility: ## check every monitor on models and train steps of other package
 	    tests/gradient/test_skip_step.py tests/gradient/test_skip_packages.py tests/gradient/test_clip.py tests/scaling/test_real_models.py $(PYTEST_ARGS)
 
 demo: $(READY) ## train a small model with a spike in it, and see what is found
-	$(BIN)/ignite-monitor demo
+	$(BIN)/python examples/demo.py
 
 lint: $(READY) ## check format, code, docstrings and types
 	$(BIN)/ruff format --check .

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ignite_monitor import HDF5Logger, attach_monitors
-from ignite_monitor.demo import TinyGPT
 
+TinyGPT: Any = runpy.run_path(str(Path(__file__).resolve().parent.parent / "examples" / "demo.py"))["TinyGPT"]
 EVERY = 20
 RATES = {"mlp": 2e-3, "cnn": 0.05, "gpt": 2e-3, "lstm": 3e-3, "gan": 1e-3, "rl": 1e-3}
 SIZES = {"mlp": (20, 64, 64, 10), "generator": (8, 32, 32, 2), "discriminator": (2, 32, 32, 1), "rl": (2, 32, 32, 2)}

@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import ignite.distributed as idist
 import matplotlib
@@ -46,9 +48,7 @@ from ignite_monitor import (
     SpikeMonitor,
     StepStatsHandler,
     WeightUpdateHandler,
-    demo,
 )
-from ignite_monitor.demo import TinyGPT
 from ignite_monitor.hdf5.reader import read_hdf5
 from ignite_monitor.report.page import page
 from ignite_monitor.report.plot import draw, picture
@@ -58,6 +58,7 @@ from ignite_monitor.report.text import findings_text, spikes_text
 from ignite_monitor.scaling import AlignmentHandler, coordinate_check, parametrize
 
 HERE = Path(__file__).resolve().parent
+demo = SimpleNamespace(**runpy.run_path(HERE.parent / "examples" / "demo.py"))
 MOST_BYTES = 150_000
 FIGURES = {  # page -> which metrics
     "grad_monitor": "^grad/(norm|threshold|spike)$",
@@ -89,7 +90,7 @@ def make_pictures(directory, browser):
     example = [sys.executable, HERE.parent / "examples" / "comes_back.py", "--plot", directory / "comes_back.png"]
     subprocess.run(example, check=True, cwd=directory)
     keep(directory / "comes_back.png", "comes_back.png")
-    subprocess.run([sys.executable, "-m", "ignite_monitor", "demo", "-o", directory / "runs" / "demo"], check=True)
+    subprocess.run([sys.executable, HERE.parent / "examples" / "demo.py"], check=True, cwd=directory)
     run = Run(read_hdf5(directory / "runs" / "demo" / "run.h5"))
     draw(picture(run), directory / "plot.png", "run.h5")
     keep(directory / "plot.png", "plot.png")
@@ -178,13 +179,13 @@ def make_notebooks(directory):
 def watch_noise(file, iterations=400):
     """The same training in four micro-batches, of which the noise scale needs at least two."""
     torch.manual_seed(0)
-    model, batches = TinyGPT(), demo._batches(demo._text())
+    model, batches = demo.TinyGPT(), demo.make_batches(demo.read_text())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):
         optimizer.zero_grad()
         for micro in zip(*(part.chunk(4) for part in batch), strict=True):
-            (demo._loss(model, micro) / 4).backward()
+            (demo.loss_of(model, micro) / 4).backward()
         optimizer.step()
 
     trainer = Engine(train_step)
@@ -236,12 +237,12 @@ def watch_replicas(rank, file, iterations=200, flipped=120):
     """The same training on two ranks, on one of which a bit flips."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.parallel.DistributedDataParallel(TinyGPT())
+    model = nn.parallel.DistributedDataParallel(demo.TinyGPT())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):
         optimizer.zero_grad()
-        demo._loss(model, batch).backward()
+        demo.loss_of(model, batch).backward()
         optimizer.step()
         if rank and engine.state.iteration == flipped:
             next(model.parameters()).data.view(torch.int32)[3, 5] ^= 1
@@ -251,7 +252,7 @@ def watch_replicas(rank, file, iterations=200, flipped=120):
     monitor.attach(trainer, Events.ITERATION_STARTED(every=10))
     with HDF5Logger(file) as logger:
         monitor.log_to(logger, trainer)
-        trainer.run(demo._batches(demo._text(), seed=rank), max_epochs=1, epoch_length=iterations)
+        trainer.run(demo.make_batches(demo.read_text(), seed=rank), max_epochs=1, epoch_length=iterations)
 
 
 def make_scaled(width):
@@ -266,12 +267,12 @@ def train(file, iterations=500, damaged=333):
     """The demo's training, watched by every monitor that has a page."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, batches = TinyGPT(), demo._batches(demo._text(), damaged)
+    model, batches = demo.TinyGPT(), demo.make_batches(demo.read_text(), damaged)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def train_step(engine, batch):
         optimizer.zero_grad()
-        loss = demo._loss(model, batch)
+        loss = demo.loss_of(model, batch)
         loss.backward()
         optimizer.step()
         return loss.item()

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ignite_monitor.checks import check_pattern
 from ignite_monitor.hdf5.layout import printable, with_version
@@ -25,13 +25,6 @@ FAILED = 3  # exit code if a rule failed
 
 class BadInput(Exception):  # noqa: N818
     """Unusable input; the text is one line."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Parser with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,53 +53,37 @@ def _discard_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> Parser:
-    options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser(prog=PROGRAM, description="See what happened in a training run.", **options)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="See what happened in a training run.")
     parser.add_argument("--version", action="version", version=with_version(PROGRAM))
     parser.set_defaults(command=lambda chosen: parser.print_help())
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    examples = ["examples:"]
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(command: Callable[[argparse.Namespace], int | None], does: str, example: str, *runs: str) -> Any:
-        texts: Any = {"description": f"{does[0].upper()}{does[1:]}.", "epilog": f"examples:\n  {PROGRAM} {example}"}
-        examples.append(f"  {PROGRAM} {example}")
-        added = commands.add_parser(command.__name__[1:], help=does, **texts, **options)
+    def add(command: Callable[[argparse.Namespace], int | None], does: str, *runs: str) -> Any:
+        added = commands.add_parser(command.__name__[1:], help=does, description=does)
         added.set_defaults(command=command)
         for run in runs:
             added.add_argument(run, metavar=f"{run.upper()}.h5", help="a run's file, as HDF5Logger writes it")
         return added.add_argument
 
-    option = add(_demo, "train a small model on damaged data, monitored and with rollbacks", "demo --iterations 1000")
-    option("-o", "--output", default="runs/demo", metavar="DIR", help="where to write (default: runs/demo)")
-    option("--iterations", type=int, default=400, metavar="N", help="for how long to train (default: 400)")
-
-    option = add(_plot, "draw a run and its spikes and reports", "plot run.h5 -o run.pdf --metrics '^grad/'", "run")
+    option = add(_plot, "draw a run and its spikes and reports", "run")
     option("-o", "--output", metavar="FILE", help="a .png, .pdf or .svg (default: RUN.png next to RUN.h5)")
     option("--metrics", metavar="REGEX", help="only metrics whose name matches somewhere")
     option("--dark", action="store_true", help="a dark background")
     option("--all", action="store_true", help="every panel, and not only the eight that matter most")
 
-    option = add(_report, "write a page: findings, evidence, metrics", "report run.h5 -o run.html", "run")
+    option = add(_report, "write a page: findings, evidence, metrics", "run")
     option("-o", "--output", metavar="FILE", help="where to write (default: RUN.html next to RUN.h5)")
 
-    of_one = add(_summary, "what happened in a run, causes before consequences", "summary run.h5 --json", "run")
-    of_two = add(_compare, "two runs side by side, what differs most first", "compare a.h5 b.h5 --json", "a", "b")
+    of_one = add(_summary, "what happened in a run, causes before consequences", "run")
+    of_two = add(_compare, "two runs side by side, what differs most first", "a", "b")
     for option in (of_one, of_two):
         option("--all", action="store_true", help="every metric in the table")
         option("--json", action="store_true", help="for machines")
 
-    option = add(_spike, "show what SpikeRecorder saved at spikes", "spike spikes/")
+    option = add(_spike, "show what SpikeRecorder saved at spikes")
     option("path", metavar="DIR", help="a SpikeRecorder's directory, or a file in it")
-    parser.epilog = "\n".join([*examples, "\nA run's file is written by HDF5Logger, a spike's by SpikeRecorder."])
     return parser
-
-
-def _demo(chosen: argparse.Namespace) -> None:
-    from ignite_monitor.demo import run_demo
-
-    with _one_line(chosen.output):
-        run_demo(Path(chosen.output), chosen.iterations)
 
 
 def _summary(chosen: argparse.Namespace) -> int:

@@ -117,7 +117,6 @@ def test_who_imports_ignite():
     rest = {file for file in users if not file.startswith(allowed) and not file.endswith("/handler.py")}
     assert rest == {
         "ignite_monitor/attaching.py",
-        "ignite_monitor/demo.py",
         "ignite_monitor/scaling/coordinate_check.py",
         "ignite_monitor/scaling/maxp.py",
     }

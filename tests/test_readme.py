@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import runpy
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_monitor import cli
+from ignite_monitor import cli, read_hdf5
 from tests._helpers import LONG, scalars
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -38,11 +39,12 @@ def clone(tmp_path):
     """What `make` reads of a clone."""
     for name in ("Makefile", "pyproject.toml", "setup.cfg", "constraints.txt"):
         shutil.copy(EXAMPLES.parent / name, tmp_path / name)
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
     return tmp_path
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-@pytest.mark.parametrize(("command", "usage"), [("make demo", "ignite-monitor demo"), ("make test", "[file_or_dir]")])
+@pytest.mark.parametrize(("command", "usage"), [("make demo", "demo.py"), ("make test", "[file_or_dir]")])
 def test_the_commands_of_the_readme_run(command, usage, clone):
     """As in a clone whose environment is installed, with --help, since the demo and the tests take minutes."""
     root = EXAMPLES.parent
@@ -87,6 +89,22 @@ def test_the_readme_quotes_what_summary_prints(tmp_path, monkeypatch, capsys):
 
 def test_continuous_integration_runs_the_command_of_the_readme():
     assert "make test || failed" in (EXAMPLES.parent / ".ci/run").read_text()
+
+
+def test_demo(run_example, monkeypatch):
+    logger = logging.getLogger("ignite_monitor")
+    monkeypatch.setattr(logger, "handlers", [])
+    output = run_example("demo.py", "--iterations", "200")
+    logger.setLevel(logging.NOTSET)
+    assert re.search(r"^GradMonitor \(grad\): iteration 101: gradient norm .*skipped", output, re.MULTILINE)
+    assert re.search(r"^RollbackHandler \(rollback\): iteration 14\d: .*rolled back to iteration", output, re.MULTILINE)
+    recording = read_hdf5("runs/demo/run.h5")
+    assert recording["grad/skipped_count"].values[-1] >= 10  # which ones are spikes depends on Python's own sources
+    assert recording["rollback/count"].values[-1] >= 1
+    assert len(recording["train/loss"].steps) == 200
+    assert list(Path("runs/demo/tensorboard").iterdir())
+    commands = re.findall(r"^    ignite-monitor (.*)$", output, flags=re.MULTILINE)
+    assert [cli.main(command.split()) for command in commands] == [0]
 
 
 def accuracies(output):

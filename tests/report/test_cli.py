@@ -216,13 +216,6 @@ def test_report_replaces_a_page(files, tmp_path):
         (["report", "empty.h5", "-o", "x.html"], "holds no metrics"),
         (["report", "healthy.h5", "-o", "healthy.h5"], "is the run itself"),
         (["report", "healthy.h5", "-o", "no/such/x.html"], "no/such/x.html"),
-        (["demo", "-o", "healthy.h5"], "healthy.h5"),
-        (["demo", "--iterations", "3"], "--iterations"),
-        (["demo", "--iterations", "many"], "--help"),
-        (["sumary", "x"], "--help"),
-        (["summary"], "--help"),
-        (["summary", "a", "b"], "--help"),
-        (["plot", "x", "--colour"], "--help"),
     ],
 )
 def test_bad_input_is_reported_in_one_line(files, monkeypatch, capsys, arguments, reported):
@@ -252,9 +245,6 @@ ESCAPED = r"a\x1b[31m\n\u202e"
         (["plot", f"{ODD}.h5", "--metrics", "^grad", "-o", f"{ODD}/x.png"], 2),
         (["plot", f"{ODD}.h5", "-o", f"{ODD}.h5"], 2),
         (["plot", f"{ODD}.h5", "--metrics", f"no{ODD.replace('[', '')}"], 2),
-        (["demo", "-o", f"letter{ODD}"], 2),
-        (["summary", f"{ODD}.h5", f"{ODD}"], 2),
-        ([ODD], 2),
     ],
 )
 def test_file_names_are_printed_without_control_characters(files, tmp_path, monkeypatch, capsys, arguments, code):
@@ -283,45 +273,24 @@ def test_without_what_it_needs_the_extra_is_named(files, monkeypatch, capsys, mo
 
 # Help
 
-EXAMPLES = "examples:\n  ignite-monitor"
+COMMANDS = ("summary", "plot", "report", "compare", "spike")
+
+
+@pytest.mark.parametrize("arguments", [["sumary", "x"], ["summary"], ["summary", "a", "b"], ["plot", "x", "--colour"]])
+def test_wrong_arguments_print_the_usage(capsys, arguments):
+    assert end(arguments) == 2
+    assert re.match(r"usage: ignite-monitor", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "commands:"),
-        (["--help"], EXAMPLES),
+        (["--help"], "commands:"),
         (["--version"], "ignite-monitor "),
-        *(([command, "--help"], EXAMPLES) for command in ("demo", "summary", "plot", "report", "compare", "spike")),
+        *(([command, "--help"], f"ignite-monitor {command}") for command in COMMANDS),
     ],
 )
 def test_help(capsys, arguments, words):
     assert end(arguments) == 0
     assert words in capsys.readouterr().out
-
-
-# Demo
-
-
-def test_demo(tmp_path, capsys):
-    (tmp_path / "run.h5").write_text("somebody's own")
-    assert main(["demo", "-o", str(tmp_path), "--iterations", "200"]) == 0
-    output, error = capsys.readouterr()
-    assert error == ""
-    assert (tmp_path / "run.h5").read_text() == "somebody's own"
-    assert re.search(r"^GradMonitor \(grad\): iteration 101: gradient norm .*skipped", output, re.MULTILINE)
-    assert re.search(r"^RollbackHandler \(rollback\): iteration 14\d: .*rolled back to iteration", output, re.MULTILINE)
-    reported, commands = output.partition("Summary of the file")[2].split("Everything is in")
-    assert re.search(r"RollbackHandler \(rollback\), iteration 14\d: .*rolled\s+back", reported, re.DOTALL)
-    assert all(len(line) <= 80 for line in reported.splitlines())
-    recording = read_hdf5(tmp_path / "run_2.h5")
-    assert recording["grad/skipped_count"].values[-1] >= 10  # which ones are spikes depends on Python's own sources
-    assert recording["rollback/count"].values[-1] >= 1
-    assert len(recording["train/loss"].steps) == 200
-    assert list((tmp_path / "tensorboard" / "run_2").iterdir())
-    commands = re.findall(r"^    (\S+) -m ignite_monitor (.*)$", commands, flags=re.MULTILINE)
-    assert [arguments.split()[0] for _, arguments in commands] == ["summary", "plot"]
-    for python, arguments in commands:
-        assert Path(python).absolute() == Path(sys.executable)
-        assert main(arguments.split()) == 0
-    assert (tmp_path / "run_2.png").exists()
