@@ -96,8 +96,8 @@ def attach_monitors(
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
         every: iterations between monitored ones, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
-            3, 5, 10, 20 and 50, such steps after the optimizer's first one, and iterations in which a learning rate (a
-            number, no tensor) is more than twice what it was in the monitored ones since then, are monitored as well.
+            3, 5, 10, 20 and 50, and iterations in which a learning rate (a number, no tensor) is more than twice what
+            it was in the monitored ones since then, are monitored as well.
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
@@ -141,8 +141,7 @@ def attach_monitors(
         flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
     always = Events.ITERATION_STARTED
-    has_moments = any("betas" in group or group.get("momentum") for group in optimizer.param_groups)
-    sampling = SampledIterations(optimizer, every, has_moments)
+    sampling = SampledIterations(optimizer, every)
     sampled = Events.ITERATION_STARTED(event_filter=sampling.includes)
 
     generators = check_generators(generators)
@@ -173,7 +172,7 @@ def attach_monitors(
     update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
     monitors |= {"update": (update, sampled), "activation": (activation, sampled)}
     monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), sampled
-    if has_moments and is_from_torch(optimizer):
+    if is_from_torch(optimizer) and any("betas" in it or it.get("momentum") for it in optimizer.param_groups):
         monitors["moments"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
     extras: dict[str, Callable[..., Monitor]] = {
         "histograms": HistogramHandler,

@@ -30,27 +30,23 @@ class BadInput(Exception):  # noqa: N818
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, 2 if the input is bad, with one line on the standard error, or FAILED."""
     chosen = _parser().parse_args(arguments)
-    code = 0
     try:
-        with _one_line("the output", (OSError,)):
-            code = chosen.command(chosen) or 0
-            sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()  # the reader has closed the pipe
+        code = chosen.command(chosen) or 0
+        sys.stdout.flush()
     except BadInput as error:
-        _discard_output()
-        print(f"{PROGRAM}: error: {printable(str(error))}", file=sys.stderr)
-        return 2
+        return _end(str(error))
+    except ImportError as error:
+        return _end(str(error) if "pip install" in str(error) else f"{error}: pip install 'ignite-monitor[cli]'")
+    except OSError as error:  # of the output: nothing may be flushed again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        is_closed = isinstance(error, BrokenPipeError)  # by the reader
+        return 0 if is_closed else _end(f"the output: {error.strerror}")
     return code
 
 
-def _discard_output() -> None:
-    """Discard output that would be flushed at exit and fail again."""
-    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
-        try:
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _end(error: str) -> int:
+    print(f"{PROGRAM}: error: {printable(error)}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,16 +150,13 @@ def _read(path: str) -> Run:
 
 
 @contextlib.contextmanager
-def _one_line(path: str, kinds: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+def _one_line(path: str) -> Iterator[None]:
     """Turn errors of bad input into one line that names the file."""
     try:
         yield
     except BrokenPipeError:
         raise
-    except ImportError as error:
-        fix = "" if "pip install" in str(error) else ": pip install 'ignite-monitor[cli]'"
-        raise BadInput(f"{error}{fix}") from None
-    except kinds as error:
+    except (OSError, ValueError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise BadInput(text if path in text or printable(path) in text else f"{path}: {text}") from None
 

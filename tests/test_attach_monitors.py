@@ -62,26 +62,23 @@ def test_who_watches_when_and_who_hears_of_it(parts, every):
     assert not any(name.endswith(("/mean", "/l2_norm")) for name in metrics if name.startswith("activation/"))
 
 
-@pytest.mark.parametrize("has_moments", [True, False])
-def test_first_steps_and_jumps_of_the_rate_are_monitored(has_moments):
-    """A buffer fills for 30 iterations; the rate has a peak of ten iterations."""
+def test_first_iterations_and_jumps_of_the_rate_are_monitored():
+    """The rate has a peak of ten iterations."""
     model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9 * has_moments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def train_step(engine, batch):
         i = engine.state.iteration
         optimizer.param_groups[0]["lr"] = 0.01 * (1.5 if 70 <= i < 75 else 3.0 if 75 <= i < 80 else 1)
-        if i > 30:
-            F.mse_loss(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     trainer, logger = Engine(train_step), ListLogger()
     attach_monitors(trainer, model, optimizer, loggers=logger, every=100)
     trainer.run(make_batches(110))
     steps = [step for step, named in logger.written if "step/lr/group_0" in named]
-    of_steps = [32, 33, 35, 40] if has_moments else []  # 50 and 80 are others' too
-    assert steps == [1, 2, 3, 5, 10, 20, *of_steps, 50, 76, *[80] * has_moments, 100]
+    assert steps == [1, 2, 3, 5, 10, 20, 50, 76, 100]
 
 
 def test_rates_that_alternate_jump_once():
@@ -407,7 +404,7 @@ def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
 
 @pytest.mark.parametrize("at", [9, 25])
 def test_a_resumed_run_measures_the_same_iterations(at):
-    """Those after a late first step of the optimizer, and a jump of its rate just after the state was saved."""
+    """Those of a jump of the rate just after the state was saved."""
 
     def run(state=None):
         model, optimizer, _ = make_trainer()
@@ -415,8 +412,7 @@ def test_a_resumed_run_measures_the_same_iterations(at):
 
         def train_step(engine, batch):
             optimizer.param_groups[0]["lr"] = 0.9 if engine.state.iteration > at else 1e-3
-            if engine.state.iteration > 6:
-                step(engine, batch)
+            step(engine, batch)
 
         trainer = Engine(train_step)
         handle = attach_monitors(trainer, model, optimizer, every=100)
@@ -435,7 +431,7 @@ def test_a_resumed_run_measures_the_same_iterations(at):
         return measured, saved
 
     expected, state = run()
-    assert {6 + 5, at + 2} <= {*expected}
+    assert at + 2 in expected
     assert run(state)[0] == [iteration for iteration in expected if iteration > at]
 
 

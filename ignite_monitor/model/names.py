@@ -76,17 +76,11 @@ class Selection:
     """Names that ``include`` accepts, a regular expression or a function, and ``exclude`` does not."""
 
     def __init__(self, include: Pattern | Callable[[str], Any] = None, exclude: Pattern = None) -> None:
-        self._include = include if callable(include) else _search("include", include)
-        self._exclude = _search("exclude", exclude)
+        self._include = include if callable(include) else (check_pattern("include", include) or re.compile("")).search
+        self._exclude = (check_pattern("exclude", exclude) or re.compile("(?!)")).search
 
     def __contains__(self, name: str) -> bool:
-        included = self._include is None or self._include(name)
-        return bool(included) and not (self._exclude is not None and self._exclude(name))
-
-
-def _search(argument: str, pattern: Pattern) -> Callable[[str], Any] | None:
-    compiled = check_pattern(argument, pattern)
-    return None if compiled is None else compiled.search
+        return bool(self._include(name)) and not self._exclude(name)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

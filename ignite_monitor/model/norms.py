@@ -112,8 +112,10 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     for i, tensor in enumerate(tensors):
         if tensor.numel() > _LONGEST_SUM:
             values[i] = _long_norm(tensor.view(-1), norm_type)
-    for (i,) in (values != values.clamp(*_SAFE)).nonzero().tolist():
-        values[i] = wide_norms([tensors[i]], norm_type)[0]
+    is_safe = values == values.clamp(*_SAFE)
+    if not torch.is_nonzero(is_safe.all()):
+        unsafe = [i for i, flag in enumerate(is_safe) if not torch.is_nonzero(flag)]
+        values[unsafe] = wide_norms([tensors[i] for i in unsafe], norm_type)
     return values
 
 

@@ -221,7 +221,7 @@ class Monitor(Reporter, Serializable):
         """Write the values of monitored iterations to an Ignite logger; call before or after :meth:`attach`.
 
         Args:
-            logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger``, ``ProgressBar`` …
+            logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger`` … but no ``ProgressBar``
             engine: the engine the monitor is attached to.
             event: any event of the engine or of :class:`MonitorEvents`, filtered or not.
             tag: prefix of the written names; None for none.
@@ -234,7 +234,7 @@ class Monitor(Reporter, Serializable):
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_resolved = False
         for name, value in values.items():
-            if isinstance(value, Tensor) and value.device.type not in transfer.HOST:
+            if isinstance(value, Tensor) and not transfer.is_cpu(value):
                 self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
             else:
                 values[name] = float(value)

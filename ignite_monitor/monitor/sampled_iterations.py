@@ -13,28 +13,28 @@ from torch.optim import Optimizer
 
 from ignite_monitor.model.names import learning_rates
 
-_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations, and steps, that are measured as well: they show a wrong learning rate
+_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are measured as well: they show a wrong learning rate
 _RATE_JUMP = 2.0  # times the largest learning rate since the last iteration that is measured anyway
 
 
 class SampledIterations(Serializable):
-    """The monitored iterations: one in ``every``, the first ones, the first steps, and jumps of a learning rate."""
+    """The monitored iterations: one in ``every``, the first ones, and jumps of a learning rate."""
 
-    _state_dict_all_req_keys = ("start", "rates")
+    _state_dict_all_req_keys = ("rates",)
 
-    def __init__(self, optimizer: Optimizer, every: int, has_moments: bool) -> None:
-        self._optimizer, self._every, self._has_moments = optimizer, every, has_moments
-        self._iteration, self._start, self._included = 0, 0, False
+    def __init__(self, optimizer: Optimizer, every: int) -> None:
+        self._optimizer, self._every = optimizer, every
+        self._iteration, self._included = 0, False
         self._rates: list[float] = []  # by group, the largest since the last iteration that is measured anyway
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return what a resumed run needs to measure the same iterations."""
-        return OrderedDict(start=self._start, rates=list(self._rates))
+        return OrderedDict(rates=list(self._rates))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a saved state; ValueError if a part of it is absent."""
         super().load_state_dict(state_dict)
-        self._start, self._rates = int(state_dict["start"]), list(map(float, state_dict["rates"]))
+        self._rates = list(map(float, state_dict["rates"]))
 
     def includes(self, engine: Engine, iteration: int) -> bool:
         """Decide once for all monitors."""
@@ -42,13 +42,10 @@ class SampledIterations(Serializable):
             return self._included
         self._iteration = iteration
         rates = [rate for rate in learning_rates(self._optimizer) if isinstance(rate, (int, float))]
-        if waits := self._has_moments and not self._optimizer.state:  # for the first step
-            self._start = iteration - 1
         self._rates = self._rates or rates
         pairs = [*zip_longest(rates, self._rates, fillvalue=0.0)]
         jumped = any(rate > _RATE_JUMP * former for rate, former in pairs)
-        counts = (iteration,) if waits else (iteration, iteration - self._start)
-        regular = iteration % self._every == 0 or any(count < self._every and count in _FIRST for count in counts)
+        regular = iteration % self._every == 0 or (iteration in _FIRST and iteration < self._every)
         self._included = regular or jumped
         if regular:
             self._rates = rates

@@ -45,7 +45,7 @@ def is_cpu(values: Tensor) -> bool:
 
 def as_published(value: Tensor) -> Any:
     """Convert a 0-dim tensor on the host to a Python number; return one on a device as it is."""
-    return value.tolist() if value.device.type in HOST else value
+    return value.tolist() if is_cpu(value) else value
 
 
 def transfer(groups: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
