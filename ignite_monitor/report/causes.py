@@ -25,7 +25,7 @@ def reported(run: Run) -> Iterator[Finding]:
         what += f" Reported in {iterations(np.array(at))}." * (len(reports) > 1)
         severity = min((it.severity for it in reports), key=SEVERITIES.index)
         # Biases before a normalization layer have no gradient but rounding errors, and what moved before may converge.
-        measured = max(((it.get("frozen_count").steps < at[0]).sum() for it in run.of("weights")), default=0)
+        measured = max(((it.get("frozen_count").iterations < at[0]).sum() for it in run.of("weights")), default=0)
         are_biases = all(name.endswith("bias") for it in reports for name in it.names)
         if kind == "frozen_parameters" and (are_biases or measured >= MIN_ONSET):
             severity = "note"
@@ -60,15 +60,15 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
         if not begins:
             continue
         part = sizes.part(slice(begins[0], begins[0] + count))
-        is_first, until = part.steps[0] <= run.first_made + limits.REACH, part.steps[0] + limits.RATE_EFFECT
+        is_first, until = part.iterations[0] <= run.first_made + limits.REACH, part.iterations[0] + limits.RATE_EFFECT
         if is_harmless and is_first and not any(it.is_symptom and it.onset <= until for it in _damage(findings)):
             continue
-        what = text.format(iterations(part.steps), listed(number(size, 2) for size in part.values))
+        what = text.format(iterations(part.iterations), listed(number(size, 2) for size in part.values))
         what = f"Steps were too large: {what} ({names[0]}); 1e-3 is usual."
-        rate = monitor.rates(part.steps)[0]
+        rate = monitor.rates(part.iterations)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
-        onset, values = 0 if part.steps[0] <= run.first_made else -1, {"size": float(part.values.max())}
-        yield Finding("large_updates", "problem", what, names, part.steps, values, onset=onset)
+        onset, values = 0 if part.iterations[0] <= run.first_made else -1, {"size": float(part.values.max())}
+        yield Finding("large_updates", "problem", what, names, part.iterations, values, onset=onset)
         return
 
 
@@ -78,13 +78,13 @@ def _growth(monitor: MonitorSeries, run: Run) -> Series:
     if not norm:
         return norm
     made, known = (
-        np.diff(np.searchsorted(steps, norm.steps, "right"))
-        for steps in (stepped.steps[stepped.values > 0], stepped.steps)
+        np.diff(np.searchsorted(steps, norm.iterations, "right"))
+        for steps in (stepped.iterations[stepped.values > 0], stepped.iterations)
     )
-    distances = np.diff(norm.steps)
+    distances = np.diff(norm.iterations)
     sizes = np.abs(np.diff(norm.values)) / norm.values[:-1] / np.where(known == distances, made, distances)
     sizes[[place for place, _ in _changes(monitor, run)]] = 0
-    return Series(norm.steps[1:], sizes).finite
+    return Series(norm.iterations[1:], sizes).finite
 
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -94,15 +94,15 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
         for group, rates in monitor.items("lr/{}").items():
             highest = np.maximum.accumulate(rates.values)
             # The highest rate in the first half of the run up to each measurement, at least the first one.
-            half = highest[np.maximum(np.searchsorted(rates.steps, rates.steps / 2, "right") - 1, 0)]
+            half = highest[np.maximum(np.searchsorted(rates.iterations, rates.iterations / 2, "right") - 1, 0)]
             factors = np.divide(rates.values, half, out=np.zeros(len(half)), where=half > 0)
             if not factors.max() >= limits.RATE_RISE:
                 continue
             high = int(np.argmax(factors >= limits.RATE_RISE))
             low = int(np.flatnonzero(factors[:high] < limits.RATE_RISE_START)[-1])  # the first factor is 1
             end = high + int(np.argmin(np.append(np.diff(rates.values[high:]) > 0, False)))
-            begin, until = int(rates.steps[low]) + 1, int(rates.steps[end])
-            distance = max(limits.RATE_EFFECT, int(np.diff(rates.steps)[0]))
+            begin, until = int(rates.iterations[low]) + 1, int(rates.iterations[end])
+            distance = max(limits.RATE_EFFECT, int(np.diff(rates.iterations)[0]))
             if any(begin <= onset <= until + distance for onset in damage):
                 first, most = float(rates.values[low]), float(rates.values[end])
                 what = f"The learning rate of parameter {group.replace('_', ' ')} rose from {number(first, 3)} "
@@ -116,7 +116,7 @@ def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
 def rate_vanished(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Learning rates that fell to nearly nothing long before the end."""
     for group, rates in monitor.items("lr/{}").items():
-        highest, last = float(rates.values.max()), int(rates.steps[-1])
+        highest, last = float(rates.values.max()), int(rates.iterations[-1])
         low = rates.values < limits.VANISHED_RATE * highest
         since = rates.since(low)
         if low[-1] and low.sum() >= MIN_ONSET and last - since >= limits.VANISHED_SHARE * last:
@@ -137,12 +137,12 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             continue
         for item, ratios in weights.items(f"largest_update_ratio/{group}/{{}}").items():
             factors, name = ratios.over(weights.get("update_ratio_median")), groups[group].name
-            if len(factors.steps) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
+            if len(factors.iterations) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
                 what = f"Parameter {group.replace('_', ' ')} has a learning rate of {number(rate, 3)} ({name}), "
                 what += f"{number(rate / usual, 2)} times that of the other groups, and moves {item} "
                 what += f"{number(factors.median, 2)} times as far for its size as the median parameter."
                 values = {"rate": rate, "usual": usual, "factor": factors.median}
-                yield Finding("group_rate", "warning", what, (name,), groups[group].steps[:1], values)
+                yield Finding("group_rate", "warning", what, (name,), groups[group].iterations[:1], values)
                 break
 
 
@@ -151,12 +151,12 @@ def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     used, norm = monitor.get("gradient_norm").finite, run.sibling(monitor, "grad").get("norm").finite
     shares = used.over(norm)
     is_scaled = any(it.kind == "scaler_not_given" for it in run.reports)
-    if len(shares.steps) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
-        before = norm.part(np.isin(norm.steps, used.steps)).median
+    if len(shares.iterations) >= MIN_ONSET and shares.median < limits.CLIPPED_SHARE and not is_scaled:
+        before = norm.part(np.isin(norm.iterations, used.iterations)).median
         what = f"The step used a gradient with a norm of {number(used.median, 2)} ({used.name}); the "
         what += f"backward pass made one of {number(before, 2)} ({norm.name})."
         names, values = (used.name, norm.name), {"share": shares.median}
-        yield Finding("clipped_away", "warning", what, names, shares.steps[:1], values, onset=0)
+        yield Finding("clipped_away", "warning", what, names, shares.iterations[:1], values, onset=0)
 
 
 def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -173,21 +173,21 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
             is_harmless = index == 0 and falls and not _damage(findings)  # the model may normalize them
             severity = "note" if is_harmless else "warning"
-            yield Finding(kind, severity, what, (name,), series.steps[:1], {"rms": rms}, onset=onset)
+            yield Finding(kind, severity, what, (name,), series.iterations[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and (loss := run.loss) and len(places) <= 1:
         begin, size = float(loss.values[0]), float(outputs.values[0])
         if begin > limits.LARGE_LOSS * np.square(1 + size):
             what = f"The loss begins at {number(begin)} ({loss.name}), while the model's outputs are at most "
             what += f"{number(size, 2)} at the beginning, as with large targets or rewards, or a loss that is a sum."
-            yield Finding("loss_scale", "warning", what, (loss.name,), loss.steps[:1], {"loss": begin}, onset=0)
+            yield Finding("loss_scale", "warning", what, (loss.name,), loss.iterations[:1], {"loss": begin}, onset=0)
 
 
 def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Parameters whose norm changed between two measurements by more than the steps between them can."""
     norm = monitor.get("parameter_norm").finite
     for place, most in _changes(monitor, run)[:1]:
-        at, (before, after) = norm.steps[place : place + 2], norm.values[place : place + 2].tolist()
+        at, (before, after) = norm.iterations[place : place + 2], norm.values[place : place + 2].tolist()
         weights = run.sibling(monitor, "weights").items("largest_weight/{}")
         sizes = {item: series.at(at)[1] for item, series in weights.items() if series.at(at)[1] > limits.JUMP * before}
         largest = f", most of all {max(sizes, key=sizes.__getitem__)}," if sizes else ""
@@ -207,7 +207,7 @@ def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
     least = limits.OTHER_MEANS if is_scaled else limits.OTHER_MEANS_SGD
     for place in jumps[: limits.JUMPS].tolist():
         before, after = norm.values[place : place + 2].tolist()
-        most = _reach(monitor, run, norm.steps[place : place + 2], is_scaled)
+        most = _reach(monitor, run, norm.iterations[place : place + 2], is_scaled)
         if most > 0 and abs(after - before) > least * most:
             changes.append((place, most))
     return changes
@@ -216,27 +216,29 @@ def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
 def _reach(monitor: MonitorSeries, run: Run, at: Array, is_scaled: bool) -> float:
     """Distance that steps move parameters between two iterations, judged by the last update norms before them."""
     moved, gradients = run.sibling(monitor, "optimizer").get("update_norm").finite, Series()
-    moved = moved.part(moved.steps <= at[0]).part(slice(-MIN_ONSET, None))
-    rates = [np.nan_to_num(monitor.rates(steps), nan=1.0) for steps in (moved.steps, at)]
+    moved = moved.part(moved.iterations <= at[0]).part(slice(-MIN_ONSET, None))
+    rates = [np.nan_to_num(monitor.rates(steps), nan=1.0) for steps in (moved.iterations, at)]
     sizes, total = moved.values / rates[0] * rates[1].max(), float(at[1] - at[0])
     if not is_scaled and (gradients := run.sibling(monitor, "grad").get("norm").finite):
-        ends = np.searchsorted(gradients.steps, [moved.steps - limits.REACH, moved.steps], "right").T.tolist()
+        ends = np.searchsorted(
+            gradients.iterations, [moved.iterations - limits.REACH, moved.iterations], "right"
+        ).T.tolist()
         sizes = sizes / np.array([gradients.values[begin:end].mean() for begin, end in ends])
-        total = float(gradients.values[slice(*np.searchsorted(gradients.steps, at, "right"))].sum())
+        total = float(gradients.values[slice(*np.searchsorted(gradients.iterations, at, "right"))].sum())
     return float(np.max(sizes[np.isfinite(sizes)], initial=0.0)) * total
 
 
 def shrinking(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Parameters whose norm falls fast from the first measurement on, not all at once, and stays low."""
     norm = monitor.get("parameter_norm").finite
-    early = norm.part(norm.steps <= norm.steps[:1].sum() + limits.SHRINK_ITERATIONS)
+    early = norm.part(norm.iterations <= norm.iterations[:1].sum() + limits.SHRINK_ITERATIONS)
     lowest = float(early.values.min(initial=np.inf))
     if norm and limits.SHRINK_FACTOR * max(lowest, norm.tail.median) < norm.values[0]:
         falls, whole = -np.diff(np.log(early.values)), np.log(norm.values[0] / lowest)
         if falls.max(initial=0.0) > limits.SUDDEN * whole:
             return
         what = f"The norm of all parameters fell from {number(norm.values[0], 3)} to {number(lowest, 3)} in iterations "
-        what += f"{norm.steps[0]} to {early.steps[early.values.argmin()]} ({norm.name})."
+        what += f"{norm.iterations[0]} to {early.iterations[early.values.argmin()]} ({norm.name})."
         values = {"first": float(norm.values[0]), "lowest": lowest}
-        onset = 0 if norm.steps[0] <= run.first_made else -1
-        yield Finding("weights_shrank", "warning", what, (norm.name,), norm.steps[:1], values, onset=onset)
+        onset = 0 if norm.iterations[0] <= run.first_made else -1
+        yield Finding("weights_shrank", "warning", what, (norm.name,), norm.iterations[:1], values, onset=onset)

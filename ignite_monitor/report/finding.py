@@ -124,10 +124,10 @@ class Finding:
     initially: bool = False  # whether a symptom was there before the first optimizer step
 
     def __post_init__(self) -> None:
-        steps = tuple(np.asarray(self.iterations, int).tolist())
+        places = tuple(np.asarray(self.iterations, int).tolist())
         object.__setattr__(self, "what", printable(self.what))
-        object.__setattr__(self, "iterations", steps)
-        object.__setattr__(self, "onset", self.onset if self.onset >= 0 else next(iter(steps), 0))
+        object.__setattr__(self, "iterations", places)
+        object.__setattr__(self, "onset", self.onset if self.onset >= 0 else next(iter(places), 0))
 
     @property
     def about(self) -> Kind:
@@ -208,9 +208,9 @@ def listed(items: Iterable[str], at_most: int = 5) -> str:
     return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
-def iterations(steps: Array) -> str:
-    """Format ascending steps: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
-    starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 2) != 1)
-    ranges = zip(steps[starts].tolist(), steps[np.append(starts[1:], len(steps)) - 1].tolist(), strict=True)
+def iterations(at: Array) -> str:
+    """Format ascending iterations: ``iteration 7``, ``iterations 7, 20-25 and 90``."""
+    starts = np.flatnonzero(np.diff(at, prepend=at[:1] - 2) != 1)
+    ranges = zip(at[starts].tolist(), at[np.append(starts[1:], len(at)) - 1].tolist(), strict=True)
     ranges_as_text = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return f"iteration{'s' * (len(steps) > 1)} {listed(ranges_as_text, 6)}"
+    return f"iteration{'s' * (len(at) > 1)} {listed(ranges_as_text, 6)}"

@@ -53,16 +53,16 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
         return None
     spikes, missing = _counted(flags, monitor.get("spike_count").finite)
     if stepped.values.any():  # of accumulated gradients only the last norm, spikes and overflows
-        keep = ~np.isin(norm.steps, stepped.steps[stepped.values == 0]) | np.isin(norm.steps, spikes)
-        keep |= ~np.isfinite(norm.values) & ~np.isin(norm.steps, flags.steps[flags.values > 0])
+        keep = ~np.isin(norm.iterations, stepped.iterations[stepped.values == 0]) | np.isin(norm.iterations, spikes)
+        keep |= ~np.isfinite(norm.values) & ~np.isin(norm.iterations, flags.iterations[flags.values > 0])
         norm = norm.part(keep)
     if not norm:
         return None
     sizes = norm.at(spikes)
     of_loss = (monitor.get("loss_spike").at(spikes) > 0) & ~(sizes > threshold.at(spikes)) & np.isfinite(sizes)
     skips, clips = monitor.get("skipped_count"), monitor.get("clipped_count")
-    skipped, clipped = (counts.steps[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
-    not_made = stepped.steps[stepped.values == 0]
+    skipped, clipped = (counts.iterations[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
+    not_made = stepped.iterations[stepped.values == 0]
     outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made}
     return Norms(norm, threshold, spikes[~of_loss], spikes[of_loss], missing, outcomes)
 
@@ -73,11 +73,11 @@ def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
     # stays if that is a spike too. Any other fall is a counter that was reset.
     flagged = flags.values > 0
     if not counts:
-        return flags.steps[flagged], 0
-    rises = np.diff(counts.at(flags.steps), prepend=0.0)
+        return flags.iterations[flagged], 0
+    rises = np.diff(counts.at(flags.iterations), prepend=0.0)
     kept = flagged & ~np.append(rises[1:] == flagged[1:] - 1.0, False)
-    between = np.diff(flags.steps, prepend=0) > 1  # where iterations precede that are not in the file
-    return flags.steps[kept], int(np.maximum(rises - flagged, 0)[between].sum())
+    between = np.diff(flags.iterations, prepend=0) > 1  # where iterations precede that are not in the file
+    return flags.iterations[kept], int(np.maximum(rises - flagged, 0)[between].sum())
 
 
 def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -89,7 +89,9 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         yield from _nonfinite(monitor, norms)
         stepped = monitor.get("stepped")
         if stepped.values.any() and any(it.kind.startswith("no_step") for it in [*steps, *run.reports]):
-            norms.spikes = norms.spikes[norms.spikes <= stepped.steps[stepped.values > 0][-1]]  # later ones are of sums
+            norms.spikes = norms.spikes[
+                norms.spikes <= stepped.iterations[stepped.values > 0][-1]
+            ]  # later ones are of sums
         yield from _spikes(monitor, norms, run)
         if len(at := norms.loss_spikes):
             name = monitor.name("loss_spike")
@@ -108,7 +110,7 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     """Steps that were never made, or no longer; and norms that were never compared with a threshold."""
     stepped = monitor.get("stepped")
     made = stepped.values > 0
-    since = stepped.steps[stepped.steps > stepped.steps[made][-1]] if made.any() else stepped.steps
+    since = stepped.iterations[stepped.iterations > stepped.iterations[made][-1]] if made.any() else stepped.iterations
     skipped = norms is not None and np.isin(since, norms.spikes).all()
     if len(since) and not skipped and (len(since) >= limits.STEPLESS or not made.any()):
         count = plural(len(since), "monitored iteration")
@@ -123,7 +125,7 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
         yield Finding(kind, severity, what, (stepped.name,), since[:1], values, advice)
     elif norms is not None and not norms.threshold.finite:
         norm = norms.norm
-        what = f"No gradient norm ({norm.name}) of {plural(len(norm.steps), 'iteration')} was compared with a "
+        what = f"No gradient norm ({norm.name}) of {plural(len(norm.iterations), 'iteration')} was compared with a "
         what += "threshold: the warm-up of the rule, in finite norms above 0, was not over."
         advice = "Train for longer, or give the threshold rule a shorter warmup."
         yield Finding("not_monitored", "note", what, (norm.name,), advice=advice)
@@ -131,7 +133,7 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
 
 def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
     norm, name = norms.norm, norms.norm.name
-    bad = norm.steps[~np.isfinite(norm.values)]
+    bad = norm.iterations[~np.isfinite(norm.values)]
     at, overflows = np.intersect1d(bad, norms.spikes), np.setdiff1d(bad, norms.spikes)
     if len(at):
         outcome, unhandled = norms.outcome(at)
@@ -141,7 +143,7 @@ def _nonfinite(monitor: MonitorSeries, norms: Norms) -> Iterator[Finding]:
             severity, what = "problem", f"{what} The norm is not finite at the end."
             advice = f"Restore a checkpoint from before iteration {at[0]}, and inspect its batch and learning rate."
         yield Finding("nonfinite_gradients", severity, what, (name,), at, {"count": len(at)}, advice)
-    rate = len(overflows) / len(norm.steps)
+    rate = len(overflows) / len(norm.iterations)
     if rate > limits.OVERFLOW_RATE and len(overflows) > limits.OVERFLOW_ALLOWANCE:
         what = f"{len(overflows)} overflows of the scaled gradient, far more than a GradScaler needs to find its scale "
         what += f"({100 * rate:.2g} % of the norms): {iterations(overflows)}."
@@ -158,7 +160,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
         return
     sizes, thresholds = norm.at(at), norms.threshold.at(at)
     factors = np.nan_to_num(sizes / np.where(thresholds > 0, thresholds, np.nan))
-    factor, rate = float(factors.max(initial=0.0)), total / max(1, len(norm.steps))
+    factor, rate = float(factors.max(initial=0.0)), total / max(1, len(norm.iterations))
     allowed = limits.SMALL_EXCESS_RATE if factor < limits.SMALL_EXCESS else limits.SPIKE_RATE
     values: dict[str, Any] = {"count": total}
     where = ([norms.described(at)] if len(at) else []) + [f"{norms.missing} not in the file"] * bool(norms.missing)
@@ -190,11 +192,11 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
 def _passes(norms: Norms, at: Array) -> bool:
     """Check that the largest spike, or most of them, passed: the next other norm was within the threshold before it."""
     norm = norms.norm.finite
-    places = np.flatnonzero(np.isin(norm.steps, at))
+    places = np.flatnonzero(np.isin(norm.iterations, at))
     if not len(places):
         return False
     groups = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)  # of spikes that follow each other
-    limits_before = norms.threshold.at(norm.steps[[group[0] for group in groups]])
+    limits_before = norms.threshold.at(norm.iterations[[group[0] for group in groups]])
     following = np.append(norm.values, np.inf)[[group[-1] + 1 for group in groups]]
     passed = following <= limits_before
     largest = np.argmax([norm.values[group].max() for group in groups])
@@ -205,7 +207,7 @@ def period(series: Series, at: Array) -> str:
     """Describe the period of values that are far above those between, one per optimizer step, from a spike on."""
     if len(at) < limits.PERIODIC:  # more values than spikes are needed: a threshold that adapts hides some of them
         return ""
-    values = np.nan_to_num(series.values[series.steps >= at[0]][: limits.PERIODIC_VALUES], posinf=limits.HUGE)
+    values = np.nan_to_num(series.values[series.iterations >= at[0]][: limits.PERIODIC_VALUES], posinf=limits.HUGE)
     sizes = np.log(np.clip(np.abs(values), 1 / limits.HUGE, limits.HUGE))
     for distance in range(2, min(limits.LONGEST_PERIOD, len(sizes) // limits.PERIODIC) + 1):
         rows = sizes[: len(sizes) // distance * distance].reshape(-1, distance)
@@ -223,5 +225,5 @@ def value_spikes(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     at, _ = _counted(flags, monitor.get("spike_count").finite)
     if len(at):
         what = f"{plural(len(at), 'spike')} ({value.name}): {iterations(at)}{period(value, at)}."
-        severity = "note" if len(at) <= limits.SPIKE_RATE * len(value.steps) else "warning"
+        severity = "note" if len(at) <= limits.SPIKE_RATE * len(value.iterations) else "warning"
         yield Finding("loss_spikes", severity, what, (value.name, flags.name), at, {"count": len(at)})

@@ -57,7 +57,9 @@ def vanishing(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Weights, not biases, whose gradients are far smaller than the largest."""
     largest = monitor.get("grad_max")
     shares = {  # of a parameter that is not among the smallest at most 1
-        name: Series(largest.steps, np.nan_to_num(series.at(largest.steps) / largest.values, nan=1.0), series.name)
+        name: Series(
+            largest.iterations, np.nan_to_num(series.at(largest.iterations) / largest.values, nan=1.0), series.name
+        )
         for name, series in monitor.items(limits.VANISHING.key).items()
         if not name.endswith("bias")
     }

@@ -20,13 +20,19 @@ def curves(run: Run) -> Iterator[Finding]:
         bad = ~np.isfinite(series.values)
         if bad.any():
             stays = bool(bad[-1])
-            where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(series.steps[bad])}"
+            where = (
+                f"from iteration {series.since(bad)} to the end"
+                if stays
+                else f"in {iterations(series.iterations[bad])}"
+            )
             numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
             what = f"{name} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
             severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
-            yield Finding("nonfinite_metric", severity, what, (name,), series.steps[bad], {"count": int(bad.sum())})
+            yield Finding(
+                "nonfinite_metric", severity, what, (name,), series.iterations[bad], {"count": int(bad.sum())}
+            )
     for series in run.losses:
-        begun = series.part(series.steps >= run.first_made)
+        begun = series.part(series.iterations >= run.first_made)
         # A number without a name may be an accuracy, and losses of a policy, which begin below 0, may rise.
         is_named, is_positive = is_loss(series.name), begun.head.median > 0
         is_judged = run.judges_loss and (is_named or is_positive) and len(begun.values) >= limits.LOSS_POINTS
@@ -55,7 +61,7 @@ def _course(series: Series, has_to_fall: bool) -> Iterator[Finding]:
     else:
         return
     rise = smooth.since(smooth.values > best + lost / 2)  # it stays above the middle between its best and its end
-    what = f"{series.name} {what}; it was lowest about iteration {smooth.steps[lowest]} and rose about {rise}."
+    what = f"{series.name} {what}; it was lowest about iteration {smooth.iterations[lowest]} and rose about {rise}."
     yield Finding(kind, severity, what, (series.name,), (rise,), {"first": begin, "best": best, "end": end})
 
 
@@ -64,7 +70,7 @@ def smoothed(series: Series) -> Series:
     half = min(25, len(series.values) // 20)
     windows = np.lib.stride_tricks.sliding_window_view(series.values, 2 * half + 1)
     every = max(1, len(windows) // 2000)
-    return Series(series.steps[half : len(series.steps) - half : every], np.median(windows[::every], axis=1))
+    return Series(series.iterations[half : len(series.iterations) - half : every], np.median(windows[::every], axis=1))
 
 
 def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -90,14 +96,14 @@ def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             what = f"What the train step returns {course}: whether it is a loss is not known."
             yield Finding("not_monitored", "note", what, (name,), advice=advice)
         elif begin > 0 and not any(it.kind == "large_updates" for it in findings):
-            yield Finding("wrong_sign", "problem", f"The loss {course}.", (name,), loss.steps[:1], values)
+            yield Finding("wrong_sign", "problem", f"The loss {course}.", (name,), loss.iterations[:1], values)
     elif loss.values.max() < 0 and end < limits.NEGATIVE * begin and tenths[-1] - tenths[4] < tenths[4] - tenths[0]:
         what = f"The loss is negative, and falls faster and faster ({name}): from {number(begin)} to {number(end)}."
-        yield Finding("wrong_sign", "warning", what, (name,), loss.steps[:1], values)
+        yield Finding("wrong_sign", "warning", what, (name,), loss.iterations[:1], values)
     elif np.ptp([*tenths, begin, end]) < limits.FLAT * max(abs(begin), abs(end)) and (
-        loss.steps[0] <= max(1, run.first_made)
+        loss.iterations[0] <= max(1, run.first_made)
     ):
-        count = plural(int(loss.steps[-1] - loss.steps[0]), "iteration")
+        count = plural(int(loss.iterations[-1] - loss.iterations[0]), "iteration")
         shares = [share for monitor in run.of("step") if (share := _gradient_share(monitor, run)) > 0]
         outputs = [monitor.get("activation/_root_/std") for monitor in run.of("activation")]
         what = f"The loss has changed by less than {limits.FLAT:.0%} in {count} ({name}): {number(begin)} at the "
@@ -106,7 +112,7 @@ def learning(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             small = f"Learning rate times gradient is at most {number(max(shares), 2)} of the parameters' norm; "
             yield Finding("small_updates", "warning", f"{small}1e-3 is usual. {what}", (name,), (), values, onset=0)
         elif any(std.last_quarter.median**2 < limits.UNEXPLAINED * end for std in outputs):
-            yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.steps[-1]))
+            yield Finding("not_learning", "warning", what, (name,), (), values, onset=int(loss.iterations[-1]))
 
 
 def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
@@ -114,7 +120,7 @@ def _gradient_share(monitor: MonitorSeries, run: Run) -> float:
     if run.sibling(monitor, "optimizer").get("rms_median"):
         return 0.0
     shares = monitor.get("gradient_norm").finite.over(monitor.get("parameter_norm").finite)
-    return float(np.nanmax(monitor.rates(shares.steps) * shares.values, initial=0.0))
+    return float(np.nanmax(monitor.rates(shares.iterations) * shares.values, initial=0.0))
 
 
 def loss_outliers(run: Run) -> Array:
@@ -126,7 +132,7 @@ def loss_outliers(run: Run) -> Array:
     windows = np.lib.stride_tricks.sliding_window_view(loss.values, size)[::every]
     places = np.clip((np.arange(len(loss.values)) - size // 2) // every, 0, len(windows) - 1)
     median, high = np.quantile(windows, [0.5, 0.8], axis=1)[:, places]
-    return loss.part(loss.values > median + limits.OUTLIER * (high - median)).steps
+    return loss.part(loss.values > median + limits.OUTLIER * (high - median)).iterations
 
 
 def overfitting(run: Run) -> Iterator[Finding]:
@@ -137,8 +143,8 @@ def overfitting(run: Run) -> Iterator[Finding]:
         if not HELD_OUT.search(name) or len(held.values) < 5 or len(train.values) < 5:
             continue
         place = int(held.values.argmin())
-        best, end, at = float(held.values[place]), held.tail.median, int(held.steps[place])
-        near = train.part(np.abs(train.steps - at) <= max(5, train.steps[-1] // 20)).median
+        best, end, at = float(held.values[place]), held.tail.median, int(held.iterations[place])
+        near = train.part(np.abs(train.iterations - at) <= max(5, train.iterations[-1] // 20)).median
         if end > limits.OVERFIT * best > 0 and len(held.values) - place > MIN_ONSET and train.tail.median < near:
             what = f"{name} rose from {number(best)} in iteration {at} to {number(end)}, while the training "
             what += f"loss ({train.name}) fell from {number(near)} to {number(train.tail.median)}."

@@ -69,7 +69,7 @@ class Picture:
 def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = False) -> Picture:
     """Choose the panels of a run: those that findings are about first, then the user's own, then by monitor."""
     flags = [monitor.get("spike") for monitor in run.of("grad")]
-    spikes = tuple(sorted({step for series in flags for step in series.steps[series.values > 0].tolist()}))
+    spikes = tuple(sorted({step for series in flags for step in series.iterations[series.values > 0].tolist()}))
     events: dict[str, list[int]] = {}
     for report in run.reports:
         if report.severity != "note":
@@ -112,7 +112,7 @@ def _panels(monitor: MonitorSeries) -> Iterator[Panel]:
     flags = monitor.get("spike")
     for chart, lines in charts.items():
         value = next((line.series for line in lines if line.label in ("norm", "value")), None)
-        spikes = flags.steps[flags.values > 0]
+        spikes = flags.iterations[flags.values > 0]
         marked = Series(spikes, value.at(spikes)) if value is not None and flags else None
         is_chart = chart != lines[0].label
         title = f"{monitor.root or monitor.kind}: {chart}" if is_chart else lines[0].series.name
@@ -176,9 +176,9 @@ def _panel(axes: Axes, panel: Panel, picture: Picture) -> int:
     values = np.concatenate([line.series.finite.values for line in lines])
     _scale(axes, values)
     for place, line in enumerate(lines):
-        points = line.style == "points" or len(line.series.finite.steps) <= 2
+        points = line.style == "points" or len(line.series.finite.iterations) <= 2
         (handle,) = axes.plot(
-            line.series.steps,
+            line.series.iterations,
             _drawable(line.series.values),
             color=LINES[place] if count <= FEW else colormaps["viridis"](0.1 + 0.85 * place / (count - 1)),
             linestyle={"points": "none", "dashed": "--"}.get(line.style, "-"),
@@ -187,7 +187,7 @@ def _panel(axes: Axes, panel: Panel, picture: Picture) -> int:
             linewidth=1.2 if count <= FEW else 0.8,
         )
         handles.append(handle)
-    bad = np.unique(np.concatenate([line.series.steps[~np.isfinite(line.series.values)] for line in lines]))
+    bad = np.unique(np.concatenate([line.series.iterations[~np.isfinite(line.series.values)] for line in lines]))
     if len(bad):
         top: Any = {"transform": axes.get_xaxis_transform(), "label": "inf or NaN"}
         axes.plot(bad, np.full(len(bad), 0.985), "v", color=SPIKE, markersize=4, **top)
@@ -222,7 +222,7 @@ def _scale(axes: Axes, values: Array) -> None:
 
 
 def _marks(axes: Axes, panel: Panel, picture: Picture) -> None:
-    if panel.marked is not None and len(panel.marked.steps):
+    if panel.marked is not None and len(panel.marked.iterations):
         steps, values, _ = panel.marked.finite
         axes.plot(steps, _drawable(values), "x", color=SPIKE, markersize=6, markeredgewidth=1.6, label="spike")
     low, high = axes.get_xlim()

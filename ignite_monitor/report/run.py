@@ -28,20 +28,20 @@ _ORDER = {schema.kind: place for place, schema in enumerate(SCHEMAS)}
 class Series(NamedTuple):
     """A metric over the run; without values, and false, if it was not recorded."""
 
-    steps: Array = np.empty(0, int)  # iterations, ascending
+    iterations: Array = np.empty(0, int)  # ascending
     values: Array = np.empty(0)  # float64, non-finite ones included
     name: str = ""  # full name of the metric
 
     def __bool__(self) -> bool:
-        return bool(len(self.steps))
+        return bool(len(self.iterations))
 
     def part(self, which: Array | slice) -> Series:
         """Select values by a mask, by indices or by a slice."""
-        return Series(self.steps[which], self.values[which], self.name)
+        return Series(self.iterations[which], self.values[which], self.name)
 
     def over(self, other: Series) -> Series:
-        """Divide the values by those of another series at the same steps; the finite ratios."""
-        return Series(self.steps, self.values / other.at(self.steps), self.name).finite
+        """Divide the values by those of another series at the same iterations; the finite ratios."""
+        return Series(self.iterations, self.values / other.at(self.iterations), self.name).finite
 
     @property
     def finite(self) -> Series:
@@ -52,7 +52,7 @@ class Series(NamedTuple):
     @property
     def last_quarter(self) -> Series:
         """The last quarter of the values, at least one."""
-        return self.part(slice(-max(1, len(self.steps) // 4), None))
+        return self.part(slice(-max(1, len(self.iterations) // 4), None))
 
     @property
     def median(self) -> float:
@@ -73,26 +73,26 @@ class Series(NamedTuple):
     def _tenth(self) -> int:
         return max(1, min(50, math.ceil(len(self.finite.values) / 10)))
 
-    def at(self, steps: Array) -> Array:
-        """Return the values at some steps, NaN where there is none."""
+    def at(self, iterations: Array) -> Array:
+        """Return the values at some iterations, NaN where there is none."""
         if not self:
-            return np.full(len(steps), math.nan)
-        index = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
-        return np.where(self.steps[index] == steps, self.values[index], math.nan)
+            return np.full(len(iterations), math.nan)
+        index = np.minimum(np.searchsorted(self.iterations, iterations), len(self.iterations) - 1)
+        return np.where(self.iterations[index] == iterations, self.values[index], math.nan)
 
     def since(self, condition: Array) -> int:
         """Return the step from which on a condition holds to the end, or else the last step."""
         failing = np.flatnonzero(~condition)
-        return int(self.steps[min(failing[-1] + 1, len(self.steps) - 1) if len(failing) else 0])
+        return int(self.iterations[min(failing[-1] + 1, len(self.iterations) - 1) if len(failing) else 0])
 
     def onset(self, condition: Array) -> tuple[int, str]:
         """Return since when a condition holds, in words too; it has to hold for 3 values, and a tenth of them."""
         count, since = int(condition.sum()), self.since(condition)
         if condition.all() and count >= MIN_ONSET:
             return since, "from the first measurement on"
-        if (self.steps >= since).sum() >= max(MIN_ONSET, 0.1 * len(self.steps)):
+        if (self.iterations >= since).sum() >= max(MIN_ONSET, 0.1 * len(self.iterations)):
             return since, f"since iteration {since}"
-        return int(self.steps[condition.argmax()]), f"at {count} of {len(condition)} measurements"
+        return int(self.iterations[condition.argmax()]), f"at {count} of {len(condition)} measurements"
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class MonitorSeries:
             if key.startswith(start) and key.endswith(end) and np.isfinite(series.values).any()
         }
 
-    def rates(self, steps: Array) -> Array:
-        """Return the largest learning rate of all groups at some steps, NaN where none was measured."""
-        rates = [series.at(steps) for series in self.items("lr/{}").values()]
-        return np.max(rates, axis=0) if rates else np.full(len(steps), math.nan)
+    def rates(self, iterations: Array) -> Array:
+        """Return the largest learning rate of all groups at some iterations, NaN where none was measured."""
+        rates = [series.at(iterations) for series in self.items("lr/{}").values()]
+        return np.max(rates, axis=0) if rates else np.full(len(iterations), math.nan)
 
 
 class Run:
@@ -135,8 +135,8 @@ class Run:
         monitors: dict[tuple[str, str], MonitorSeries] = {}
         for name in recording:
             series = Series(recording.iterations(name), recording[name][1], name)
-            if (np.diff(series.steps) < 0).any():
-                series = series.part(np.argsort(series.steps, kind="stable"))
+            if (np.diff(series.iterations) < 0).any():
+                series = series.part(np.argsort(series.iterations, kind="stable"))
             if not series:
                 continue
             self.series[name] = series
@@ -163,21 +163,23 @@ class Run:
     @property
     def distance(self) -> int:
         """Usual distance of measurements, in iterations."""
-        measured = [it.steps for monitor in self.of("step") for it in monitor.series.values() if len(it.steps) > 1]
-        return int(max((np.median(np.diff(steps)) for steps in measured), default=0))
+        measured = [
+            it.iterations for monitor in self.of("step") for it in monitor.series.values() if len(it.iterations) > 1
+        ]
+        return int(max((np.median(np.diff(iterations)) for iterations in measured), default=0))
 
     @property
     def items(self) -> float:
         """Usual number of items in a batch, NaN if it is not known."""
-        steps, rates, _ = next((monitor.get("items_per_s") for monitor in self.of("step")), Series())
+        iterations, rates, _ = next((monitor.get("items_per_s") for monitor in self.of("step")), Series())
         times = next((monitor.get("time_ms") for monitor in self.of("step")), Series())
-        return Series(steps, rates * times.at(steps) / 1e3).median
+        return Series(iterations, rates * times.at(iterations) / 1e3).median
 
     @property
     def first_made(self) -> float:
         """The iteration of the first optimizer step; 0 if it is not known."""
         stepped = [monitor.get("stepped") for monitor in self.of("grad")]
-        return min((float(it.steps[it.values.argmax()]) for it in stepped if it.values.any()), default=0.0)
+        return min((float(it.iterations[it.values.argmax()]) for it in stepped if it.values.any()), default=0.0)
 
     @property
     def losses(self) -> list[Series]:
@@ -191,7 +193,7 @@ class Run:
     def loss(self) -> Series:
         """The first of the losses, from the first optimizer step on."""
         loss = next(iter(self.losses), Series())
-        return loss.part(loss.steps >= self.first_made)
+        return loss.part(loss.iterations >= self.first_made)
 
     @property
     def judges_loss(self) -> bool:

@@ -57,7 +57,7 @@ def measured(run: Run) -> list[str]:
     """Describe the measurements in the file: the metrics of each monitor and the number of its iterations."""
     texts = []
     for monitor in run.monitors:
-        count = max(len(series.steps) for series in monitor.series.values())
+        count = max(len(series.iterations) for series in monitor.series.values())
         name = f" ({monitor.name('*')})" if monitor.root else ""
         metrics = plural(len(monitor.series), f"{monitor.kind} metric")
         texts.append(f"{metrics}{name} in {plural(count, 'iteration')}")
@@ -195,8 +195,8 @@ def compare(files: tuple[str, str], runs: tuple[Run, Run]) -> Comparison:
 
 
 def _difference(*runs: Series) -> Difference:
-    until = min(series.steps[-1] for series in runs)
-    parts = [series.part(series.steps <= until) for series in runs]
+    until = min(series.iterations[-1] for series in runs)
+    parts = [series.part(series.iterations <= until) for series in runs]
     if not all(parts):
         return Difference(math.nan, math.nan, math.nan, False)
     a, b = (part.tail.median if np.isfinite(part.values[-1]) else float(part.values[-1]) for part in parts)

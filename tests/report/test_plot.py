@@ -37,7 +37,7 @@ def test_spikes_are_marked_at_their_norms():
     run = runs.grad(runs.with_spike([50]), [50])
     assert picture(make_run(run)).spikes == (50,)
     marked = panels(run)["grad: norm against its threshold"].marked
-    assert (marked.steps.tolist(), marked.values.tolist()) == ([50], [60])
+    assert (marked.iterations.tolist(), marked.values.tolist()) == ([50], [60])
     assert any(title.startswith("grad: spikes, skipped steps") for title in panels(run))
 
 
@@ -46,7 +46,7 @@ def test_the_value_of_a_spike_monitor_is_shown_with_its_threshold():
     panel = panels({f"update/{name}": runs.series(values) for name, values in names.items()}, "value|threshold|spike$")
     chart = panel["update: value against its threshold"]
     assert {line.label: line.style for line in chart.lines} == {"value": "solid", "threshold": "dashed"}
-    assert chart.marked.steps.tolist() == [3]
+    assert chart.marked.iterations.tolist() == [3]
 
 
 def test_a_selection_shows_what_matches_and_nothing_else():

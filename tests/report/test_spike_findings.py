@@ -105,7 +105,7 @@ def test_spikes_of_partial_gradients_count_once_per_step():
     run |= {"grad/spike": series(flags), "grad/spike_count": series(counts)}
     assert (flags.sum(), counts[-1]) == (27, 11)
     assert only(run, *KINDS).values["count"] == 11
-    assert norms_of(make_run(run).of("grad")[0]).norm.steps.tolist() == [*range(4, 401, 4)]
+    assert norms_of(make_run(run).of("grad")[0]).norm.iterations.tolist() == [*range(4, 401, 4)]
 
 
 # Other findings
