@@ -27,7 +27,6 @@ from trainings import options, print_header, print_row
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
-from ignite_monitor.gradient.loss import LossDetector
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 
 WARMUP = 20
@@ -52,10 +51,6 @@ def doubles(values: list[float]) -> Iterable[tuple[Tensor]]:
 
 def by_norm(rule: Callable[[], ThresholdRule]) -> Rule:
     return lambda recording: detected(SpikeDetector(rule()), doubles(recording.norms))
-
-
-def by_loss(recording: Recording) -> Flags:
-    return detected(LossDetector(), doubles(recording.losses))
 
 
 def by_tensor(recording: Recording) -> Flags:
@@ -107,14 +102,10 @@ robust = by_norm(RobustThreshold)
 # A row flags what any of its rules flags.
 RULES: dict[str, tuple[Rule, ...]] = {
     "`MeanStdThreshold()`": (default,),
-    "`MeanStdThreshold()`, or the loss": (default, by_loss),
     "`MeanStdThreshold()`, or any tensor": (default, by_tensor),
     "`RobustThreshold()`": (robust,),
-    "`RobustThreshold()`, or the loss": (robust, by_loss),
     "`RobustThreshold()`, or any tensor": (robust, by_tensor),
-    "`RobustThreshold()`, the loss, or any tensor": (robust, by_loss, by_tensor),
     "any tensor alone": (by_tensor,),
-    "the loss alone": (by_loss,),
     "`MeanStdThreshold(k=3, decay=None)`": (by_norm(lambda: MeanStdThreshold(k=3.0, decay=None)),),
     "OLMo-core, skip step": (olmo,),
     "ZClip, z > 2.5": (zclip,),

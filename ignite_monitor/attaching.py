@@ -19,7 +19,6 @@ from ignite_monitor.checks import check_choice, check_count, check_type
 from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.gradient.handler import GradMonitor
-from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import is_from_torch
@@ -54,7 +53,6 @@ def attach_monitors(
     extra: str | Iterable[str] = (),
     threshold: ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | float | None = None,
     on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
-    loss: LossFunction | None = None,
     rollback: Mapping[str, Any] | None = None,
     record_spikes: str | os.PathLike[str] | None = None,
     setup_check: bool = True,
@@ -101,7 +99,6 @@ def attach_monitors(
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
-        loss: second spike signal of ``GradMonitor``: a function of the engine that returns the loss of a backward.
         rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
         record_spikes: directory for the batches and RNG states of spikes.
         setup_check: False to attach no ``SetupCheck``.
@@ -145,7 +142,7 @@ def attach_monitors(
     sampled = Events.ITERATION_STARTED(event_filter=sampling.includes)
 
     generators = check_generators(generators)
-    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "loss": loss}
+    reaction: Any = {"threshold": threshold, "on_spike": on_spike}
     grad = GradMonitor(
         model,
         optimizer,

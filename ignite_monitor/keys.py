@@ -16,7 +16,6 @@ GRADIENT = Schema("grad", "grad", (
     Key("mean", "running mean of the norms, from which the threshold is derived"),
     Key("std", "running sample standard deviation of the norms; not reported before the second norm"),
     Key("spike", "1 if the norm or the loss is a spike, else 0"),
-    Key("loss_spike", "1 if the loss is a spike, else 0", when="with ``loss``"),
     Key("culprit/{name}", "at a spike, the parameter's share of the excess of gradients over their thresholds",
         when="with ``per_parameter=True``"),
     Key("scale", "loss scale of the ``scaler``", when="with ``scaler``"),

@@ -331,26 +331,3 @@ def shared_growth(row: Iterable[float], means: Iterable[float]) -> float:
     """Return the divisor of all norms of a row: the 0.7th power of the median of norm / mean."""
     ratios = sorted(x / mean for x, mean in zip(row, means, strict=True) if x > 0 and mean > 0)
     return max(1.0, ratios[(len(ratios) - 1) // 2]) ** 0.7 if ratios else 1.0
-
-
-def spikes_in_losses(
-    losses: Iterable[float], k: float = 4.5, decay: float = 0.99, warmup: int = 20
-) -> tuple[list[bool], float]:
-    """Return whether each loss is a spike, and the threshold for the logarithm of the next one."""
-    logs: list[float] = []
-    steps: list[float] = []  # from the mean of the logarithms before
-    spikes, row = [], 0
-    for loss in [*losses, math.e]:
-        if not math.isfinite(loss) or loss <= 0:
-            spikes.append(not math.isfinite(loss))
-            continue
-        mean, limit = mean_of(logs, decay), math.inf
-        if len(logs) >= warmup:
-            limit = mean + mean_of(steps, decay) + k * std_of(steps, decay)
-        spikes.append(math.log(loss) > limit)
-        row = row + 1 if spikes[-1] else 0
-        if row < 2:
-            entering = min(math.log(loss), limit)
-            steps.append(entering - mean if logs else 0.0)
-            logs.append(entering)
-    return spikes[:-1], limit

@@ -210,16 +210,15 @@ def test_gan():
 @pytest.mark.parametrize(
     ("on_spike", "counted"), [(None, "spike_count"), ("skip", "skipped_count"), ("clip", "clipped_count")]
 )
-def test_rule_reaction_flag_and_loss_are_those_of_the_gradient_monitor(parts, on_spike, counted):
+def test_rule_reaction_and_flag_are_those_of_the_gradient_monitor(parts, on_spike, counted):
     model, optimizer, trainer = parts
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    arguments = {"threshold": StaticThreshold(1e-9), "loss": lambda engine: engine.state.iteration}
+    arguments = {"threshold": StaticThreshold(1e-9)}
     attach_monitors(trainer, model, optimizer, **arguments, on_spike=on_spike, flag="too_large")
     trainer.run(make_batches(3))
     assert all(map(torch.equal, before, model.parameters())) is (on_spike == "skip")
     assert trainer.state.too_large is True
     assert trainer.state.metrics[f"grad/{counted}"] == 3
-    assert "grad/loss_spike" in trainer.state.metrics
 
 
 def test_leaves_as_it_came(parts):
@@ -438,10 +437,10 @@ def test_a_resumed_run_measures_the_same_iterations(at):
 def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():
     def run(kind):
         model, optimizer, trainer = make_trainer()
-        loss = {"loss": lambda engine: trainer.state.output} if kind == "loss" else {}
+        options = {"on_spike": lambda engine, norm: trainer} if kind == "function" else {}
         if kind == "model":
             model.trainer = trainer
-        handle = attach_monitors(trainer, model, optimizer, **loss)
+        handle = attach_monitors(trainer, model, optimizer, **options)
         trainer.run(make_batches(3))
         if kind == "removed":
             handle.remove()
@@ -454,7 +453,7 @@ def test_a_dropped_run_is_freed_whatever_reaches_the_trainer():
         assert [ref() for kind in ("plain", "removed") for ref in run(kind)] == [None] * 6
     finally:
         gc.enable()
-    references = run("loss") + run("model")  # both close a cycle, as they do without monitors
+    references = run("function") + run("model")  # both close a cycle, as they do without monitors
     gc.collect()
     assert [ref() for ref in references] == [None] * 6
 

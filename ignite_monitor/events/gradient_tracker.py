@@ -197,7 +197,7 @@ def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
 def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
     """A hook for parameters; ``start(number of a backward)`` returns the set that gets the ids of reached ones."""
     last, add = -1, set[int]().add
-    untraced(after_backward)  # the compiler would trace into what a compiled train step calls
+    untraced(_after_backward)  # the compiler would trace into what a compiled train step calls
 
     def hook(parameter: Tensor) -> None:
         nonlocal last, add
@@ -209,23 +209,26 @@ def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
     return untraced(hook)
 
 
-def after_backward(function: Callable[[], None], callback_depth: int) -> None:
-    """Call a function at the end of the running backward, after a callback that queues so many others."""
-    once_more = functools.partial(after_backward, function, callback_depth - 1)
-    queue_callback(function if callback_depth == 1 else once_more)
+def await_end(number: int, outermost: dict[int, int], end: Callable[[int], None], callback_depth: int) -> None:
+    """Call a function at the end of the running backward, or of the outermost one in which it is called.
 
-
-def in_outermost_backward(function: Callable[[], None]) -> None:
-    """Call a function now, or if another backward has called the running one, as soon as that continues."""
+    The callback comes after one that queues so many others. ``outermost`` gets the number of that backward.
+    """
     node = calling_node()  # of a reentrant checkpoint: gradients are whole when the outer backward ends
     if node is None:
-        function()
+        outermost[number] = backward_number()
+        _after_backward(functools.partial(end, outermost[number]), callback_depth)
         return
     handles: list[Any] = []
 
     def resumed(_: Any) -> None:
         if handles:
             remove_all(handles)
-            in_outermost_backward(function)
+            await_end(number, outermost, end, callback_depth)
 
     handles += [following.register_prehook(untraced(resumed)) for following, _ in node.next_functions if following]
+
+
+def _after_backward(function: Callable[[], None], callback_depth: int) -> None:
+    once_more = functools.partial(_after_backward, function, callback_depth - 1)
+    queue_callback(function if callback_depth == 1 else once_more)

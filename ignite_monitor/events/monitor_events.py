@@ -83,7 +83,7 @@ class Spike(NamedTuple):
 
     Attributes:
         monitor: the monitor that has detected the spike.
-        name: name of the value: ``grad/norm``, for example, or ``grad/loss`` where only the loss is a spike.
+        name: name of the value: ``grad/norm``, for example.
         value: the value.
         threshold: its threshold; inf as long as there is none.
         culprits: parameter -> share of the excess, where single tensors have thresholds too; else empty.

@@ -18,17 +18,15 @@ from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import (
     GradientsReady,
     GradientTracker,
-    after_backward,
-    in_outermost_backward,
+    await_end,
 )
-from ignite_monitor.events.hooks import Patch, remove_all, weak_method
+from ignite_monitor.events.hooks import Patch, remove_all
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.step_owner import StepOwner
 from ignite_monitor.model._torch import (
     EVENT_HANDLERS,
     HANDLE_EXCEPTION,
     TRAIN_STEP,
-    backward_number,
 )
 from ignite_monitor.model.modes import users_grad_mode
 
@@ -47,7 +45,7 @@ class EventSource:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}  # of the monitored models, by id of the model
         self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
-        hooks = map(weak_method, (self._start_backward, self._end_backward))
+        hooks = (functools.partial(hook, weakref.ref(self)) for hook in (self._start_backward, self._end_backward))
         self._on_backward, self._on_backward_end = map(torch.compiler.disable, hooks)
         self._steps = StepOwner(self)
         self._handles: list[Any] = []
@@ -146,18 +144,19 @@ class EventSource:
             self.users_error = error
             raise
 
-    def _start_backward(self, model: int, number: int) -> set[int]:
+    @staticmethod
+    def _start_backward(source_of: weakref.ref[EventSource], model: int, number: int) -> set[int]:
         """Record a backward that reaches a model, by its id; return the set of its reached parameters."""
-        tracker = self.trackers.get(model)
-        if not self.in_train_step or tracker is None:
+        source = source_of()
+        tracker = None if source is None else source.trackers.get(model)
+        if source is None or tracker is None or not source.in_train_step:
             return set()
-        if number == -1:  # FSDP2 calls hooks outside of a backward where finalize_backward() reduces
+        # FSDP2 calls hooks outside of a backward where finalize_backward() reduces.
+        if number == -1 or source.sees_capture():
             return set()
-        if self.sees_capture():
-            return set()
-        if number not in self._outermost:
-            self._outermost[number] = -1
-            in_outermost_backward(functools.partial(self._await_end, number))
+        if number not in source._outermost:
+            source._outermost[number] = -1
+            await_end(number, source._outermost, source._on_backward_end, source._callback_depth)
         return tracker.reached.setdefault(number, set())
 
     def sees_capture(self) -> bool:
@@ -165,28 +164,28 @@ class EventSource:
         self._has_captured |= torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         return self._has_captured
 
-    def _await_end(self, number: int) -> None:
-        outermost = self._outermost[number] = backward_number()
-        after_backward(functools.partial(self._on_backward_end, outermost), self._callback_depth)
-
-    def _end_backward(self, outermost: int) -> None:
+    @staticmethod
+    def _end_backward(source_of: weakref.ref[EventSource], outermost: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward, with those inside of it, has reached."""
-        numbers = {number for number, other in self._outermost.items() if other == outermost}
+        source = source_of()
+        if source is None:
+            return
+        numbers = {number for number, other in source._outermost.items() if other == outermost}
         for number in numbers:
-            del self._outermost[number]
+            del source._outermost[number]
         changed: dict[GradientTracker, Set[int]] = {}
-        for tracker in self.trackers.values():
+        for tracker in source.trackers.values():
             reached = set[int]().union(*map(tracker.reached.pop, numbers, repeat(())))
             if reached and (whole := tracker.backward_ended(numbers, reached)):
                 changed[tracker] = whole
         everything = set[int]().union(*changed.values())
-        about, in_step = {}, self._steps.evaluates_again
+        about, in_step = {}, source._steps.evaluates_again
         for tracker, whole in changed.items():
             shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
             tracker.has_own_backward |= not shared
             about[id(tracker.model)] = GradientsReady(tracker, whole, shared, in_step)
         if about:
-            self.fire(MonitorEvents.GRADIENTS_READY, about)
+            source.fire(MonitorEvents.GRADIENTS_READY, about)
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()

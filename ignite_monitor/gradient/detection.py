@@ -17,9 +17,7 @@ class GradientDetection(NamedTuple):
     """Result for one gradient; its flags are the same on every rank, 0-dim."""
 
     norm: Detection  # of its norm over all ranks
-    loss: Detection | None  # of its loss; None if losses are not compared
     parameters: Detection | None  # of the norm of each parameter; None if these are not compared
-    by_gradient: Tensor  # whether the norm, or that of a parameter, is a spike
     spike: Tensor  # whether any of them is a spike
     threshold_reset: Tensor  # whether it resets any of their rules
     names: tuple[str, ...] = ()  # those of the parameters
@@ -27,29 +25,25 @@ class GradientDetection(NamedTuple):
 
     def numbers(self) -> Tensor:
         """Collect the numbers that :meth:`to_spike` needs in a vector, without synchronization."""
-        norm, loss, parameters = self.norm, self.loss, self.parameters
-        numbers, by_loss = torch.stack((norm.value, norm.applied_threshold)), torch.zeros_like(self.by_gradient)
-        if loss is not None:
-            by_loss = loss.spike & ~self.by_gradient
-            numbers = torch.where(by_loss, torch.stack((loss.value, loss.applied_threshold)).exp(), numbers)
-        origin = () if self.origin is None else (self.origin.view(1),)
-        parts = [by_loss.view(1).to(numbers.dtype), numbers, *origin]
+        norm, parameters = self.norm, self.parameters
+        parts = [torch.stack((norm.value, norm.applied_threshold))]
+        if self.origin is not None:
+            parts.append(self.origin.view(1))
         if parameters is not None:  # none is named if only those of another rank are above their thresholds
-            parts.append(culprits(parameters) * (self.spike & (norm.spike | parameters.spike.any() | by_loss)))
+            parts.append(culprits(parameters) * (self.spike & (norm.spike | parameters.spike.any())))
         return torch.cat(parts)
 
     def to_spike(self, numbers: Sequence[float], monitor: Any, source: NonFiniteSource | None) -> Spike:
         """Convert :meth:`numbers`, read on the host; the largest part is on a rank if the ranks' gradients differ."""
-        by_loss, value, threshold, *shares = numbers
+        value, threshold, *shares = numbers
         rank = None if self.origin is None else int(shares.pop(0))
-        name, rank = (f"{monitor.prefix}/loss", None) if by_loss else (f"{monitor.prefix}/norm", rank)
         threshold = math.inf if math.isnan(threshold) else threshold
-        return Spike(monitor, name, value, threshold, named(shares, self.names), source, rank)
+        return Spike(monitor, f"{monitor.prefix}/norm", value, threshold, named(shares, self.names), source, rank)
 
 
 def describe(spike: Spike) -> str:
-    """Describe a spike of a gradient or of its loss in words."""
-    text = f"{'loss' if spike.name.endswith('/loss') else 'gradient norm'} {spike.value:.3g}"
+    """Describe a spike of a gradient in words."""
+    text = f"gradient norm {spike.value:.3g}"
     if 0 < spike.threshold < spike.value < math.inf:
         text += f", {spike.value / spike.threshold:.3g} x its threshold"
     if spike.rank is not None:

@@ -1,4 +1,4 @@
-"""Spikes of a gradient: of its norm, and if requested of the loss and of the norm of each parameter."""
+"""Spikes of a gradient: of its norm, and if requested of the norm of each parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ignite_monitor.detection.thresholds import ThresholdRule, loaded
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.gradient.loss import LossCollector, LossDetector, LossFunction
 from ignite_monitor.gradient.per_parameter import PerParameterDetector
 from ignite_monitor.model._torch import foreach_add
 from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
@@ -51,7 +50,6 @@ class GradientDetector:
         ranks: Ranks,
         rule: ThresholdRule,
         *,
-        loss: LossFunction | None,
         per_parameter: bool,
         norm_type: float,
         reduction: str | None,
@@ -61,11 +59,8 @@ class GradientDetector:
         if reduction is not None:
             check_choice("reduction", reduction, "mean", "sum")
         self._model, self._ranks, self._norm_type, self._reduction = model, ranks, float(norm_type), reduction
-        self.losses = None if loss is None else LossCollector(loss, ranks)
         self.of_norm = SpikeDetector(rule, **options)
         self._detectors: dict[str, Any] = {"detector": self.of_norm}
-        if loss is not None:
-            self._detectors["loss"] = LossDetector(**options)
         if per_parameter:
             self._detectors["per_parameter"] = PerParameterDetector(**options)
         self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
@@ -76,7 +71,7 @@ class GradientDetector:
     def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
         """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
         of_parameters = self._detectors.get("per_parameter")
-        loss, parameter, names = None, None, ()
+        parameter, names = None, ()
         if of_parameters is None:
             norm, _, origin = self.norm(parameters, scale)
         else:
@@ -89,11 +84,7 @@ class GradientDetector:
         spike, reset = detection.spike, detection.threshold_reset
         if parameter is not None:
             spike, reset = (torch.stack((spike, reset)) | any_flags).unbind()
-        by_gradient = spike
-        if self.losses is not None:
-            loss = self._detectors["loss"].detect(self.losses.mean(norm.device))
-            spike, reset = spike | loss.spike, reset | loss.threshold_reset
-        return GradientDetection(detection, loss, parameter, by_gradient, spike, reset, names, origin)
+        return GradientDetection(detection, parameter, spike, reset, names, origin)
 
     def _norms_of(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norms of all gradients, and those of all parameters, 0 without a gradient."""
@@ -123,7 +114,7 @@ class GradientDetector:
 
     def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
         """Update statistics and counts, if a 0-dim bool tensor is True; None for True."""
-        parts = {"detector": detection.norm, "loss": detection.loss, "per_parameter": detection.parameters}
+        parts = {"detector": detection.norm, "per_parameter": detection.parameters}
         for name, detector in self._detectors.items():
             detector.observe(parts[name], when)
         if may_be_true(detection.threshold_reset):
@@ -164,8 +155,6 @@ class GradientDetector:
         discarded = ~self._ranks.any(torch.zeros_like(pending.flag) if accumulated is None else accumulated)
         self.pending = None
         self.observe(pending.detection, pending.flag & discarded)
-        if self.losses is not None:
-            self.losses.drop(discarded)
         return discarded
 
     def _snapshot(self) -> tuple[list[Any], Sequence[Tensor]]:
@@ -178,8 +167,6 @@ class GradientDetector:
 
     def release(self) -> None:
         """Drop everything that belongs to a run; statistics stay."""
-        if self.losses is not None:
-            self.losses.drop()
         self._named, self.reset_by = ((), ()), None
 
     def reset_threshold(self) -> None:

@@ -21,7 +21,6 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection
 from ignite_monitor.gradient.detector import GradientDetector, PendingSpike, has_gradients
-from ignite_monitor.gradient.loss import LossFunction
 from ignite_monitor.gradient.publisher import GradientPublisher
 from ignite_monitor.gradient.window import GradientWindow, Iteration
 from ignite_monitor.keys import GRADIENT
@@ -57,8 +56,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         scaler: the GradScaler of the train step. Overflows are then counted, but are no spikes.
         threshold: a threshold rule (copied), a function ``(mean, std, count) -> threshold``, or a number. None for
             ``MeanStdThreshold()``.
-        loss: function of the engine, called after each backward, that returns its loss, or None for no loss. A step is
-            then also a spike if the logarithm of its loss is 4.5 standard deviations above its trend.
         per_parameter: compare the gradient of each parameter with its own threshold too, and name the parameters with
             the largest excess at a spike.
         on_spike: None; ``"skip"``: the optimizer's ``step()`` does nothing; ``"clip"``: gradients are multiplied by
@@ -93,7 +90,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         *,
         scaler: GradScaler | None = None,
         threshold: Threshold = None,
-        loss: LossFunction | None = None,
         per_parameter: bool = False,
         on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
         max_consecutive_spikes: int = 10,
@@ -123,7 +119,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             model,
             self.ranks,
             as_rule(threshold, positive=True),
-            loss=loss,
             per_parameter=per_parameter,
             norm_type=norm_type,
             reduction=reduction,
@@ -144,10 +139,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         iteration = engine.state.iteration
         super().start_iteration(engine)
         # Steps of iterations that are not monitored are not seen.
-        unseen = iteration != self._iteration + 1
-        self._window.iteration_started(unseen)
-        if self._detector.losses is not None:
-            self._detector.losses.start_iteration(unseen)
+        self._window.iteration_started(unseen=iteration != self._iteration + 1)
         self._iteration, self._now = iteration, Iteration()
 
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
@@ -175,8 +167,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
             discarded = self._detector.decide(self._detector.pending)
             if self._window.is_reported:  # which has synchronized already
                 self._window.is_reported = not discarded
-        if self._detector.losses is not None:
-            self._detector.losses.backward_ended(engine, backward.shared)
         self._now.scale = None if self.scaler is None else backward.scale(self.scaler)
         if backward.shared or self.ranks.exceed_wrappers:  # no rank may wait for another one here
             self._window.is_mixed = True
@@ -204,8 +194,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         def detect() -> GradientDetection:
             self._now.seen = True
             self._detector.pending = None  # its gradient is that of this step, or a part of it
-            if self._detector.losses is not None:
-                self._detector.losses.add_shared()
             return self._detector.detect(parameters, step.loss_scale)
 
         taken = self._window.step_started(detect)
@@ -223,8 +211,6 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         if not step.is_of(self.optimizer):
             return
         taken = self._window.step_completed()
-        if self._detector.losses is not None:
-            self._detector.losses.drop()
         if taken is None:
             return
         self._now.stepped = self._now.stepped | (made := step.made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,6 @@ from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.gradient.action import SpikeAction
 from ignite_monitor.gradient.detection import GradientDetection, describe
 from ignite_monitor.gradient.detector import GradientDetector
-from ignite_monitor.gradient.loss import NO_LOSS
 from ignite_monitor.gradient.window import PATIENCE, GradientWindow, Iteration
 from ignite_monitor.model.names import tags
 from ignite_monitor.monitor.scaler import ScaledMonitor
@@ -108,11 +106,9 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
         if self.metrics:  # of an earlier gradient of this iteration
             self.clear_metrics()
         self._now.published = detection
-        norm, loss, counts = detection.norm, detection.loss, self._detector.counts
+        norm, counts = detection.norm, self._detector.counts
         values = self._action.counts | {"spike_count": counts[0], "nonfinite_count": counts[1]}
         values |= {"norm": norm.value, "threshold": norm.applied_threshold, "mean": norm.mean, "std": norm.std}
-        if loss is not None:  # a loss without a logarithm is not compared
-            values["loss_spike"] = loss.spike.to(norm.value.dtype).masked_fill(loss.value.isneginf(), math.nan)
         if self._now.scale is not None:
             values["scale"] = self._now.scale
         self.publish(**values, spike=detection.spike, stepped=self._now.stepped)
@@ -193,8 +189,6 @@ class GradientPublisher(DetectionMonitor, SummarizedMonitor, ScaledMonitor):
             self.report("no_gradient", _NO_GRADIENT, severity="note")
 
     def _warn(self, detection: GradientDetection | None) -> None:
-        if self._detector.losses is not None and self._detector.losses.is_missing():
-            self.report("no_loss", NO_LOSS)
         if self._detector.of_norm.rule.is_refused:
             self.report("threshold_not_positive", _NOT_POSITIVE, severity="problem")
         if self._window.is_stuck(detection):

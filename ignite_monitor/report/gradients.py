@@ -21,7 +21,6 @@ class Norms:
     norm: Series  # one per optimizer step, and per step that was skipped at a spike
     threshold: Series
     spikes: Array  # iterations with a spike of the norm, non-finite ones included
-    loss_spikes: Array  # iterations with a spike of the loss alone
     missing: int  # number of spikes in iterations that are not in the file
     outcomes: dict[str, Array]  # what became of a step -> iterations
 
@@ -58,13 +57,11 @@ def norms_of(monitor: MonitorSeries) -> Norms | None:
         norm = norm.part(keep)
     if not norm:
         return None
-    sizes = norm.at(spikes)
-    of_loss = (monitor.get("loss_spike").at(spikes) > 0) & ~(sizes > threshold.at(spikes)) & np.isfinite(sizes)
     skips, clips = monitor.get("skipped_count"), monitor.get("clipped_count")
     skipped, clipped = (counts.iterations[np.diff(counts.values, prepend=0.0) > 0] for counts in (skips, clips))
     not_made = stepped.iterations[stepped.values == 0]
     outcomes = {"skipped": skipped, "clipped": clipped, "not made by the train step": not_made}
-    return Norms(norm, threshold, spikes[~of_loss], spikes[of_loss], missing, outcomes)
+    return Norms(norm, threshold, spikes, missing, outcomes)
 
 
 def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
@@ -93,10 +90,6 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
                 norms.spikes <= stepped.iterations[stepped.values > 0][-1]
             ]  # later ones are of sums
         yield from _spikes(monitor, norms, run)
-        if len(at := norms.loss_spikes):
-            name = monitor.name("loss_spike")
-            what = f"{plural(len(at), 'loss spike')} ({name}): {norms.described(at)}. {norms.outcome(at)[0]}"
-            yield Finding("loss_spikes", "warning", what, (name,), at, {"count": len(at)})
 
 
 def not_monitored(run: Run) -> Iterator[Finding]:

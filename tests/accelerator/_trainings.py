@@ -62,7 +62,6 @@ MONITORS: dict[str, Make] = {
     "GradMonitor, RobustThreshold": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=RobustThreshold(warmup=3)),
     "GradMonitor, StaticThreshold": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5)),
     "GradMonitor, function": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=lambda mean, std, count: 2 * mean),
-    "GradMonitor, loss": lambda m, o, s: GradMonitor(m, o, scaler=s, loss=_loss),
     "GradMonitor, clip": lambda m, o, s: GradMonitor(m, o, scaler=s, threshold=StaticThreshold(1.5), on_spike="clip"),
     "GradMonitor, largest": lambda m, o, s: GradMonitor(m, o, scaler=s, norm_type=float("inf")),
     "WeightUpdateHandler": lambda m, o, s: WeightUpdateHandler(m, o, scaler=s, sample_size=128),

@@ -280,9 +280,9 @@ def subgroup(rank: int) -> dict[str, Any]:
     if rank < 2:
         model: Any = ddp(layer(0), process_group=group)
         trainer = Trainer(model, own_loss(rank, model), lambda *_: [], is_odd=False)
-        to_save, losses = {"model": model, "optimizer": trainer.optimizer}, {"loss": lambda engine: 1.0 + rank}
+        to_save = {"model": model, "optimizer": trainer.optimizer}
         options: dict[str, Any] = {"every": 2, "rollback": to_save, "extra": ["replicas", "rcc", "histograms"]}
-        with attach_monitors(trainer.engine, model, trainer.optimizer, on_spike="skip", **losses, **options):
+        with attach_monitors(trainer.engine, model, trainer.optimizer, on_spike="skip", **options):
             result = trainer.run()
     dist.barrier()
     return result

@@ -38,7 +38,7 @@ from tests._models import Net
 from tests._oracle import Oracle, mean_of, mean_std
 from tests._ranks import WORLD, ddp, fsdp, inner_of, launch, run_scenarios, train, unwrapped, whole
 
-COUNT, WARMUP, SPIKE, LOSS_SPIKE = 10, 6, 9, 24
+COUNT, WARMUP, SPIKE = 10, 6, 9
 
 
 def batches(spike: int | None = None, count: int = COUNT):
@@ -108,11 +108,6 @@ def scaled(wrap, rank: int | None) -> dict[str, Any]:
     scaler = GradScaler("cpu", init_scale=2.0**10)
     factor = lambda engine: math.inf if engine.state.iteration == 4 and rank != 0 else 1.0  # noqa: E731
     return watched(wrap, rank, step={"scaler": scaler, "factor": factor, "clip": 0.5}, scaler=scaler)
-
-
-def loss_at(iteration: int) -> float:
-    """Multiply the loss of the last rank once, after the warm-up of its own rule."""
-    return 100.0 if iteration == LOSS_SPIKE and dist.get_rank() == WORLD - 1 else 1.0 + 0.01 * (iteration % 3)
 
 
 # Every rank has running statistics of its own; before a forward pass DDP overwrites them by those of rank 0.
@@ -261,7 +256,6 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 fsdp_net = functools.partial(fsdp, inner=["first"])
 BUCKETS = {"gradient_as_bucket_view": True}
 SPIKING, MICRO = {"spike": SPIKE}, {"step": {"parts": 2}}
-WITH_LOSS = {"count": LOSS_SPIKE + 1, "loss": lambda engine: loss_at(engine.state.iteration)}
 QUIET = {"step": {"parts": 2, "reduce_last": True}}
 # name -> arguments of DistributedDataParallel, or None for fully_shard; and those of the training
 TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
@@ -287,8 +281,6 @@ TRAININGS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "accumulating fsdp": (None, ACCUMULATING),
     "clip ddp": ({}, {**SPIKING, "on_spike": "clip"}),
     "clip fsdp": (None, {**SPIKING, "on_spike": "clip"}),
-    "loss ddp": ({}, WITH_LOSS),
-    "loss fsdp": (None, WITH_LOSS),
 }
 SCENARIOS: dict[str, Any] = {
     **{
@@ -455,15 +447,6 @@ def test_an_overflow_on_one_rank_is_left_to_the_scaler_on_all(results, name):
             assert seen == pytest.approx(expected, rel=1e-3, nan_ok=True)
         for actual, references in zip(result["parameters"], alone["parameters"], strict=True):
             torch.testing.assert_close(actual, references, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["loss ddp", "loss fsdp"])
-def test_ranks_agree_on_a_loss_that_is_a_spike_on_one_of_them(results, name):
-    first, second = results(name)
-    assert first["seen"] == second["seen"]
-    expected = [i == LOSS_SPIKE for i in range(1, LOSS_SPIKE + 2)]
-    assert [seen["grad/loss_spike"] for seen in first["seen"]] == expected
-    assert [seen["flag"] for seen in first["seen"]] == expected
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("skip")])

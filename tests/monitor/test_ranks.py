@@ -158,7 +158,6 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
         lambda m, o: im.GradMonitor(m.module, o, group=dist.group.WORLD, per_parameter=True),
         (3, 88),
     ),
-    "GradMonitor with loss": (lambda m, o: im.GradMonitor(m, o, loss=lambda engine: 1.0), (1, 16)),
     "GradMonitor per parameter": (partial(im.GradMonitor, per_parameter=True), (0, 0)),
     "WeightUpdateHandler": (im.WeightUpdateHandler, (0, 0)),
     "OptimizerStateHandler": (im.OptimizerStateHandler, (0, 0)),

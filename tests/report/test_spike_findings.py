@@ -44,7 +44,6 @@ SPIKES = {
     "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 optimizer steps"),
     "not periodic": (grad(with_spike([50, 90, 97, 160]), [50, 90, 97, 160]), ["warning"], "-every"),
     "prefix": (grad(with_spike([120]), [120], root="a/b/generator"), ["warning"], "(a/b/generator/norm)"),
-    "loss alone": (grad(calm_norms(), [50]) | {"grad/loss_spike": series(np.isin(ALL, [50]))}, [], ""),
     "reset counter": (
         grad(with_spike([50, 150]), [50, 150], skipped=False)
         | {"grad/spike_count": series([0] * 49 + [1] * 50 + [0] * 50 + [1] * 51)},
@@ -138,11 +137,6 @@ def test_overflows_of_a_scaler():
         norms = calm_norms()
         norms[:count] = math.inf
         assert [finding.values["count"] for finding in found(grad(np.tile(norms, times)), "overflows")] == reported
-
-
-def test_spikes_of_the_loss_are_none_of_the_norm():
-    run = grad(calm_norms(), [50, 90]) | {"grad/loss_spike": series(np.isin(ALL, [50, 90]))}
-    assert [(finding.kind, finding.iterations) for finding in found(run)] == [("loss_spikes", (50, 90))]
 
 
 @pytest.mark.parametrize(("count", "severity"), [(2, "note"), (3, "warning")])
