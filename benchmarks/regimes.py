@@ -19,6 +19,7 @@ CLASSIFIERS = (
 )
 REGRESSIONS = ("targets shifted", "targets in turn", "heavy tails")
 REGIMES = (*CLASSIFIERS, *REGRESSIONS, "reinforce", "reinforce, other rewards", "TD, a late reward")
+BY_CHANCE = ("reinforce, other rewards", "TD, a late reward")
 SCHEDULES: dict[str, Callable[[int], float]] = {  # factor of the rate in an iteration, for the whole run
     "one cycle": lambda i: 3.0 * math.sin(math.pi * min(i / LENGTH, 0.999)) ** 2 + 1e-3,
     "warm restarts": lambda i: 0.5 + 0.5 * math.cos(math.pi * (i % 150) / 150),
@@ -142,8 +143,10 @@ def _reinforce(name: str, generator: torch.Generator) -> Training:
         return -(advantage * logs.gather(1, action)[:, 0]).mean() + 0.05 * (logs.exp() * logs).sum(-1).mean()
 
     def result() -> float:
+        """Mean number of actions per reward: the inverse of the exact expected return."""
         shift = 3 if name.endswith("rewards") else 0
-        return 1.0 - float(model(torch.eye(8)).softmax(-1)[torch.arange(8), (torch.arange(8) + shift) % 8].mean())
+        chances = model(torch.eye(8)).softmax(-1)[torch.arange(8), (torch.arange(8) + shift) % 8]
+        return 1.0 / float(chances.mean())
 
     return Training(model, optimizer, loss, result)
 
