@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_type
 from ignite_monitor.detection.monitor import CountingMonitor
@@ -34,7 +32,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     first sign is restored exactly, learning rates included (but no extra state of modules), and the engine continues
     with its data iterator. The losses after it test the restored weights: if they do badly on the new batches too,
     training continues with these. Triggers are thresholds that monitors reset, the loss, non-finite state and
-    :meth:`request`. No rise of a loss that changes sign or has never fallen triggers one. Non-finite state is never
+    :meth:`request`. A loss that has been negative or has never fallen triggers none. Non-finite state is never
     accepted: the run ends.
 
     {keys}
@@ -45,7 +43,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
     Args:
         to_save: name -> model, optimizer, scheduler, GradScaler, EMA: anything with ``state_dict`` and
             ``load_state_dict``. Engines and monitors in it are not restored.
-        every: iterations between snapshots.
+        every: iterations between snapshots; with gradient accumulation a multiple of its micro-batches.
         patience: number of losses above the threshold, of ``1.5 * patience``, that trigger a rollback; half of it in a
             row if losses or gradients are not finite.
         max_rollbacks: number of rollbacks within 1,000 iterations; after it a problem is reported, iterations are still
@@ -97,7 +95,6 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         self._parts = dict(zip(self._state_dict_all_req_keys, parts, strict=False))  # the other key is "counts"
         self._request = ""
         self._count = self._discarded_count = 0
-        self._stepped = True  # whether an optimizer made a step in this iteration
         self._layout: list[Any] = []
         self._restoring: Any = None  # handle of the second restore of an iteration
 
@@ -151,14 +148,13 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def _on_iteration_started(self, engine: Engine) -> None:
         """Take a snapshot before any other handler has changed anything in this iteration."""
-        before, stepped = engine.state.iteration - 1, self._stepped
-        self._stepped = not self._training.optimizers
+        before = engine.state.iteration - 1
         if (layout := self._training.layout()) != self._layout:
             self.forget()  # no snapshot fits the model any more
             self._layout = layout
         kept, policy = self._snapshots.all, self._policy
-        is_due = bool(kept) and stepped and policy.healthy and before - kept[-1]["iteration"] >= self.every
-        if policy.phase == WATCHING and (is_due or not kept):
+        is_due = not kept or (policy.healthy and before - kept[-1]["iteration"] >= self.every)
+        if policy.phase == WATCHING and is_due:
             self._snapshots.make_room()
             self._snapshots.all.append(self._snapshot(before))
 
@@ -169,13 +165,6 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def run_totals(self) -> dict[str, float | Tensor]:
         return {"rolled back": self._count, "discarded": self._discarded_count}
-
-    def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
-        optimizers = self._training.optimizers if self._is_running else []
-        return [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
-
-    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped = True
 
     def handlers(self) -> Handlers:
         return [(Phase.SIGNALS_PUBLISHED, self._on_signals_published)]
@@ -190,7 +179,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         loss = loss_in(engine.state.output if self.loss is None else self.loss(engine))
         signals = triggers.collect(loss, self._monitors(), self.ranks, self._device, iteration, self._request)
         self._request = ""
-        if not triggers.unhealthy and iteration >= limits.MEMORY:
+        if not triggers.signs and iteration >= limits.MEMORY:
             text = "only request() triggers a rollback: give loss=, or attach a GradMonitor or SpikeMonitor"
             self.report("no_trigger", text)
         if signals.is_nonfinite:
@@ -241,9 +230,8 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         elif action == Action.END:
             self.report("run_ended", f"{text}; the run ends", severity="problem", once=False)
         elif action == Action.ADAPT:
-            values = ", ".join(f"{level:.3g}" for level in self._policy.failed)
-            text = f"restored weights exceeded a threshold on new batches as well, last with {values}"
-            self.report("adapted", f"{text}; training continues with such batches", once=False)
+            text = "restored weights exceeded a threshold on new batches as well; training continues with such batches"
+            self.report("adapted", text, once=False)
         elif is_start:
             text += f" after {self.max_rollbacks} rollbacks within {limits.WINDOW} iterations: lower the learning rate"
             self.report("rollbacks_exhausted", text, severity="problem", once=False)
@@ -266,8 +254,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
 
     def _restore_again(self, engine: Engine, state: Any) -> None:
         self._restoring.remove()
-        if self._training.layout() == self._layout:
-            self._training.restore(state)  # Ignite calls it: an error ends training
+        self._training.restore(state)  # Ignite calls it: an error ends training
 
     def _end_recovery(self, iteration: int, *, is_regime: bool) -> None:
         if is_regime:
@@ -276,7 +263,7 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         else:
             self._snapshots.drop_newer(self._snapshots.restored)
             self._snapshots.resumable = None
-        self._triggers.far.clear()
+        self._triggers.signs.clear()
         self.logger.info(
             "%s: iteration %d: recovered; %d discarded so far", self._title, iteration, self._discarded_count
         )

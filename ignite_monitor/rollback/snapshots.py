@@ -81,8 +81,6 @@ class TrainingState:
     def __init__(self, to_save: Mapping[str, Any]) -> None:
         self.objects = {name: obj for name, obj in to_save.items() if not isinstance(obj, (Monitor, MonitorHandle))}
         self.modules = [obj for obj in self.objects.values() if isinstance(obj, nn.Module)]
-        inner = map(_inner, self.objects.values())
-        self.optimizers = [obj for obj in inner if hasattr(obj, "_optimizer_step_post_hooks")]
         if any(map(nn.parameter.is_lazy, chain(*((*it.parameters(), *it.buffers()) for it in self.modules)))):
             raise ValueError("Argument to_save has lazy modules: run one forward pass before")
         for name, obj in self.objects.items():

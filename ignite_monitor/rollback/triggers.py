@@ -21,9 +21,8 @@ class LossThreshold:
     r"""Threshold of the loss, the smaller one of a threshold for jumps and one for slow growth.
 
     Jumps: :math:`\mu + \max(2\sigma, \mu/2)`. Growth: :math:`l + \max(4\sigma, f/4, l/2)`, for the mean :math:`f`
-    after the warm-up and the lowest mean :math:`l` since then. Of a loss that has been negative, :math:`4\sigma`
-    replaces the first maximum, and :math:`\max(4\sigma, (f - l)/4)` the second one. Mean and standard deviation are
-    exponentially weighted, as in ``ThresholdRule``.
+    after the warm-up and the lowest mean :math:`l` since then. Mean and standard deviation are exponentially weighted,
+    as in ``ThresholdRule``.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,6 @@ class LossThreshold:
         self.count = 0
         self.weight = self.mean = self.spread = 0.0
         self.first = self.lowest = math.inf  # mean after the warm-up, lowest one since then
-        self.smallest = math.inf  # loss
 
     @property
     def limit(self) -> float:
@@ -42,17 +40,14 @@ class LossThreshold:
         if self.count < limits.MEMORY:
             return math.nan
         sigma = math.sqrt(self.spread / (self.weight - 1.0))
-        if self.smallest < 0.0:
-            jump, growth = 4.0 * sigma, (self.first - self.lowest) / 4.0
-        else:
-            jump = max(2.0 * sigma, limits.JUMP * self.mean)
-            growth = max(self.first / 4.0, limits.JUMP * self.lowest)
-        return min(self.mean + jump, self.lowest + max(4.0 * sigma, growth))
+        jump = max(2.0 * sigma, limits.JUMP * self.mean)
+        growth = max(4.0 * sigma, self.first / 4.0, limits.JUMP * self.lowest)
+        return min(self.mean + jump, self.lowest + growth)
 
     @property
     def has_fallen(self) -> bool:
         """True if the mean has fallen by a tenth since the warm-up."""
-        return self.lowest < self.first - limits.NOISE * abs(self.first)
+        return self.lowest < (1.0 - limits.NOISE) * self.first
 
     def observe(self, loss: float) -> None:
         """Update the statistics."""
@@ -60,7 +55,6 @@ class LossThreshold:
         self.count, self.weight = self.count + 1, decay * self.weight + 1.0
         self.mean += delta / self.weight
         self.spread = decay * self.spread + delta * (loss - self.mean) * (1.0 + decay) / 2.0
-        self.smallest = min(self.smallest, loss)
         if self.count <= limits.MEMORY:
             self.first = self.lowest = self.mean
         self.lowest = min(self.lowest, self.mean)
@@ -109,22 +103,21 @@ class Triggers:
     def start_run(self) -> None:
         """Forget everything but the monitors' counts."""
         self.reset()
-        self.signs = [False, False]  # whether losses have been negative, positive
+        self.is_signed = False  # whether the loss has been negative
         self.measures_progress = False  # whether the loss has fallen since the start
 
     def reset(self) -> None:
         """Forget signs, the threshold of the loss, and accepted losses."""
         self._loss.reset_threshold()
-        # Name -> one bit for each of the last iterations, the newest lowest.
-        self.unhealthy: dict[str, int] = {}
-        self.far: dict[str, int] = {}  # far above the threshold
+        # Name -> of each of the last iterations 0, 1 if the value is unhealthy, 2 if it is far above the threshold.
+        self.signs: dict[str, list[int]] = {}
         self.former_limit = math.nan  # threshold of the loss from before the data changed
         self.accepted, self.accepted_until = -math.inf, 0  # losses up to it are healthy until that iteration
 
     @property
     def usable(self) -> bool:
         """True if a rise of the loss is a sign of instability."""
-        return self.measures_progress and not all(self.signs)
+        return self.measures_progress and not self.is_signed
 
     def thresholds(self, monitors: Sequence[CountingMonitor]) -> dict[str, Any]:
         """Return the statistics of all thresholds, by the monitors' prefixes; "" for the loss."""
@@ -148,7 +141,7 @@ class Triggers:
     def accept(self, levels: Sequence[float], iteration: int) -> None:
         """Accept losses up to those of the failed tests and half of their excess, until 1,000 iterations have none."""
         limit = self.former_limit
-        near = [level + (level - limit) / 2.0 for level in levels if level <= limits.FAR * abs(limit)]
+        near = [level + (level - limit) / 2.0 for level in levels if level <= limits.FAR * limit]
         self.accepted, self.accepted_until = max(near, default=-math.inf), iteration + limits.WINDOW
 
     def collect(
@@ -161,9 +154,8 @@ class Triggers:
         request: str = "",
     ) -> Signals:
         """Collect the signals of the iteration that ends; ``device`` is that of collectives."""
-        for history in (self.unhealthy, self.far):
-            length = max(self._window, limits.PROBATION)
-            history.update({name: 2 * bits % 2**length for name, bits in history.items()})
+        for signs in self.signs.values():
+            signs[:] = [*signs[1:], 0]
         numbers: list[Any] = [0.0 if loss is None else loss, float(loss is not None), float(bool(request))]
         for monitor in monitors:
             metrics, prefix = monitor.metrics, monitor.prefix
@@ -187,23 +179,20 @@ class Triggers:
 
     def _note_loss(self, signals: Signals, loss: float, iteration: int) -> None:
         limit = self._loss.limit
-        if iteration >= self.accepted_until:
-            self.accepted = -math.inf
-        elif limit < loss <= self.accepted:
+        if is_accepted := limit < loss <= self.accepted and iteration < self.accepted_until:
             self.accepted_until = iteration + limits.WINDOW
-        is_unhealthy = self.usable and loss > max(limit, self.accepted)
-        self._note(signals, "loss", is_unhealthy and math.isfinite(loss), loss, limit, True)
+        is_unhealthy = self.usable and loss > limit and not is_accepted
+        signs = self._note(signals, "loss", is_unhealthy and math.isfinite(loss), loss, limit, True)
         if not math.isfinite(loss):
             signals.is_nonfinite = True
             return
         signals.level, signals.is_usual = loss, loss <= self.former_limit
-        if self.unhealthy["loss"] & 3 != 3:  # only the first of several consecutive spikes
+        if not all(signs[-2:]):  # only the first of several consecutive spikes
             self._loss.observe(min(loss, limit) if is_unhealthy else loss)
-        if not is_unhealthy:
-            self.signs = [self.signs[0] or loss < 0.0, self.signs[1] or loss > 0.0]
+        self.is_signed |= loss < 0.0
         # Since the start, not on changed data.
         self.measures_progress |= self._loss.has_fallen and math.isnan(self.former_limit)
-        if age := _lasts(self.unhealthy["loss"], self._patience, self._window):
+        if age := _lasts(signs, 1, self._patience, self._window):
             signals.add(f"the loss exceeded its threshold in {self._patience} iterations", age)
 
     def _note_monitor(self, signals: Signals, name: str, published: Sequence[float], has_measure: bool) -> None:
@@ -212,28 +201,27 @@ class Triggers:
         self.counts[name] = counts
         signals.is_nonfinite |= nonfinite and spike  # an overflow that a GradScaler handles is no spike
         # A norm alone is no instability where a loss tells whether there is one.
-        is_confirmed = not has_measure or bool(self.unhealthy["loss"] % 2**limits.FAR_PATIENCE)
-        self._note(signals, name, spike or reset, value, threshold, is_confirmed)
-        if reset and is_confirmed and not all(self.signs):
-            signals.add(f"the statistics of {name} were reset", _lasts(self.unhealthy[name], 1, self._window))
+        is_confirmed = not has_measure or any(self.signs["loss"][-limits.FAR_PATIENCE :])
+        signs = self._note(signals, name, spike or reset, value, threshold, is_confirmed)
+        if reset and is_confirmed and not self.is_signed:
+            signals.add(f"the statistics of {name} were reset", _lasts(signs, 1, 1, self._window))
         if not has_measure and math.isnan(signals.level):
             signals.level = value
 
     def _note(
         self, signals: Signals, name: str, is_unhealthy: bool, value: float, threshold: float, is_confirmed: bool
-    ) -> None:
+    ) -> list[int]:
         """Note an iteration of a loss or a norm; ``is_confirmed``: it may be a sign of instability."""
-        is_far = is_unhealthy and math.inf > value > limits.FAR * threshold > 0.0
-        self.unhealthy[name] = self.unhealthy.get(name, 0) | is_unhealthy
-        self.far[name] = self.far.get(name, 0) | is_far
+        signs = self.signs.setdefault(name, [0] * max(self._window, limits.PROBATION))
+        signs[-1] = is_unhealthy + (is_unhealthy and math.inf > value > limits.FAR * threshold > 0.0)
         signals.is_above |= is_unhealthy and is_confirmed
-        age = _lasts(self.far[name], limits.FAR_PATIENCE, limits.PROBATION)
-        if age and is_confirmed:
+        if is_confirmed and (age := _lasts(signs, 2, limits.FAR_PATIENCE, limits.PROBATION)):
             text = f"{name} exceeded {limits.FAR:g} times its threshold in {limits.FAR_PATIENCE} iterations"
             signals.add(text, age)
+        return signs
 
 
-def _lasts(bits: int, count: int, window: int) -> int:
-    """Iterations since the first sign if the newest and ``count`` of the last ``window`` are set, else 0."""
-    recent = bits % 2**window
-    return recent.bit_length() if bits & 1 and recent.bit_count() >= count else 0
+def _lasts(signs: Sequence[int], least: int, count: int, window: int) -> int:
+    """Iterations since the first sign if the newest and ``count`` of the last ``window`` reach ``least``, else 0."""
+    recent = [sign >= least for sign in signs[-window:]]
+    return len(recent) - recent.index(True) if recent[-1] and sum(recent) >= count else 0

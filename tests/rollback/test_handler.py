@@ -51,7 +51,7 @@ TWICE = {34: 30, 65: 62}
         ("tensor lr", {}, TWICE),
         ("two groups", {"scaler": True}, TWICE),
         ("adamw", {}, {3: 0}),  # when the optimizer has no state yet
-        *(("sgd", {"accumulate": 4, "every": 5}, one) for one in ({13: 8}, {14: 8}, {18: 16})),  # between steps
+        *(("sgd", {"accumulate": 4, "every": 5}, one) for one in ({13: 10}, {14: 10}, {18: 15})),  # between steps
     ],
 )
 def test_everything_is_bitwise_that_of_the_snapshot(optimizer, arguments, restored):
@@ -332,7 +332,7 @@ def test_changed_data_cost_at_most_15_steps(caplog):
     training = Training(monitor={}, names=["model", "optimizer"])
     training.run(make_batches(180, range(45, 181), factor=30.0))
     [text] = [text for text in messages(caplog) if "continues with such batches" in text]
-    assert "restored weights exceeded a threshold on new batches as well, last with" in text
+    assert "restored weights exceeded a threshold on new batches as well" in text
     assert training.of("count")[180] == 1
     assert 180 - float(training.model.steps) == training.of("discarded_count")[180] <= 15
 

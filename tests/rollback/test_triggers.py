@@ -61,15 +61,6 @@ def test_threshold_of_the_loss():
     assert [i for i, (_, unstable) in enumerate(answers) if unstable] == [109]
 
 
-def test_slow_growth_of_negative_losses():
-    """A quarter of the descent from -10 to -50 is allowed."""
-    watch = Watch()
-    losses = [-10.0] * 20 + [-10.0 - i for i in range(40)] + [-50.0] * 100
-    assert not any(watch(loss)[0] for loss in losses)
-    rising = [-50.0 + 0.1 * i for i in range(150)]
-    assert next(loss for loss in rising if watch(loss)[0]) == pytest.approx(-39.9)
-
-
 def test_slow_growth_is_noticed_before_a_quarter_of_the_descent_is_lost_twice():
     """A loss that falls from 2.3 to 0.1 and then grows by 1 % an iteration, which no threshold for jumps notices."""
     watch = Watch()
@@ -78,16 +69,6 @@ def test_slow_growth_is_noticed_before_a_quarter_of_the_descent_is_lost_twice():
     unstable = [i for i, loss in enumerate(losses) if watch(loss)[1]]
     assert unstable[0] > 200
     assert losses[unstable[0]] < 0.1 + 2 * 2.3 / 4
-
-
-@pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
-def test_negative_losses(shift):
-    generator = torch.Generator().manual_seed(0)
-    watch = Watch()
-    for noise in torch.randn(60, generator=generator).tolist():
-        assert not watch(shift - 1000.0 + 0.1 * noise)[1]
-    assert watch(shift - 1000.0 + 0.28) == (False, False)  # below 4 standard deviations
-    assert [watch(shift - 990.0) for _ in range(10)] == [(True, False)] * 9 + [(True, True)]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +139,7 @@ def test_an_overflow_that_a_scaler_handles_is_no_nonfinite_iteration():
         ([1.0] * 60, False),  # has never fallen
         ([0.0] * 30 + [0.01 * i for i in range(60)], False),  # TD error: rises while values are learnt
         ([3.0 * 0.9**i + 1.0 for i in range(60)], True),
-        ([3.0 * 0.9**i - 9.0 for i in range(60)], True),  # negative throughout
+        ([3.0 * 0.9**i - 9.0 for i in range(60)], False),  # negative throughout
         ([3.0 * 0.9**i - 1.0 for i in range(60)], False),  # changes sign
         ([0.5 * (-1) ** i for i in range(60)], False),  # policy gradient with a baseline
     ],
@@ -196,16 +177,16 @@ def test_a_norm_alone_triggers_only_without_a_loss(loss, triggers):
     assert bool(watch.collect(loss, [monitor]).reasons) == triggers
 
 
-@pytest.mark.parametrize(("shift", "peak", "accepted"), [(0.0, 5.0, True), (0.0, 50.0, False), (-100.0, 5.0, True)])
-def test_losses_of_accepted_data_are_healthy_for_1000_iterations(shift, peak, accepted):
+@pytest.mark.parametrize(("peak", "accepted"), [(5.0, True), (50.0, False)])
+def test_losses_of_accepted_data_are_healthy_for_1000_iterations(peak, accepted):
     """The largest loss and half of its excess above the threshold; values far above the threshold never are."""
     watch = Watch()
     for i in range(30):
-        watch(shift + 1.0 + 0.01 * (i % 3))
+        watch(1.0 + 0.01 * (i % 3))
     limit = watch.loss.limit
     watch.triggers.former_limit = limit
-    watch.triggers.accept([4.9 + shift, peak + shift], iteration=1)
-    edge = peak + shift + (peak + shift - limit) / 2.0
+    watch.triggers.accept([4.9, peak], iteration=1)
+    edge = peak + (peak - limit) / 2.0
     assert [watch(loss)[0] for loss in (edge + 1e-6, edge - 1e-6)] == [True, not accepted]
     assert watch.triggers.collect(edge - 1e-6, (), Ranks(None), torch.device("cpu"), 1001).is_above
 
