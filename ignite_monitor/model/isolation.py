@@ -208,6 +208,16 @@ def generator_state(generator: Any) -> Any:
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
+def generator_states(model: nn.Module, named: Iterable[Any]) -> dict[str, Any]:
+    """States of the global generators and of those of :func:`generators_of`, by name."""
+    state = capture_rng_state()
+    state |= state.pop("devices")
+    for place, generator in generators_of(model, named).items():
+        name = ".".join(str(getattr(part, "__qualname__", part)) for part in place)
+        state[f"{name} of the model or loss"] = generator_state(generator)
+    return state
+
+
 def set_generator_state(generator: Any, state: Any) -> None:
     """Set a state that :func:`generator_state` returned."""
     if isinstance(generator, random.Random):

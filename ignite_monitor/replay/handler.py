@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from ignite.engine import Engine
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ignite_monitor.keys import REPLAY
 from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.isolation import is_from_signal_handler
+from ignite_monitor.model.hashes import hashes_of
+from ignite_monitor.model.isolation import generator_states, generators_used_by, is_from_signal_handler
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import listed, named_parameters, unwrapped
 from ignite_monitor.model.tensors import bits_of
 from ignite_monitor.monitor.arguments import check_generators, check_loss
@@ -20,6 +22,13 @@ from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.reference.reference import evaluate, isolated_copy
 
 _MIN_SAME = 3  # equal pairs of passes, before a different one is taken for a fault
+_NAMED = 8
+
+
+class _Pass(NamedTuple):
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]  # buffers of the copy, and hashes of generators, when it ended
+    moved: dict[str, Tensor]  # by parameter, True if the copy's is no longer the model's
 
 
 class ReplayCheckHandler(Monitor, schema=REPLAY):
@@ -28,8 +37,10 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     Before a monitored train step, each pass runs on a copy of the model of its own, with the batch and the RNG state of
     the train step. ``loss`` must depend on its arguments and random numbers only, and change nothing else.
 
-    The handler switches itself off for the rest of the run, and reports the reason, after a pass that raises an error,
-    and after a difference that fewer than three equal pairs of passes of this run precede. Attach it on all ranks.
+    The handler switches itself off for the rest of the run, and reports the reason, after a pass that raises an error
+    or changes the model that trains, and after a difference that fewer than three equal pairs of passes of this run
+    precede. The report of a difference names the parameters, buffers and generators that the passes changed or left
+    different. Attach it on all ranks.
 
     {keys}
 
@@ -84,8 +95,12 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         """Publish the result; return the reason to switch off, if there is one."""
         error, differing = "", dict[str, Tensor]()
         try:
-            first, second = self._gradients(batch), self._gradients(batch)
-            differing = {name: _differ(first.get(name), second.get(name)) for name in first | second}
+            tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+            versions = [(name, item, item._version) for name, item in tensors if not item.is_inference()]
+            first, second = self._make_pass(batch), self._make_pass(batch)
+            if changed := [name for name, item, version in versions if item._version != version]:
+                raise RuntimeError(f"it changes the model that trains, in {listed(changed, _NAMED)}")
+            differing = _differences(first.gradients, second.gradients)
         except Exception as raised:
             if is_from_signal_handler(raised):
                 raise
@@ -101,27 +116,50 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         if not status:
             self._same_count += 1
             return ""
-        names = listed([name for name, flag in differing.items() if flag], 8) or "on another rank"
-        text = f"two passes gave different gradients: {names}. {self._same_count} earlier pairs of this run were equal"
+        names = listed([name for name, flag in differing.items() if flag], _NAMED) or "on another rank"
+        text = f"two passes gave different gradients: {names}. {_describe_state(first, second)}. "
+        text += f"{self._same_count} earlier pairs of this run were equal"
         if self._same_count < _MIN_SAME:
             return f"{text}, too few to tell a fault from a nondeterministic operation or a loss that keeps state"
         text += ": unless the loss keeps state, test the machine for a hardware fault"
         self.report("gradients_differ", text, severity="problem", once=False)
         return ""
 
-    def _gradients(self, batch: Any) -> dict[str, Tensor]:
-        """Return the gradients of one pass by name."""
-        with isolated_copy(unwrapped(self.model), self.loss, self._generators) as model:
+    def _make_pass(self, batch: Any) -> _Pass:
+        root = unwrapped(self.model)
+        trained = {name: item for name, item, _ in named_parameters(root)}
+        with isolated_copy(root, self.loss, self._generators) as model:
             loss = evaluate(self.loss, model, batch)
-            parameters = {name: item for name, item, _ in named_parameters(model) if item.requires_grad}
-            gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
-        reached = {name: item for name, item in zip(parameters, gradients, strict=True) if item is not None}
+            parameters = {name: item for name, item, _ in named_parameters(model)}
+            trainable = {name: item for name, item in parameters.items() if item.requires_grad}
+            gradients = torch.autograd.grad(loss, [*trainable.values()], allow_unused=True)
+            state = {f"buffer {name}": item for name, item in model.named_buffers() if has_local_data(item)}
+            states = generator_states(model, [*self._generators, *generators_used_by(self.loss)])
+        reached = {name: item for name, item in zip(trainable, gradients, strict=True) if item is not None}
         if not reached:
             raise RuntimeError("the loss reaches no parameter of the model that it is given")
-        return {name: gradient.to_dense() for name, gradient in reached.items()}
+        hashes = hashes_of(states, torch.device("cpu")).unbind()
+        state |= {f"generator {name}": value for name, value in zip(states, hashes, strict=True)}
+        moved = {name: _differ(parameters.get(name), item) for name, item in trained.items() if has_local_data(item)}
+        return _Pass({name: item.to_dense() for name, item in reached.items()}, state, moved)
+
+
+def _describe_state(first: _Pass, second: _Pass) -> str:
+    """Say what the passes are seen to have changed, beside gradients; reads flags from the device."""
+    moved = [f"parameter {name}" for name in first.moved if first.moved[name] or second.moved[name]]
+    differing = [name for name, flag in _differences(first.state, second.state).items() if flag]
+    if not moved + differing:
+        return "They left parameters, buffers and known generators the same: state that they keep is outside the model"
+    changed, different = listed(moved, _NAMED) or "no parameter", listed(differing, _NAMED) or "no buffer or generator"
+    return f"They changed {changed}, and left different states of {different}"
+
+
+def _differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Flags of the tensors whose bits differ, or of which one is missing, by name."""
+    return {name: _differ(first.get(name), second.get(name)) for name in {**first, **second}}
 
 
 def _differ(first: Tensor | None, second: Tensor | None) -> Tensor:
-    if first is None or second is None:
+    if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
         return torch.tensor(True, device="cpu")
     return (bits_of(first) != bits_of(second)).any()

@@ -260,6 +260,70 @@ def test_what_cannot_be_repeated_switches_off_with_the_reason_until_the_run_ends
     assert reason in message
 
 
+class Tracking(nn.Module):
+    """Its normalization, its noise and its weight are as the loss asks, which counts its calls outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(2))
+        self.noise = [torch.Generator().manual_seed(1)]
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+def shift_inputs(copied, trained, count, batch):
+    return mse_loss(copied, (batch[0] + count, batch[1])) * count
+
+
+def draw_more(copied, trained, count, batch):
+    torch.rand(count, generator=copied.noise[0]), torch.rand(count), np.random.rand(count)
+    return mse_loss(copied, batch) * count
+
+
+def scale_loss(copied, trained, count, batch):
+    return mse_loss(copied, batch) * count
+
+
+def change_weight(copied, trained, count, batch):
+    trained["head.weight"].data.add_(0.0 * count + 1.0)  # which no version counter tells
+    return mse_loss(copied, batch) * count
+
+
+def change_buffer(copied, trained, count, batch):
+    trained["scale"].add_(1.0)
+    return mse_loss(copied, batch)
+
+
+GRADIENTS = "two passes gave different gradients: norm.weight, norm.bias, head.weight, head.bias. They "
+# what a loss does -> what is said of it
+SEEN = {
+    shift_inputs: f"{GRADIENTS}changed no parameter, and left different states of buffer norm.running_mean. 0 earlier",
+    draw_more: f"{GRADIENTS}changed no parameter, and left different states of generator torch, generator numpy, "
+    "generator .noise.0 of the model or loss. 0 earlier",
+    scale_loss: f"{GRADIENTS}left parameters, buffers and known generators the same: state that they keep is outside",
+    change_weight: f"{GRADIENTS}changed parameter head.weight, and left different states of no buffer or generator. 0",
+    change_buffer: "the loss can't be evaluated twice: RuntimeError: it changes the model that trains, in scale",
+}
+
+
+@pytest.mark.parametrize("does", SEEN, ids=lambda does: does.__name__)
+def test_the_report_names_the_state_that_a_pass_changed_or_left_different(does, caplog):
+    model, calls = Tracking(), []
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def loss(copied, batch):
+        calls.append(1)
+        return does(copied, tensors, len(calls), batch)
+
+    rows = run_monitored(make_step(model, sgd(model)), make_batches(3), ReplayCheckHandler(model, loss=loss))
+    (message,) = caplog.messages
+    assert f"off for the rest of the run: {SEEN[does]}" in message
+    assert len(calls) == 2
+    assert rows == [{} if does is change_buffer else {KEY: 0.0}, {}, {}]
+
+
 @pytest.mark.parametrize("same_before", [0, 2, 3, 5])
 def test_a_fault_is_suspected_after_three_equal_pairs_of_this_run(same_before, caplog):
     calls = []
