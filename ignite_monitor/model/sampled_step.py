@@ -80,6 +80,7 @@ class StepMeasurement:
         self.min_nonzero = (self.samples.counts / _FEW).clamp(max=_FEW) * (self.samples.factors > 1)
         self._model, self._optimizer = model, optimizer
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
+        self._before: dict[int, Tensor] = {}  # samples by index, of the start of the last measured train step
 
     def fits(self) -> bool:
         """Return True if the model's parameters are still those that are sampled."""
@@ -96,8 +97,8 @@ class StepMeasurement:
         self.stepped = UpdatedParameters({id(self.samples.parameters[index]): index for index in self.indices})
         parts = [self.samples.take(index, self.samples.parameters[index]) for index in self.indices]
         self.sizes = {index: part.numel() for index, part in zip(self.indices, parts, strict=True)}
-        copies = torch.cat(parts).split([*self.sizes.values()]) if parts else ()
-        self._before: dict[int, Tensor] = dict(zip(self.indices, copies, strict=True))
+        self._flat_before = torch.cat(parts) if parts else self.samples.factors[:0]
+        self._before = dict(zip(self.indices, self.split(self._flat_before, self.indices), strict=True))
 
     def step_started(self, optimizer: Optimizer) -> list[int]:
         """Note an optimizer's step that is about to be made; return the indices of its parameters."""

@@ -15,12 +15,12 @@ from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import REPLICAS
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import all_reduce, reshard
+from ignite_monitor.model.hashes import hashes_of
 from ignite_monitor.model.names import Pattern, Selection
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
-from ignite_monitor.replicas.hashes import hashes_of
 from ignite_monitor.replicas.items import items_of, replica_groups
 
 _SHOWN = 8  # ranks, and items of each, in a report

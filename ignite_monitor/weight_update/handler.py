@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -38,7 +39,8 @@ class ParameterDiagnostics(NamedTuple):
         update_ratio: the norm of its change over its own; NaN if no step was to move it.
         is_vanishing: True if the norm is below ``vanishing_grad_threshold``.
         is_exploding: True if the norm is above ``exploding_grad_threshold``, or not finite.
-        is_frozen: True if it had a step, and is unchanged since ``frozen_patience_steps`` monitored steps.
+        is_frozen: True if it had a step, and has not moved since the start of the first of the last
+            ``frozen_patience_steps`` monitored ones.
     """
 
     grad_norm: float
@@ -71,9 +73,10 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         sample_size: the number of elements to sample per parameter; None for all.
         vanishing_grad_threshold: the smallest gradient norm that is not vanishing.
         exploding_grad_threshold: the largest gradient norm that is not exploding.
-        frozen_update_ratio_threshold: the largest update ratio of a step that does not move a parameter; with 0 a step
-            that changes any element moves it.
-        frozen_patience_steps: the number of such consecutive steps after which a parameter is frozen, with a warning.
+        frozen_update_ratio_threshold: the largest update ratio of a parameter that does not move, also of all steps
+            from one monitored step to the next together; with 0 a change of any element moves it.
+        frozen_patience_steps: the number of consecutive monitored steps without a move after which a parameter is
+            frozen, with a warning.
         top_k: the number of parameters to publish by name, of each kind; 0 for no names.
         eps: :math:`\epsilon`, greater than 0.
         group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
@@ -93,7 +96,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             print([name for name, parameter in handler.diagnostics.items() if parameter.is_frozen])
     """
 
-    _state_dict_all_req_keys = ("names", "counts")
+    _state_dict_all_req_keys = ("names", "counts", "hashes")
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         self.eps = check_real("eps", eps, above=0.0, below=math.inf)
         self._names = [name for name, _, _ in named_parameters(model)]
         self._counts = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")  # of steps without a move
+        self._hashes = torch.zeros(len(self._names), dtype=torch.int64, device="cpu")  # with which the counts hold
         # Of the last monitored iteration, by parameter: norms of gradients, update ratios, counts (NaN without a step),
         # whether few sampled elements have moved, and norms of weights. A list once the host knows it.
         self._table: Tensor | list[list[float]] = _unknown(self._names)
@@ -150,29 +154,32 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return how many monitored steps in a row have not moved each parameter, and which are not sampled."""
-        return OrderedDict(names=list(self._names), counts=self._counts, whole=sorted(self._fully_measured))
+        """Return how many monitored steps in a row have not moved each parameter, and its hash."""
+        hashes = self._hashes if self._step is None else self._step.hashes()
+        whole = sorted(self._fully_measured)
+        return OrderedDict(names=list(self._names), counts=self._counts, hashes=hashes, whole=whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; parameters that it does not know start at 0.
+        """Continue from a saved state; parameters that it does not know, or with another hash, start at 0.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: if it holds something else than names and counts.
+            TypeError: if it holds something else than names, counts and hashes.
             ValueError: if it was saved by a monitor of another kind, or of another model.
         """
         super().load_state_dict(state_dict)
-        names, counts = state_dict["names"], state_dict["counts"]
-        if not isinstance(names, list) or not isinstance(counts, Tensor) or counts.shape != (len(names),):
-            text = "Argument state_dict should hold a list in 'names' and a tensor of as many elements in 'counts'"
-            raise TypeError(f"{text}, but it holds {names!r} and {counts!r}")
+        names, *values = state_dict["names"], state_dict["counts"], state_dict["hashes"]
+        if not isinstance(names, list) or any(getattr(value, "shape", None) != (len(names),) for value in values):
+            text = "Argument state_dict should hold a list in 'names' and tensors of as many elements in 'counts' and "
+            raise TypeError(f"{text}'hashes', but it holds {names!r} and {values!r}")
         if set(names).isdisjoint(self._names):
             raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
-        saved = dict(zip(names, counts.tolist(), strict=True))
-        known = [saved.get(name, 0.0) for name in self._names]
-        self._counts = torch.tensor(known, dtype=torch.float64, device="cpu")
+        saved = dict(zip(names, zip(*(value.tolist() for value in values), strict=True), strict=True))
+        counts, hashes = zip(*(saved.get(name, (0, 0)) for name in self._names), strict=True)
+        self._counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
+        self._hashes = torch.tensor(hashes, dtype=torch.int64, device="cpu")
         self._fully_measured = set(state_dict.get("whole", ()))
         self._step = None  # the counts are on the CPU: the next iteration moves them to the device
 
@@ -185,17 +192,24 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         ]
 
     def start_iteration(self, engine: Engine) -> None:
-        if self._step is None or not self._step.fits():
+        if self._step is not None and not self._step.fits():
+            self.reset_run_state()
+        if self._step is None:
             self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer, self.eps)
             names = self._step.samples.names
             if names != self._names:
                 self._names, self._table = names, _unknown(names)
                 self._counts = self._counts.new_zeros(len(names))
+                self._hashes = self._hashes.new_zeros(len(names))
             self._counts = move_like(self._counts, self._step.samples.factors)
         self._step.samples.take_whole(self._fully_measured)
-        self._step.start()
+        self._step.start_from(self._hashes)
 
     def reset_run_state(self) -> None:
+        if self._step is not None:
+            self._hashes = torch.zeros_like(self._hashes)
+            with contextlib.suppress(Exception):  # a run may end by an error of the device
+                self._hashes = self._step.hashes()
         self._step = None
 
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
@@ -221,9 +235,10 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             values |= _named("grad", statistics[0])
             values["vanishing_count"] = (norms < self.vanishing_grad_threshold).sum(dtype=norms.dtype)
             values["exploding_count"] = (norms > self.exploding_grad_threshold).sum(dtype=norms.dtype)
-        unmoved = measured.unmoved
-        if self.frozen_update_ratio_threshold:
-            unmoved = unmoved | (ratios <= self.frozen_update_ratio_threshold)
+        unmoved, threshold = measured.unmoved, self.frozen_update_ratio_threshold
+        if threshold:
+            unmoved = unmoved | (ratios <= threshold)
+        self._counts = self._counts * (measured.drifts <= threshold)
         self._counts = torch.where(stepped, (self._counts + 1) * unmoved, self._counts)
         counts = torch.where(stepped, self._counts, math.nan)
         if self._step.stepped:

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
+from ignite_monitor.model.hashes import hashes_of
 from ignite_monitor.model.norms import norms
 from ignite_monitor.model.sampled_step import StepMeasurement
 from ignite_monitor.model.sampling import NARROW
 
-_ROWS = 8  # of norms to combine over ranks
+_ROWS = 9  # of norms to combine over ranks
 
 
 class MeasuredUpdates(NamedTuple):
@@ -25,6 +26,7 @@ class MeasuredUpdates(NamedTuple):
     gradients: Tensor  # norms; inf for gradients that are not finite
     has_gradients: bool
     weights: Tensor  # norms before the step
+    drifts: Tensor  # as ratios, of the changes from the start of the last measured train step to that of this one
     ratios: Tensor
     unmoved: Tensor  # True if all elements were compared, and no step has moved one
     few: Tensor  # True if too few elements of a sample have moved to estimate the ratio
@@ -47,16 +49,44 @@ class UpdateMeasurement(StepMeasurement):
         # Updates of low-precision weights that rounding loses are no reason to copy the weights.
         is_narrow = torch.tensor(self._narrow, dtype=torch.bool, device="cpu")
         self._min_moved = self.min_nonzero.masked_fill(move(is_narrow, self.samples.device), 1.0)
+        self._distances: Tensor | None = None  # of all indices, from start to start since the last results; None for 0
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Prepare for a train step."""
+    def start_from(self, hashes: Tensor) -> None:
+        """Prepare for a train step; the first one takes parameters with other :meth:`hashes` for moved."""
+        before = self._before
         super().start()
+        self._add_distances(before, hashes)
         self._after_backward: dict[int, Tensor] = {}  # norms of gradients
         self._of_last_step: dict[int, Tensor | None] = {}
         self._between_steps = torch.zeros_like(self.samples.factors)  # norms of changes before further steps, added
         self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
         self._weights = self._norms({index: self.samples.parameters[index] for index in self.indices}, math.nan)
+
+    def hashes(self) -> Tensor:
+        """Hash all parameters as they were when the last results were known; 0 for those that have moved since."""
+        hashes = torch.zeros(len(self.samples.parameters), dtype=torch.int64, device=self.samples.device)
+        values = hashes_of({self.samples.names[i]: copy for i, copy in self._before.items()}, hashes.device)
+        kept = values if self._distances is None else values * (self._distances == 0)
+        return hashes.index_copy(0, self._to_device(self.indices), kept)
+
+    def _add_distances(self, before: Mapping[int, Tensor], hashes: Tensor) -> None:
+        """Add the changes between the starts of two train steps; infinite where they can't be compared."""
+        after, unread = self._before, self._distances
+        if not before:
+            is_same = self.hashes() == move(hashes, self.samples.device)
+            self._distances = torch.where(is_same[self._to_device(self.indices)], 0.0, math.inf)
+        elif after:
+            known = [
+                before[i] if i in before and len(before[i]) == len(it) else math.inf + it for i, it in after.items()
+            ]
+            changes = torch.cat(known).sub_(self._flat_before)
+            self._distances = self.samples.norms(self.split(changes, self.indices))
+            if unread is not None:
+                self._distances += unread if [*before] == [*after] else math.inf
+
+    def _to_device(self, indices: Iterable[int]) -> Tensor:
+        return move(torch.tensor([*indices], dtype=torch.int64, device="cpu"), self.samples.device)
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
@@ -70,7 +100,7 @@ class UpdateMeasurement(StepMeasurement):
             self._measure((index for index in indices if index not in self._after_backward), step.loss_scale)
         if again := [index for index in indices if index in self._of_last_step]:
             changes = self.samples.norms(self.split(self.changes(again), again))
-            self._between_steps.index_add_(0, move(torch.tensor(again, device="cpu"), self.samples.device), changes)
+            self._between_steps.index_add_(0, self._to_device(again), changes)
         self._of_last_step |= {index: self._after_backward.get(index) for index in indices}
 
     @torch.no_grad()
@@ -82,14 +112,16 @@ class UpdateMeasurement(StepMeasurement):
         if not known and not self.stepped:
             return None
         unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
-        rows = [torch.stack([known.get(index, unknown) for index in members]), self._weights]
-        at = move(torch.tensor(members, device="cpu"), samples.device)
+        at = self._to_device(members)
+        factors = samples.factors[at]
+        distances = torch.zeros_like(factors) if self._distances is None else self._distances * factors
+        rows, self._distances = [torch.stack([known.get(i, unknown) for i in members]), self._weights, distances], None
         has_rounded = bool(self._had_gradient) and self.keeps_no_copies
         if self.stepped:
-            flat, factors = self.changes(members), samples.factors[at]
+            flat = self.changes(members)
             # Each rank scales its own part: another one may have learned already that the parameter needs no sample.
             rows += [samples.norms(self.split(flat, members)) * factors, self._counts(flat != 0)]
-            rows += [(factors > 1).to(samples.dtype), self._between_steps[at]]
+            rows += [factors - 1, self._between_steps[at]]
             if has_rounded:
                 parts = zip(members, self.split(torch.zeros_like(flat, dtype=torch.bool), members), strict=True)
                 had = torch.cat([self._had_gradient.get(*pair) for pair in parts])
@@ -97,16 +129,19 @@ class UpdateMeasurement(StepMeasurement):
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
         measured = samples.over_ranks(torch.stack(rows), members)
-        table = torch.full((6, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
-        norms, weights, changes, roots, sampled, between = table.index_copy_(1, at, measured[:6]).unbind()
+        table = torch.full((7, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
+        norms, weights, distances, changes, roots, sampled, _ = table.index_copy_(1, at, measured[:7]).unbind()
         stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
         few = stepped & is_sampled & (moved < self._min_moved)
-        ratios = changes / (weights + self._eps)
+        sizes = weights + self._eps
+        ratios = changes / sizes
         ratios = ratios.masked_fill(~stepped | ratios.isinf() | few, math.nan)
-        unmoved = ~is_sampled & (moved == 0) & (between == 0)  # two steps may cancel
-        lost, had_gradient = (measured[6:].square() * stepped[at]).sum(1).unbind()
-        fraction = lost / had_gradient if has_rounded else None
-        return MeasuredUpdates(norms, bool(known), weights, ratios, unmoved, few, stepped, fraction)
+        unmoved = table[4:].sum(0) == 0  # not sampled, and neither moved nor moved back by two steps
+        fraction = None
+        if has_rounded:
+            lost, had_gradient = (measured[7:].square() * stepped[at]).sum(1).unbind()
+            fraction = lost / had_gradient
+        return MeasuredUpdates(norms, bool(known), weights, distances / sizes, ratios, unmoved, few, stepped, fraction)
 
     def _counts(self, flags: Tensor) -> Tensor:
         """Roots of the numbers of True by parameter: norms, so that ranks are combined as they are for norms."""

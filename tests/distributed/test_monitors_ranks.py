@@ -482,6 +482,30 @@ def known_by_one_rank(rank: int) -> dict[str, Any]:
     return {"ratio": handler.diagnostics["0.weight"].update_ratio, "true": norm(after - before) / norm(before)}
 
 
+def moved_between(rank: int) -> dict[str, Any]:
+    """No gradient moves a weight; the last rank's part of one moves in unmonitored iterations."""
+    model = fsdp(wide())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handler = WeightUpdateHandler(model, optimizer, frozen_patience_steps=2)
+
+    def step(engine: Engine, batch: Any) -> None:
+        if rank and engine.state.iteration % 2:
+            with torch.no_grad():
+                next(model.parameters()).to_local()[-1] += 1
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+    engine, frozen = Engine(step), []
+    handler.attach(engine, Events.ITERATION_STARTED(every=2))
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(every=2),
+        lambda _: frozen.append([name for name, item in handler.diagnostics.items() if item.is_frozen]),
+    )
+    engine.run(range(8))
+    return {"frozen": frozen}
+
+
 def refused(rank: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"^Argument reference should be a module, since the model"):
         RCCHandler(fsdp(seeded(attending)))
@@ -518,6 +542,10 @@ def test_a_ratio_is_the_same_where_one_rank_measures_its_part_whole(results):
     first, second = results("known by one rank")
     assert first == second
     assert first["ratio"] == pytest.approx(first["true"], rel=0.2)
+
+
+def test_a_part_on_one_rank_that_moves_between_monitored_iterations_is_not_frozen(results):
+    assert results("moved between") == [{"frozen": [[], *[["1.weight"]] * 3]}] * 2
 
 
 def test_a_layer_that_one_rank_alone_reaches_is_published_by_both(results):
@@ -697,6 +725,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "some steps": some_steps,
     "local steps": local_steps,
     "known by one rank": known_by_one_rank,
+    "moved between": moved_between,
     "refused": refused,
     # The reference of one rank can't be run.
     "failing": lambda rank: both_or_one(
