@@ -221,7 +221,7 @@ class Monitor(Reporter, Serializable):
         """Write the values of monitored iterations to an Ignite logger; call before or after :meth:`attach`.
 
         Args:
-            logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger`` … but no ``ProgressBar``
+            logger: any Ignite logger: ``TensorboardLogger``, ``WandBLogger``, ``MLflowLogger``, ``ProgressBar`` …
             engine: the engine the monitor is attached to.
             event: any event of the engine or of :class:`MonitorEvents`, filtered or not.
             tag: prefix of the written names; None for none.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ignite.engine import Engine, State
+from ignite.engine import Engine, Events, State
 from ignite.handlers.base_logger import BaseLogger
 from ignite.handlers.tqdm_logger import ProgressBar
 
@@ -24,10 +24,6 @@ def add_logger(
 ) -> list[Any]:
     """Let a logger write the selected values of a monitor under a tag; return removable handles."""
     check_type("logger", logger, BaseLogger, "ignite.handlers.base_logger.BaseLogger")
-    if isinstance(logger, ProgressBar):  # whose attach() takes no handlers
-        raise TypeError(
-            "Argument logger should be no ProgressBar: give names to its attach(engine, metric_names=[...])"
-        )
     check_type("engine", engine, Engine, "ignite.engine.Engine")
     if tag is not None:
         check_type("tag", tag, str, "str or None")
@@ -40,11 +36,18 @@ def add_logger(
     handles: list[Any] = []
     with ExitStack() as undo:
         undo.callback(remove_all, handles)
-        # Ignite's handlers always write a tag before a name: without one of the user's, it is its first part.
-        for family in [""] if tag else monitor.families:
-            values = Values(monitor, family, selection)
-            handler = logger._create_output_handler(tag=tag or family, output_transform=values)
-            handles.append(logger.attach(engine, functools.partial(_write, handler, values), event))
+        if isinstance(logger, ProgressBar):  # whose own attach() returns no handles
+            values = Values(monitor, "", selection)
+            handler = logger._create_output_handler(logger.tqdm_kwargs.get("desc", ""), output_transform=values)
+            close = functools.partial(logger._close)  # equal to no handler of the user's
+            handles.append(BaseLogger.attach(logger, engine, handler, event))
+            handles.append(engine.add_event_handler(Events.EPOCH_COMPLETED, close))
+        else:
+            # Ignite's handlers always write a tag before a name: without one of the user's, it is its first part.
+            for family in [""] if tag else monitor.families:
+                values = Values(monitor, family, selection)
+                handler = logger._create_output_handler(tag=tag or family, output_transform=values)
+                handles.append(logger.attach(engine, functools.partial(_write, handler, values), event))
         undo.pop_all()
     return handles
 

@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from ignite.handlers import ProgressBar
 from torch import nn
 
 from ignite_monitor import (
@@ -193,10 +192,7 @@ def test_a_name_that_another_monitor_or_the_user_has_claimed_on_the_engine(first
 @pytest.mark.parametrize(
     ("arguments", "error", "name"),
     [
-        *[
-            ({"logger": value}, TypeError, "logger")
-            for value in (None, "tensorboard", ListLogger, print, ProgressBar())
-        ],
+        *[({"logger": value}, TypeError, "logger") for value in (None, "tensorboard", ListLogger, print)],
         *[({"engine": value}, TypeError, "engine") for value in (None, "engine", Engine)],
         *[({"tag": value}, TypeError, "tag") for value in (3, ["train"], True)],
         *[({"event": value}, (TypeError, ValueError), "event") for value in (None, 3, "nonsense", Events)],

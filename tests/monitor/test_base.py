@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from ignite.engine import Engine, Events
-from ignite.handlers import Checkpoint, DiskSaver
+from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
 from torch import nn
 
 from ignite_monitor import Key, Monitor, MonitorEvents, RollbackHandler, Schema
@@ -131,6 +131,17 @@ def test_an_error_of_one_monitor_detaches_the_others():
     with pytest.raises(RuntimeError, match="no report"):
         handle.remove()
     assert footprint(trainer, model, optimizer) == before
+
+
+def test_removing_a_progress_bar_keeps_the_user_s_own_closing_handler():
+    model, _, trainer = make_trainer()
+    bar = ProgressBar(disable=True)
+    bar.attach(trainer)
+    monitor = Smallest(model)
+    before = {event: list(handlers) for event, handlers in trainer._event_handlers.items() if handlers}
+    monitor.log_to(bar, trainer)
+    monitor.detach()
+    assert {event: list(handlers) for event, handlers in trainer._event_handlers.items() if handlers} == before
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

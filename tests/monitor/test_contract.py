@@ -16,6 +16,7 @@ import math
 import pickle
 import re
 import sys
+import warnings
 import weakref
 from collections import Counter
 from unittest.mock import MagicMock
@@ -24,7 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from ignite.handlers import Checkpoint, DiskSaver
+from ignite.handlers import Checkpoint, DiskSaver, ProgressBar
 from ignite.handlers.mlflow_logger import MLflowLogger
 from ignite.handlers.mlflow_logger import OutputHandler as MLflowOutputHandler
 from ignite.handlers.tensorboard_logger import TensorboardLogger
@@ -148,7 +149,8 @@ def test_log_to_is_removed_by_detach(setup, attached):
     before = footprint(trainer, model, optimizer)
     if attached:
         monitor.attach(trainer)
-    monitor.log_to(ListLogger(), trainer)
+    for logger in (ListLogger(), ProgressBar(disable=True)):
+        monitor.log_to(logger, trainer)
     if attached:
         trainer.run(make_batches(2))
     monitor.detach()
@@ -672,6 +674,37 @@ def test_logger_gets_what_is_chosen(setup):
     assert none.written == []
     with pytest.raises(ValueError, match="include"):
         monitor.log_to(ListLogger(), trainer, include="(")
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+def test_progress_bar(setup, log_first, tmp_path):
+    _, _, trainer, monitor = setup
+    if not publishes(monitor):
+        pytest.skip("publishes nothing")
+    shown, published = {}, {}
+    with (tmp_path / "bar").open("w") as file, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bar = ProgressBar(file=file)
+        bar_reset = bar._reset
+
+        def reset(pbar_total):
+            bar_reset(pbar_total)
+            bar.pbar.set_postfix = lambda named: shown.update({trainer.state.iteration: dict(named)})
+
+        bar._reset = reset
+        if log_first:
+            monitor.log_to(bar, trainer)
+        monitor.attach(trainer, Events.ITERATION_STARTED(every=2))
+        if not log_first:
+            monitor.log_to(bar, trainer)
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda e: published.update({e.state.iteration: values(monitor)})
+        )
+        trainer.run(make_batches(6))
+    assert sorted(step for step, named in shown.items() if named) == [2, 4, 6]
+    for step in (2, 4, 6):
+        expected = {name: value for name, value in published[step].items() if not math.isnan(value)}
+        assert {name: shown[step][name] for name in expected} == expected
 
 
 # Nobody waits
