@@ -199,9 +199,7 @@ class GradMonitor(GradientPublisher, schema=GRADIENT):
         taken = self._window.step_started(detect)
         if not (taken.of_backward and taken.updates):  # else the backward has
             self._set_flag(engine, taken.detection, report=taken.updates)
-        if (
-            self._action.kind == "skip" and not step.requests.may_skip
-        ):  # the optimizer's step runs within that of another
+        if self._action.kind == "skip" and not step.requests.may_skip:  # it runs within the step of another optimizer
             self.report("not_skipped", _NOT_SKIPPED % type(step.optimizer).__name__, severity="problem")
         elif self._action.kind is not None:
             norm = lambda: self._detector.norm(parameters, step.loss_scale).value  # noqa: E731

@@ -113,9 +113,8 @@ class ReplicaCheckHandler(Monitor, schema=REPLICAS):
         except Exception as error:  # noqa: BLE001 - the other ranks are about to wait in a collective
             fails = True
             self.report("not_compared", f"nothing is compared, since the state of this rank can't be read: {error}")
-        status = torch.full(
-            (), 2 * fails, device=device
-        )  # 0 if all ranks hold the same, 1 if they differ, 2: not known
+        # 0 if all ranks hold the same, 1 if they differ, 2 if that is not known.
+        status = torch.full((), 2 * fails, device=device)
         for group in groups:
             total = self._last[group].values.sum() if group in self._last else status
             # Their maximum and minimum over the ranks.
