@@ -50,7 +50,7 @@ def rows(output):
         ("recovery.py --regimes --quick", 1, r"^\d\.\d{4}"),
         ("recovery.py --constants --quick", 2, r"^\d+(; forty bad batches [+-]0\.\d{3})?$|^the same$"),
         ("learning_rate_transfer.py --quick --draw picture.png", 1, r"^\d\.\d{2}$"),
-        ("thresholds.py --quick", 12, r"^\d\.\d{2}"),
+        ("thresholds.py --quick", 8, r"^\d\.\d{2}"),
         ("bench_cost.py --quick", 6, r"^-?\d+\.\d+ ± "),
     ],
 )

@@ -234,7 +234,7 @@ class Monitor(Reporter, Serializable):
         """Publish numbers or 0-dim tensors, by name without the prefix, until the next iteration starts."""
         self._is_resolved = False
         for name, value in values.items():
-            if isinstance(value, Tensor) and not transfer.is_cpu(value):
+            if isinstance(value, Tensor) and value.device.type not in transfer.HOST:
                 self._waiting.append(transfer.NamedValues([name], value.reshape(1)))
             else:
                 values[name] = float(value)

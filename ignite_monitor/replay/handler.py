@@ -10,6 +10,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 
 from ignite_monitor.keys import REPLAY
+from ignite_monitor.model._torch import version
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.hashes import hashes_of
 from ignite_monitor.model.isolation import generator_states, generators_used_by, is_from_signal_handler
@@ -96,9 +97,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         error, differing = "", dict[str, Tensor]()
         try:
             tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-            versions = [(name, item, item._version) for name, item in tensors if not item.is_inference()]
+            versions = [(name, item, version(item)) for name, item in tensors]
             first, second = self._make_pass(batch), self._make_pass(batch)
-            if changed := [name for name, item, version in versions if item._version != version]:
+            if changed := [name for name, item, before in versions if version(item) != before]:
                 raise RuntimeError(f"it changes the model that trains, in {listed(changed, _NAMED)}")
             differing = _differences(first.gradients, second.gradients)
         except Exception as raised:
@@ -138,8 +139,7 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
         reached = {name: item for name, item in zip(trainable, gradients, strict=True) if item is not None}
         if not reached:
             raise RuntimeError("the loss reaches no parameter of the model that it is given")
-        hashes = hashes_of(states, torch.device("cpu")).unbind()
-        state |= {f"generator {name}": value for name, value in zip(states, hashes, strict=True)}
+        state |= zip((f"generator {name}" for name in states), hashes_of(states, torch.device("cpu")), strict=True)
         moved = {name: _differ(parameters.get(name), item) for name, item in trained.items() if has_local_data(item)}
         return _Pass({name: item.to_dense() for name, item in reached.items()}, state, moved)
 
