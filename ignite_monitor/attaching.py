@@ -21,7 +21,7 @@ from ignite_monitor.events.source import EventSource
 from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
-from ignite_monitor.model.names import is_from_torch
+from ignite_monitor.model.names import is_from_torch, without_accelerate
 from ignite_monitor.monitor.arguments import check_generators, check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
@@ -169,7 +169,9 @@ def attach_monitors(
     update = WeightUpdateHandler(model, optimizer, scaler=scaler, prefix=f"{start}monitor")
     monitors |= {"update": (update, sampled), "activation": (activation, sampled)}
     monitors["step"] = StepStatsHandler(model, optimizer, prefix=f"{start}step"), sampled
-    if is_from_torch(optimizer) and any("betas" in it or it.get("momentum") for it in optimizer.param_groups):
+    if is_from_torch(without_accelerate(optimizer)) and any(
+        "betas" in it or it.get("momentum") for it in optimizer.param_groups
+    ):
         monitors["moments"] = OptimizerStateHandler(model, optimizer, prefix=f"{start}optimizer"), sampled
     extras: dict[str, Callable[..., Monitor]] = {
         "histograms": HistogramHandler,

@@ -401,6 +401,18 @@ def test_a_handle_is_saved_and_loaded_as_a_whole(parts, caplog):
     assert same(fresh.state_dict(), {name: state for name, state in saved.items() if name != "spectral"})
 
 
+def test_a_refused_state_leaves_the_reference_as_it_was(parts):
+    model, optimizer, trainer = parts
+    handle = attach_monitors(trainer, model, optimizer, extra="rcc")
+    weights = [parameter.clone() for parameter in handle.monitors["rcc"].reference.parameters()]
+    state = copy.deepcopy(handle.state_dict())
+    state["rcc"]["reference"] = {name: value + 1.0 for name, value in state["rcc"]["reference"].items()}
+    with pytest.raises(ValueError, match="is absent in provided state_dict"):
+        handle.load_state_dict({**state, "sampling": {"wrong": 1}})
+    kept = [torch.equal(*pair) for pair in zip(handle.monitors["rcc"].reference.parameters(), weights, strict=True)]
+    assert kept == [True] * len(weights)
+
+
 @pytest.mark.parametrize("at", [9, 25])
 def test_a_resumed_run_measures_the_same_iterations(at):
     """Those of a jump of the rate just after the state was saved."""

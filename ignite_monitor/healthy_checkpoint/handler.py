@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import deque
 from typing import Any
 
@@ -23,10 +24,10 @@ from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A state is healthy if the monitors had no spike in the last ``quiet`` iterations, the loss in the train
-    step's output is finite, and so are all tensors in ``to_save`` that were finite at first. In place of another state
-    the newest healthy one is saved, from a copy in host memory; a warning gives reason and iteration. All ranks have to
-    call it. Where an evaluator calls it, attach it to the trainer at the event None.
+    A state is healthy if the monitors had no spike in the last ``quiet`` iterations since ``run()`` was called, the
+    loss in the train step's output is finite, and so are all tensors in ``to_save`` that were finite at first. In place
+    of another state the newest healthy one is saved, from a copy in host memory; a warning gives reason and iteration.
+    All ranks have to call it. Where an evaluator calls it, attach it to the trainer at the event None.
 
     Args:
         to_save: name -> object with ``state_dict`` and ``load_state_dict``.
@@ -60,7 +61,7 @@ class HealthyCheckpoint(Checkpoint):
         self._training = TrainingState(to_save)
         self._ranks = Ranks(group, *self._training.modules)
         self._finite = finite(self._training.state())
-        self._trainer: Engine | None = None
+        self._trainer: Any = lambda: None  # a weak reference, once it is known
         self._counts = deque[dict[str, Any]](maxlen=quiet + 1)  # of spikes by prefix, after the last iterations
         self._healthy = 0  # iteration of the newest healthy state, 0 if none is known
         self._copy: dict[str, Any] = {}  # this state, unless it is in a file
@@ -72,8 +73,8 @@ class HealthyCheckpoint(Checkpoint):
             engine: the engine that trains.
             event: the event, filtered or not; None if an evaluator calls the checkpoint.
         """
-        if self._trainer is not engine:
-            self._trainer = engine
+        if self._trainer() is not engine:
+            self._trainer = weakref.ref(engine)
             engine.add_event_handler(Events.STARTED | Events.ITERATION_COMPLETED, self._observe)
         if event is not None:
             engine.add_event_handler(event, self)
@@ -93,11 +94,11 @@ class HealthyCheckpoint(Checkpoint):
         return self._copy or super()._setup_checkpoint()
 
     def __call__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
-        if self._trainer is None:
-            if EventSource.on(engine) is None:
+        if self._trainer() is None:
+            if self.monitors is None and EventSource.on(engine) is None:
                 raise RuntimeError("HealthyCheckpoint knows no trainer: call attach(trainer, event), event None here")
             self.attach(engine, None)
-        trainer: Any = self._trainer
+        trainer = self._trainer()
         iteration, event = trainer.state.iteration, engine.last_event_name
         if problem := self._problem(trainer):
             which = f"that of iteration {self._healthy}" if self._healthy else "not known"

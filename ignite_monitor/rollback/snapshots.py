@@ -90,6 +90,8 @@ class TrainingState:
             except Exception as error:
                 text = f"Argument to_save should hold objects whose state can be copied, but {name!r}: {error}"
                 raise TypeError(text) from error
+            if not (isinstance(obj, nn.Module) or hasattr(obj, "load_state_dict")):
+                raise TypeError(f"Argument to_save should hold objects with load_state_dict, but {name!r} has none")
 
     def state(self) -> dict[str, Any]:
         """The state itself, nothing copied."""
@@ -128,8 +130,9 @@ def clone(state: Any, into: Any = None, *, on_host: bool = False) -> Any:
 
 
 def _fits(tensor: Tensor, into: Tensor) -> bool:
-    is_dense = into.layout is torch.strided and 0 not in into.stride()  # 0: expanded
-    return is_dense and into.shape == tensor.shape and not into.is_inference()
+    if not (into.layout is tensor.layout is torch.strided) or 0 in into.stride() or into.is_inference():  # 0: expanded
+        return False
+    return into.shape == tensor.shape and into.dtype is tensor.dtype
 
 
 def finite(state: Any) -> dict[str, bool]:
@@ -155,7 +158,11 @@ def _restore(obj: Any, state: Any) -> None:
     if isinstance(obj, nn.Module):
         current = _state_of(obj)
         for name, tensor in clone(state, current).items():
-            if tensor is not current.get(name, tensor) and not isinstance(current[name], nn.Parameter):
+            if tensor is current.get(name, tensor):
+                continue
+            if isinstance(current[name], nn.Parameter):  # such as a sparse one
+                current[name].data = tensor
+            else:
                 path, _, leaf = name.rpartition(".")
                 setattr(obj.get_submodule(path), leaf, tensor)
     elif _is_plain(inner := _inner(obj)):  # in place, since load_state_dict() may change dtypes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -249,3 +251,19 @@ def test_a_refused_argument_makes_no_directory(tmp_path):
     with pytest.raises(TypeError, match="monitors"):
         HealthyCheckpoint({"model": nn.Linear(2, 2)}, tmp_path / "new", monitors=["grad"])
     assert not (tmp_path / "new").exists()
+
+
+def test_without_monitors_nothing_but_the_state_counts(tmp_path):
+    """An empty list asks no monitor, so that an engine without monitors may call it; no engine is kept alive."""
+    model = nn.Linear(2, 1)
+    engine = Engine(lambda engine, batch: 1.0)
+    engine.add_event_handler(Events.COMPLETED, HealthyCheckpoint({"model": model}, tmp_path, monitors=[]))
+    engine.run([0, 1, 2])
+    assert [path.name for path in tmp_path.iterdir()] == ["model_3.pt"]
+    gc.disable()
+    try:
+        HealthyCheckpoint({"model": model}, tmp_path / "other").attach(other := Engine(lambda engine, batch: 1.0))
+        freed, other = weakref.ref(other), None
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler as of_torch
 
 from ignite_monitor import MonitorEvents, RollbackHandler
 from tests._helpers import assert_same
+from ignite_monitor.rollback.snapshots import TrainingState, clone
 from tests.rollback._small import Training, make_batches, make_net
 
 SCHEDULES = {
@@ -295,3 +296,22 @@ def test_a_buffer_that_was_replaced_is_restored_and_the_replacement_is_unchanged
     trainer.run([torch.randn(4, 3) for _ in range(12)])
     assert_same(back, [torch.arange(6.0).view(2, 3)])
     assert_same(longer.clone(), torch.ones(5, 3))
+
+
+def test_sparse_parameters_are_restored_too():
+    model = nn.Module()
+    model.values = nn.Parameter(torch.tensor([[0.0, 3.0], [5.0, 0.0]]).to_sparse())
+    training = TrainingState({"model": model})
+    kept = clone(training.state())
+    model.values.data = torch.full((2, 2), 8.0).to_sparse()
+    training.restore(kept)
+    assert model.values.to_dense().tolist() == [[0.0, 3.0], [5.0, 0.0]]
+
+
+def test_an_object_that_cannot_be_restored_is_refused():
+    class Counter:
+        def state_dict(self):
+            return {"steps": 4}
+
+    with pytest.raises(TypeError, match="load_state_dict, but 'counter' has none"):
+        TrainingState({"model": nn.Linear(2, 2), "counter": Counter()})

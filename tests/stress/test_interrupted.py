@@ -26,9 +26,9 @@ def interrupted_at_call(number):
 
     def trace(frame, event, _):
         code = frame.f_code
-        # In a generator expression it may get lost in what consumes it, and in the end of torch's no_grad it leaves
-        # gradients off; neither is the package's doing.
-        lost = code.co_name == "<genexpr>" or frame.f_back.f_code.co_filename.endswith("grad_mode.py")
+        # In a generator expression it may get lost in what consumes it, Python drops it in a finalizer, and in the end
+        # of torch's no_grad it leaves gradients off; none of these is the package's doing.
+        lost = code.co_name == "<genexpr>" or frame.f_back.f_code.co_filename.endswith(("grad_mode.py", "weakref.py"))
         if code.co_filename.startswith(package) and not lost and next(calls) == number:
             sys.settrace(before)
             raise KeyboardInterrupt
