@@ -21,8 +21,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler as of_torch
 
 from ignite_monitor import MonitorEvents, RollbackHandler
-from tests._helpers import assert_same
 from ignite_monitor.rollback.snapshots import TrainingState, clone
+from tests._helpers import assert_same
 from tests.rollback._small import Training, make_batches, make_net
 
 SCHEDULES = {
