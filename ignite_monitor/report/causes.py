@@ -67,8 +67,14 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
         what = f"Steps were too large: {what} ({names[0]}); 1e-3 is usual."
         rate = monitor.rates(part.iterations)[0]
         what += f" The learning rate was {number(rate, 3)}." * bool(np.isfinite(rate))
-        onset, values = 0 if part.iterations[0] <= run.first_made else -1, {"size": float(part.values.max())}
-        yield Finding("large_updates", "problem", what, names, part.iterations, values, onset=onset)
+        before = Series(norm.iterations[1:], norm.values[:-1]).part(np.diff(norm.iterations) == 1)
+        falls = Series(before.iterations, before.values - norm.at(before.iterations))
+        shares = (falls.over(moved) or falls.over(before).over(ratios)).values[:2]
+        # Weight decay makes steps towards 0, and precedes them; the weights shrink after other large steps.
+        is_decay = len(shares) > 0 and shares.min() > limits.DECAY_SHARE
+        is_first = part.iterations[0] <= run.first_made and not is_decay
+        values = {"size": float(part.values.max())}
+        yield Finding("large_updates", "problem", what, names, part.iterations, values, onset=0 if is_first else -1)
         return
 
 

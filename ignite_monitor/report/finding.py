@@ -63,8 +63,8 @@ KINDS: dict[str, Kind] = {
     "rate_vanished": Kind("Let the schedule end with the training; step it per epoch if it counts epochs.", STILL),
     "group_rate": Kind("Give this group a learning rate nearer to the others', unless it is intended.", DAMAGE),
     "rate_rose": Kind("Lower the learning rate, or let it rise more slowly.", BOTH),
-    "weights_shrank": Kind("Lower the weight decay, or scale large initial weights down.", BOTH, DAMAGE),
     "large_updates": Kind("Lower the learning rate, or average the loss or gradients over items.", BOTH, DAMAGE),
+    "weights_shrank": Kind("Lower the weight decay, or scale large initial weights down.", BOTH, DAMAGE),
     "bounded_outputs": Kind("Give the loss logits: cross_entropy and BCEWithLogitsLoss apply softmax or sigmoid."),
     "wrong_sign": Kind(
         "Check that the train step returns the loss, its sign, maximize, and the learning rate.", DAMAGE, DAMAGE
@@ -72,7 +72,7 @@ KINDS: dict[str, Kind] = {
     "overfitting": Kind("Use more data or augmentation, regularize, or stop at the best value."),
     "periodic_spikes": Kind("Check for a batch or event with this period.", DAMAGE, DAMAGE),
     "bad_batches": Kind(_INSPECT, DAMAGE, DAMAGE),
-    "no_step_at_spikes": Kind("", BOTH, DAMAGE),
+    "no_step_at_spikes": Kind("", BOTH, BOTH),
     "lost_updates": Kind("Keep the weights, or a copy of them, in float32 and use torch.autocast.", STILL, STILL),
     "small_updates": Kind("Raise the learning rate, unless the training has converged.", STILL, STILL),
     "not_learning": Kind("Check that inputs and targets match, and that the model can fit ten examples.", (), STILL),

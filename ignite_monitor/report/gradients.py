@@ -86,9 +86,8 @@ def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
         yield from _nonfinite(monitor, norms)
         stepped = monitor.get("stepped")
         if stepped.values.any() and any(it.kind.startswith("no_step") for it in [*steps, *run.reports]):
-            norms.spikes = norms.spikes[
-                norms.spikes <= stepped.iterations[stepped.values > 0][-1]
-            ]  # later ones are of sums
+            last = stepped.iterations[stepped.values > 0][-1]
+            norms.spikes = norms.spikes[norms.spikes <= last]  # later ones are of sums
         yield from _spikes(monitor, norms, run)
 
 

@@ -50,6 +50,7 @@ CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and 
 
 # Weights.
 SHRINK_FACTOR, SHRINK_ITERATIONS = 1.5, 200  # weight decay of 1e-3 per step, a large one, takes 400 iterations for that
+DECAY_SHARE = 0.8  # of the size of a step that the norm falls by; 1 if all of it is weight decay
 SUDDEN = 0.6  # share of a fall that is not weight decay's if it is between two measurements
 JUMP = 1.0  # change of the parameters' norm between two measurements, in shares of it
 OTHER_MEANS = 10.0  # times what the steps between can move: Adam's grow by 3 at most where gradients do

@@ -18,19 +18,13 @@ def curves(run: Run) -> Iterator[Finding]:
     """The user's own metrics that are non-finite, and the course of losses."""
     for name, series in run.user_series.items():
         bad = ~np.isfinite(series.values)
-        if bad.any():
-            stays = bool(bad[-1])
-            where = (
-                f"from iteration {series.since(bad)} to the end"
-                if stays
-                else f"in {iterations(series.iterations[bad])}"
-            )
+        at, stays = series.iterations[bad], bool(bad[-1])
+        if len(at):
+            where = f"from iteration {series.since(bad)} to the end" if stays else f"in {iterations(at)}"
             numbers = "NaN" if np.isnan(series.values[bad]).all() else "inf or NaN"
-            what = f"{name} is {numbers} {where} ({bad.sum()} of {len(bad)} values)."
+            what = f"{name} is {numbers} {where} ({len(at)} of {len(bad)} values)."
             severity = "problem" if stays and is_loss(name) else "note" if bad.all() else "warning"
-            yield Finding(
-                "nonfinite_metric", severity, what, (name,), series.iterations[bad], {"count": int(bad.sum())}
-            )
+            yield Finding("nonfinite_metric", severity, what, (name,), at, {"count": len(at)})
     for series in run.losses:
         begun = series.part(series.iterations >= run.first_made)
         # A number without a name may be an accuracy, and losses of a policy, which begin below 0, may rise.

@@ -64,12 +64,11 @@ def _comparison(comparison: Comparison, every: bool) -> list[RenderableType]:
         parts.append(Text("A and B are medians of a metric's last tenth.", "dim"))
     else:
         parts.append(Text("No metric is in both."))
-    only = zip("AB", comparison.only, strict=True)
-    return parts + [Text(f"Only in {letter} ({len(names)}): {_names(names, every)}") for letter, names in only if names]
-
-
-def _names(names: list[str], every: bool) -> str:
-    return listed(map(printable, names), len(names) if every else 8)
+    for letter, names in zip("AB", comparison.only, strict=True):
+        if names:
+            shown = listed(map(printable, names), len(names) if every else 8)
+            parts.append(Text(f"Only in {letter} ({len(names)}): {shown}"))
+    return parts
 
 
 def show(parts: Iterable[RenderableType], width: int = 100_000) -> None:

@@ -378,6 +378,27 @@ def test_a_strong_weight_decay_is_named_before_the_large_steps_that_it_makes():
     assert large.action == "Probably related to weights_shrank above."
 
 
+@pytest.mark.parametrize("fall", [0.95, 0.7])
+@pytest.mark.parametrize("measured", ["optimizer/update_norm", "monitor/update_ratio_median"])
+def test_large_steps_of_a_high_rate_are_named_before_the_weights_that_shrink_with_them(fall, measured):
+    # Steps of 30 % of the norm from the first one on: the norm falls by a share of each, all of it by weight decay.
+    norms = 10 * (1 - 0.3 * fall) ** STEPS
+    sizes = 0.3 * np.ones(len(STEPS)) * (norms / (1 - 0.3 * fall) if measured == "optimizer/update_norm" else 1)
+    run = trained(high_at_first(), step__parameter_norm=at(norms)) | {measured: at(sizes)}
+    first, second = summarise("run.h5", make_run(run)).findings
+    kinds = ["weights_shrank", "large_updates"] if fall > 0.8 else ["large_updates", "weights_shrank"]
+    assert [first.kind, second.kind] == kinds
+    assert second.action == f"Probably related to {first.kind} above."
+
+
+def test_a_missing_step_explains_spikes_without_a_step():
+    stuck = (249, "GradMonitor (grad)", "no_step_at_spikes", "problem", "50 spikes without a step", (), 1)
+    grads = runs.grad(runs.calm_norms(300), range(200, 301), made=range(1, 197))
+    first, second = reported(stuck, run=trained() | grads).findings[:2]
+    assert (first.kind, second.kind) == ("no_step", "no_step_at_spikes")
+    assert second.action == "Probably related to no_step above."
+
+
 def test_reports_of_a_kind_are_one_finding():
     again = [(step, "M (m)", "odd", "warning", "is odd.", (), 1) for step in (7, 8, 9)]
     (finding,) = reported(*again).findings
