@@ -199,8 +199,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             names = self._step.samples.names
             if names != self._names:
                 self._names, self._table = names, _unknown(names)
-                self._counts = self._counts.new_zeros(len(names))
-                self._hashes = self._hashes.new_zeros(len(names))
+                self._counts, self._hashes = (it.new_zeros(len(names)) for it in (self._counts, self._hashes))
             self._counts = move_like(self._counts, self._step.samples.factors)
         self._step.samples.take_whole(self._fully_measured)
         self._step.start_from(self._hashes)

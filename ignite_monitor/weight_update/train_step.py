@@ -137,10 +137,8 @@ class UpdateMeasurement(StepMeasurement):
         ratios = changes / sizes
         ratios = ratios.masked_fill(~stepped | ratios.isinf() | few, math.nan)
         unmoved = table[4:].sum(0) == 0  # not sampled, and neither moved nor moved back by two steps
-        fraction = None
-        if has_rounded:
-            lost, had_gradient = (measured[7:].square() * stepped[at]).sum(1).unbind()
-            fraction = lost / had_gradient
+        lost = (measured[7:].square() * stepped[at]).sum(1) if has_rounded else None
+        fraction = None if lost is None else lost[0] / lost[1]
         return MeasuredUpdates(norms, bool(known), weights, distances / sizes, ratios, unmoved, few, stepped, fraction)
 
     def _counts(self, flags: Tensor) -> Tensor:
