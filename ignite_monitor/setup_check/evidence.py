@@ -31,12 +31,13 @@ class Evidence:
     iterations: int = 0
     stepped: set[int] = field(default_factory=set)  # iterations with a step of the optimizer
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
-    calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
     batch: list[Any] = field(default_factory=list)  # what is compared of the last one
     repeats: int = 0  # number of batches that equal the one before
     steps_of_torch: bool = True  # all steps are those of optimizers of torch
-    uses_gradients: bool = False  # a step started, or ended, with a gradient
+    uses_gradients: bool = False  # a step started with a gradient
     rates: list[Tensor] = field(default_factory=list)  # 1 for a learning rate of 0, of each group in each step
+    found: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))  # maximum norm after the last backward
+    used: list[Tensor] = field(default_factory=list)  # of each step: found before it, and the maximum norm at its start
     norms: list[Tensor] = field(default_factory=list)  # maximum norm of the gradients after each step
     initial_norms: list[list[Tensor]] = field(default_factory=lambda: [[]])  # before each backward, by step
 
@@ -61,25 +62,29 @@ class Evidence:
         self.seen.update(id(item) for item in (*self.held, *self.others) if item.grad is not None)
 
     def note_use(self) -> None:
-        """Note whether the step that starts or ends has a gradient; a closure computes it in the step."""
+        """Note the gradients that a step starts with, after its closure has computed them."""
+        self.used += [self.found, self.largest_gradient()]
         self.uses_gradients |= any(item.grad is not None for item in self.held)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note a step, after which gradients are as it leaves them: a fused optimizer has unscaled them."""
-        self.note_use()
-        gradients = [item.grad for item in self.held if item.grad is not None]
-        is_known = gradients and not any_dtensor(gradients)
-        self.norms.append(total_norm(gradients, math.inf) if is_known else torch.tensor(math.nan, device="cpu"))
+        self.norms.append(self.largest_gradient())
         self.initial_norms.append([])
         self.stepped.add(self.iterations)
         self.steps_of_torch &= is_from_torch(optimizer)
         flags = [rate == 0 for rate in learning_rates(self.optimizer)]
         self.rates += [flag if isinstance(flag, Tensor) else torch.tensor(flag, device="cpu") for flag in flags]
 
+    def largest_gradient(self) -> Tensor:
+        """Return the maximum norm of the optimizer's gradients, 0-dim; NaN if it is not known, or there are none."""
+        gradients = [item.grad for item in self.held if item.grad is not None]
+        is_known = gradients and not any_dtensor(gradients)
+        return total_norm(gradients, math.inf) if is_known else torch.tensor(math.nan, device="cpu")
+
     def numbers(self) -> list[Tensor]:
         """Return the numbers to bring to the host when the check ends."""
         totals = [*self._before, total_norm(self.held), total_norm(self.others)]
-        return [*totals, *self.rates, *self.norms, *chain(*self.initial_norms)]
+        return [*totals, *self.rates, *self.used, *self.norms, *chain(*self.initial_norms)]
 
     def read(self, numbers: Iterable[list[float]]) -> None:
         """Compare the :meth:`numbers` on the host."""
@@ -87,6 +92,8 @@ class Evidence:
         held, others, held_after, others_after = islice(values, 4)
         self.held_change, self.others_change = held != held_after, others != others_after
         self.rate_is_zero = all([*islice(values, len(self.rates))])
+        used = [*islice(values, len(self.used))]
+        self.loses_gradients = len(used) > 2 and all(norm > 0 for norm in used[::2]) and not any(used[1::2])
         norms = [*islice(values, len(self.norms))]
         first, *rest = [[*islice(values, len(initial))] for initial in self.initial_norms]
         self.discarded = first[1:].count(0)  # backwards that find zeros, before the first step

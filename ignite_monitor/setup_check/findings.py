@@ -20,7 +20,6 @@ _LARGE_MOMENTUM = 0.99  # steps a hundred times the learning rate times the grad
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-
 Report = Callable[..., None]  # as Monitor.report; the severity is "problem" if none is given
 
 
@@ -92,20 +91,15 @@ def _no_gradients(evidence: Evidence, report: Report) -> None:
     if not trained or count < 2 or not evidence.steps_of_torch:
         return
     if not evidence.seen.isdisjoint(trained):
-        if not (evidence.uses_gradients or evidence.held_change or evidence.rate_is_zero):
-            text = (
-                f"the gradients were discarded before each step in {count} iterations, so no parameter changed: call "
-            )
-            report("no_gradients", f"{text}zero_grad() before backward(), or after step()")
+        if evidence.loses_gradients:
+            text = f"all gradients were 0 at each step in {count} iterations, and were not after the backward before: "
+            report("no_gradients", f"{text}check the norm to which they are clipped, and zero_grad()")
+        elif not (evidence.uses_gradients or evidence.held_change or evidence.rate_is_zero):
+            text = f"the gradients were discarded before each step in {count} iterations, so no parameter changed: "
+            report("no_gradients", f"{text}call zero_grad() before backward(), or after step()")
     else:
         text = f"no parameter of the optimizer had a gradient in {count} iterations with a step. Check for detach(), "
         report("no_gradients", f"{text}no_grad() and item() between the model's output and the loss")
-
-
-def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
-    if evidence.stepped and evidence.calls and not any(evidence.calls):
-        text = "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper"
-        report("wrapper_bypassed", text)
 
 
 def _no_step(evidence: Evidence, report: Report) -> None:
@@ -160,6 +154,6 @@ def _names(evidence: Evidence, parameters: Iterable[Any]) -> tuple[str, ...]:
 
 
 FINDINGS = (
-    *(_not_in_optimizer, _no_gradients, _wrapper_bypassed, _no_step, _requires_grad_false, _gradients_not_zeroed),
+    *(_not_in_optimizer, _no_gradients, _no_step, _requires_grad_false, _gradients_not_zeroed),
     *(_zero_learning_rate, _large_momentum, _batch_repeats, _unused_parameters),
 )

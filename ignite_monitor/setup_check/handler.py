@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -18,9 +17,7 @@ from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
-from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.dtensor import reshard
-from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.modes import hidden_from_user_modes
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.monitor.arguments import check_optimizer
@@ -36,11 +33,11 @@ _MODE_EVERY = 50  # iterations, after the check
 class SetupCheck(Monitor):
     """Check model, optimizer and batches in the first iterations of a run.
 
-    The check ends after the first iterations with an optimizer step, once the parameters of the optimizer have had
-    gradients; at the latest after 100 iterations, or at the end of the run. After it one iteration in 50 is checked for
-    evaluation mode. Each finding is reported with a kind of its own; the page of this monitor lists them. Only what is
-    certain is reported. A run from iteration 1 is checked again. Nothing is published. Host and device are synchronized
-    once, when the check ends.
+    From its first iteration on it monitors every one, whatever the filter of the event. The check ends after the first
+    iterations with an optimizer step, once the parameters of the optimizer have had gradients; at the latest after 100
+    iterations, or at the end of the run. After it one iteration in 50 is checked for evaluation mode. Each finding is
+    reported with a kind of its own; the page of this monitor lists them. Only what is certain is reported. A run from
+    iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
@@ -70,7 +67,7 @@ class SetupCheck(Monitor):
         check_optimizer(optimizer)
         self.optimizer, self.iterations = optimizer, check_count("iterations", iterations, least=1)
         self.findings: list[Report] | None = None
-        self._hooks = ExitStack()
+        self._hooks = ExitStack()  # of a train step, until it ends: within a step torch goes through all hooks
         self.reset_run_state()
 
     def handlers(self) -> Handlers:
@@ -93,7 +90,6 @@ class SetupCheck(Monitor):
             self.on_host()
 
     def reset_run_state(self) -> None:
-        self._hooks.close()
         self._evidence: Evidence | None = None  # until the check ends
         self._probe: AccumulationProbe | None = None
         # In the check, and in each iteration after it: a backward was seen, and a module in training mode at any event.
@@ -123,31 +119,29 @@ class SetupCheck(Monitor):
             # No event announces the steps of an optimizer that holds no parameter of the model.
             hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
             self._hooks.callback(hook.remove)
-            self._note_calls(self._evidence.calls)
             self._start_probe(self._source.trackers[id(self.model)])
         return [self._hooks]
 
     def _start_probe(self, tracker: GradientTracker) -> None:
         self._probe = self._hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
 
-    def _note_calls(self, calls: list[bool]) -> None:
-        modules = [*self.model.modules()]
-        if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
-            wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-            note = lambda module, *_: calls.extend([module in wrappers] * torch.is_grad_enabled())  # noqa: E731
-            self._hooks.enter_context(before_forward([*wrappers, *(wrapper.module for wrapper in wrappers)], note))
-
     def _note(self) -> None:
         self._is_training |= any(module.training for module in unwrapped(self.model).modules())
         if self._evidence is not None:
             self._evidence.note_gradients()
 
+    def _start(self, engine: Engine) -> None:
+        super()._start(engine)
+        self._monitored |= self._evidence is not None  # a check compares steps with what follows them at once
+
     def _on_gradients_ready(self, engine: Engine, backward: GradientsReady) -> None:
         self._has_gradient = True
         self._note()
-        if self._evidence is not None and self._probe is not None and self._probe.norm is not None:
-            self._evidence.initial_norms[-1].append(self._probe.norm)
-            self._start_probe(backward.tracker)
+        if self._evidence is not None:
+            self._evidence.found = self._evidence.largest_gradient()
+            if self._probe is not None and self._probe.norm is not None:
+                self._evidence.initial_norms[-1].append(self._probe.norm)
+                self._start_probe(backward.tracker)
 
     def _on_step_started(self, engine: Engine, step: OptimizerStep) -> None:
         if self._evidence is not None and step.is_of(self.optimizer):
@@ -157,7 +151,7 @@ class SetupCheck(Monitor):
         if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:
             with hidden_from_user_modes():
                 self._note()
-                self._evidence.note_step(optimizer)
+                self._guarded(self._evidence.note_step, optimizer)
 
     def _on_train_step_completed(self, engine: Engine) -> None:
         if not self._is_running:
@@ -167,10 +161,9 @@ class SetupCheck(Monitor):
         evidence = self._evidence
         if evidence is None:
             self._check_mode()
-        elif len(evidence.stepped) < self.iterations or idle_parameters(evidence):
-            self._is_resolved = evidence.iterations < max(MOST, self.iterations)
-        else:
-            self._is_resolved = False  # one transfer brings the numbers to the host with the values of all monitors
+        else:  # one transfer brings the numbers to the host with the values of all monitors
+            waits = bool(len(evidence.stepped) < self.iterations or idle_parameters(evidence))
+            self._is_resolved = waits and evidence.iterations < max(MOST, self.iterations)
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._evidence is None else self._evidence.numbers()

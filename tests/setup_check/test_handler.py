@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ignite_monitor import SetupCheck
-from tests._helpers import make_batches, make_step, make_trainer, mse_loss
+from ignite_monitor import MonitorEvents, SetupCheck, attach_monitors
+from ignite_monitor.setup_check.evidence import Evidence
+from tests._helpers import assert_same, footprint, hooks_only, make_batches, make_step, make_trainer, mse_loss
 from tests._models import make_model
 
 
@@ -39,6 +39,12 @@ def lbfgs(model):
 def clipping(model):
     optimizer = sgd(model)
     optimizer.register_step_pre_hook(lambda *_: scale_gradients(optimizer, 0))
+    return optimizer
+
+
+def multiplying(model):
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: [item.grad.mul_(0) for item in model.parameters()].clear())
     return optimizer
 
 
@@ -147,7 +153,7 @@ def accumulating_closure():
     return model, optimizer, train_step, batches
 
 
-def zeroed_too_early(step_first=False):
+def zeroed_too_early(step_first=False, set_to_none=True):
     model, optimizer, _, batches = setup()
 
     def train_step(_, batch):
@@ -156,7 +162,7 @@ def zeroed_too_early(step_first=False):
             optimizer.step()
         mse_loss(model, batch).backward()
         if not step_first:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             optimizer.step()
 
     return model, optimizer, train_step, batches
@@ -174,6 +180,10 @@ FAULTS = {
     "detached loss": (["no_gradients"], lambda: setup(loss_of=detached)),
     "detached loss, Adafactor": (["no_gradients"], lambda: setup(None, adafactor, loss_of=detached)),
     "zeroed before the step": (["no_gradients"], zeroed_too_early),
+    "zeroed in place before the step": (["no_gradients"], lambda: zeroed_too_early(set_to_none=False)),
+    "clipped to 0": (["no_gradients"], lambda: setup(clip=0.0)),
+    "clipped to 0, with decay": (["no_gradients"], lambda: setup(make_optimizer=fused, clip=0.0, parts=2)),
+    "multiplied by 0 in a hook": (["no_gradients"], lambda: setup(make_optimizer=multiplying)),
     "zeroed, and stepped before the backward": (["no_gradients"], lambda: zeroed_too_early(step_first=True)),
     "not zeroed, three steps in an iteration": (["gradients_not_zeroed"], lambda: three_steps(zero_at="never")),
     "not zeroed": (["gradients_not_zeroed"], lambda: setup(zero_at="never")),
@@ -247,20 +257,6 @@ def test_a_small_part_without_a_gradient_is_no_finding(elements, kinds):
     model = Parts(token=elements)
     assert sum(p.numel() for p in model.used.parameters()) == 99
     assert checked(*setup(model, batches=make_batches(100)))[0] == kinds
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("inner", [True, False])
-def test_wrapper(process_group, inner):
-    model = DistributedDataParallel(make_model())
-    kinds, _ = checked(*setup(model, call=model.module if inner else None))
-    assert kinds == ["wrapper_bypassed"] * inner
 
 
 def test_the_first_batch_is_not_kept_while_the_check_waits_for_steps():
@@ -423,6 +419,7 @@ class RateFree(torch.optim.Optimizer):
 
 
 HEALTHY = {
+    "a loss of 0": lambda: setup(loss_of=lambda model, batch: 0 * mse_loss(model, batch)),
     "a branch that a short run does not reach": lambda: setup(Parts(unused=3)),
     "plain": setup,
     "zeroed after the step": lambda: setup(zero_at="end", set_to_none=False),
@@ -560,13 +557,58 @@ def test_one_iteration_is_enough_for_what_needs_no_comparison():
         assert checked(*FAULTS[fault][1](), iterations=1)[0] == expected
 
 
-def test_later_iterations_are_not_monitored():
+def test_a_filter_says_where_the_check_begins():
     running = []
     model, optimizer, train_step, batches = setup(after=lambda *_: running.append(check._is_running))
     trainer, check = Engine(train_step), SetupCheck(model, optimizer)
-    check.attach(trainer, Events.ITERATION_STARTED(every=2))
+    check.attach(trainer, Events.ITERATION_STARTED(every=3))
     trainer.run(batches[:10])
-    assert running == [False, True, False, True, False, True, False, False, False, False]
+    assert running == [False, False, True, True, True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize(("options", "kinds"), [({"zero_at": "never"}, ["gradients_not_zeroed"]), ({"every": 2}, [])])
+def test_gradients_that_are_not_zeroed_are_found_whatever_the_filter(options, kinds):
+    for filters in ({"every": 2}, {"once": 4}, {"event_filter": lambda _, iteration: iteration % 3 == 1}):
+        model, optimizer, train_step, batches = setup(**options)
+        trainer, check = Engine(train_step), SetupCheck(model, optimizer)
+        check.attach(trainer, Events.ITERATION_STARTED(**filters))
+        trainer.run(batches)
+        assert [finding.kind for finding in check.findings] == kinds
+
+
+@pytest.mark.parametrize("event", ["GRADIENTS_READY", "OPTIMIZER_STEP_STARTED", "OPTIMIZER_STEP_COMPLETED"])
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("closure", [False, True])
+def test_detached_by_a_handler_in_the_train_step(event, at, closure):
+    """Torch goes through the hooks of all optimizers meanwhile."""
+
+    def train(watched):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        trainer = Engine(make_step(model, optimizer, closure=closure))
+        before = hooks_only(footprint(trainer, model, optimizer))
+        if watched:
+            handle = attach_monitors(trainer, model, optimizer, loggers=[])
+            trainer.add_event_handler(MonitorEvents[event](once=at), lambda _: handle.remove())
+        trainer.run(make_batches(6))
+        after = hooks_only(footprint(trainer, model, optimizer))
+        return model.state_dict(), optimizer.state_dict(), {key: after[key] == before[key] for key in before}
+
+    expected, actual = train(False), train(True)
+    assert_same(actual[:2], expected[:2])
+    assert actual[2] == expected[2]
+
+
+@pytest.mark.allows_failed_monitors
+def test_an_error_of_the_check_in_a_step_does_not_end_training(monkeypatch):
+    monkeypatch.setattr(Evidence, "note_step", lambda *_: 1 / 0)
+    model, optimizer, train_step, batches = setup()
+    trainer, check = Engine(train_step), SetupCheck(model, optimizer)
+    check.attach(trainer)
+    trainer.run(batches)
+    assert trainer.state.iteration == len(batches)
+    assert [report.kind for report in check.reports] == ["failed"]
 
 
 @pytest.mark.parametrize("calls_train", [False, True])
