@@ -93,6 +93,10 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         ("no_gradients", "No gradient reaches the model", "setup_check", "the gradient's norm is not 0", ""),
         (
+            *("wrapper_bypassed", "The module inside of DistributedDataParallel is called", "setup_check"),
+            *(NO_REPORT, ""),
+        ),
+        (
             *("no_gradient", "No backward of the monitored model runs", "grad_monitor"),
             *("a gradient in some of 20 iterations", ""),
         ),

@@ -31,7 +31,7 @@ from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_
 from ignite_monitor.noise_scale.increments import Increment, IncrementObserver, sums_of
 
 _WIDEST = 10.0  # ratio of the ends of a published interval
-_PATIENCE = 50  # observed steps, all but the first skipped, before a warning
+_PATIENCE = 50  # monitored steps without a value before a warning
 
 
 class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
@@ -107,8 +107,7 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self._window: list[Increment] = []  # of the next optimizer step
         self._closed: list[list[Increment]] = []  # of this iteration's steps
         self._items = math.nan  # of the batch
-        self._steps = 0  # observed
-        self._first = self._ratio.moments  # after the first of them, which may start from zero where no other does
+        self._skipped = 0.0  # steps, until the first value; then infinite
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the moments of numerator and denominator."""
@@ -177,36 +176,28 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             return
         device = device_of(self.model)
         unknown = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
-        reason = self._why_incomplete(window)
-        sums = unknown if reason else sums_of(window)
+        sums = sums_of(window) if self._is_complete_window(window) else unknown
         square_sum, weighted_sum, items, count, total = self.ranks.sum(sums).unbind()  # NaN of one rank is NaN on all
         total = total * self.ranks.size  # the gradients are the ranks' mean
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
         if window and window[-1].scale is not None:
             new = new / window[-1].scale.to(new) ** 2
         self._ratio.observe(new)
-        self._first = self._first if self._steps else self._ratio.moments
-        self._steps += 1
-        if self._steps == _PATIENCE and torch.equal(self._first.cpu(), self._ratio.moments.cpu()):  # one read
-            self._report_no_value(reason, sums)
         interval = self._ratio.interval()
         _, low, high = interval.unbind()
         is_known = (low > 0) & (high <= _WIDEST * low) & new.isfinite().all()
         value, low, high = torch.where(is_known, interval, math.nan).unbind()
         self.publish(value=value, low=low, high=high, batch=items + 0 * total)  # NaN of a step that was not measured
 
-    def _why_incomplete(self, window: list[Increment]) -> str:
-        """Return why the step was not made from the expected increments; nothing if it was."""
-        if len(window) != self.micro_batches or not window[-1].is_reduced:
-            made = f"the last was made from {len(window)} backward passes in monitored iterations"
-            return f"{made}, and micro_batches is {self.micro_batches}"
-        if all(0 < (part.items or 0) < math.inf for part in window):
-            return ""
-        return "its backward passes do not share a known number of items equally; see the argument items"
-
-    def _report_no_value(self, reason: str, sums: Tensor) -> None:
-        square, *_, total = sums.tolist()
-        if math.isfinite(square) and math.isnan(total):
-            reason = "the gradients of the last did not start from zero, or were changed between its backward passes"
-        if reason:
+    def _is_complete_window(self, window: list[Increment]) -> bool:
+        """Return True if the step was made from the expected increments; warn if the first 50 were not."""
+        has_all = len(window) == self.micro_batches and window[-1].is_reduced
+        is_complete = has_all and all(0 < (part.items or 0) < math.inf for part in window)
+        self._skipped = math.inf if is_complete else self._skipped + 1
+        if self._skipped == _PATIENCE:
+            reason = f"the last was made from {len(window)} backward passes in monitored iterations, and "
+            reason += f"micro_batches is {self.micro_batches}"
+            if has_all:
+                reason = "its backward passes do not share a known number of items equally; see the argument items"
             self.report("no_value", f"no value after {_PATIENCE} optimizer steps: {reason}")
+        return is_complete

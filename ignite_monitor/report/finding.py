@@ -42,6 +42,7 @@ SETUP = {  # faults of the set-up; their reports have advice of their own
     "large_momentum": Kind("Use 0.9, or a learning rate that is smaller by the same factor.", DAMAGE),
     "evaluation_mode": Kind(explains=DAMAGE),
     "batch_repeats": Kind(),
+    "wrapper_bypassed": Kind(),
     "no_gradient": Kind(explains=STILL),
     "scaler_not_given": Kind(explains=DAMAGE),
     "unused_parameters": Kind(explains=STILL),

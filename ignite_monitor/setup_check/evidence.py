@@ -31,6 +31,7 @@ class Evidence:
     iterations: int = 0
     stepped: set[int] = field(default_factory=set)  # iterations with a step of the optimizer
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
+    calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
     batch: list[Any] = field(default_factory=list)  # what is compared of the last one
     repeats: int = 0  # number of batches that equal the one before
     steps_of_torch: bool = True  # all steps are those of optimizers of torch

@@ -102,6 +102,12 @@ def _no_gradients(evidence: Evidence, report: Report) -> None:
         report("no_gradients", f"{text}no_grad() and item() between the model's output and the loss")
 
 
+def _wrapper_bypassed(evidence: Evidence, report: Report) -> None:
+    if evidence.stepped and evidence.calls and not any(evidence.calls):
+        text = "the module in DistributedDataParallel is called, without reducing gradients: call the wrapper"
+        report("wrapper_bypassed", text)
+
+
 def _no_step(evidence: Evidence, report: Report) -> None:
     if evidence.stepped:
         return
@@ -154,6 +160,6 @@ def _names(evidence: Evidence, parameters: Iterable[Any]) -> tuple[str, ...]:
 
 
 FINDINGS = (
-    *(_not_in_optimizer, _no_gradients, _no_step, _requires_grad_false, _gradients_not_zeroed),
+    *(_not_in_optimizer, _no_gradients, _wrapper_bypassed, _no_step, _requires_grad_false, _gradients_not_zeroed),
     *(_zero_learning_rate, _large_momentum, _batch_repeats, _unused_parameters),
 )

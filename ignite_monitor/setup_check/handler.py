@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -17,7 +18,9 @@ from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
+from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.dtensor import reshard
+from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.modes import hidden_from_user_modes
 from ignite_monitor.model.names import unwrapped
 from ignite_monitor.monitor.arguments import check_optimizer
@@ -119,11 +122,19 @@ class SetupCheck(Monitor):
             # No event announces the steps of an optimizer that holds no parameter of the model.
             hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
             self._hooks.callback(hook.remove)
+            self._note_calls(self._evidence.calls)
             self._start_probe(self._source.trackers[id(self.model)])
         return [self._hooks]
 
     def _start_probe(self, tracker: GradientTracker) -> None:
         self._probe = self._hooks.enter_context(AccumulationProbe(tracker, self.optimizer))
+
+    def _note_calls(self, calls: list[bool]) -> None:
+        modules = [*self.model.modules()]
+        if not any(is_compilers_wrapper(module) or is_compiled_in_place(module) for module in modules):
+            wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+            note = lambda module, *_: calls.extend([module in wrappers] * torch.is_grad_enabled())  # noqa: E731
+            self._hooks.enter_context(before_forward([*wrappers, *(wrapper.module for wrapper in wrappers)], note))
 
     def _note(self) -> None:
         self._is_training |= any(module.training for module in unwrapped(self.model).modules())

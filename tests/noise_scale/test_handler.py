@@ -227,25 +227,6 @@ def test_a_step_that_is_made_otherwise_is_reported_once(caplog):
     assert not any(result)
 
 
-@pytest.mark.parametrize("what", ["clipped", "not zeroed", "clipped at times"])
-def test_one_warning_says_why_no_step_is_measured(what, caplog):
-    model, x, y = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-
-    def clip(engine):
-        if what == "clipped" or (what == "clipped at times" and engine.state.iteration != 20):
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-    step = make_step(model, optimizer, 2, after_backward=clip, zero_at="never" if what == "not zeroed" else "start")
-    trainer, monitor = Engine(step), GradientNoiseScaleHandler(model, optimizer, micro_batches=2)
-    monitor.attach(trainer)
-    trainer.run(list(batches(x, y, 16, 120)), max_epochs=1)
-    expected = [] if what == "clipped at times" else [(50, "no_value")]
-    assert [(report.iteration, report.kind) for report in monitor.reports] == expected
-    assert ("did not start from zero, or were changed" in caplog.text) == bool(expected)
-    assert not measured(monitor)
-
-
 def test_the_loss_scale_does_not_weigh_the_steps(caplog):
     """The noise grows when the scale falls: with a scale within the gradients the earlier steps would count alone."""
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ignite_monitor import MonitorEvents, SetupCheck, attach_monitors
@@ -555,6 +556,20 @@ def test_run_that_was_terminated_early_says_nothing(caplog):
 def test_one_iteration_is_enough_for_what_needs_no_comparison():
     for fault, expected in (("evaluation mode", ["evaluation_mode"]), ("not zeroed", []), ("zero rate", [])):
         assert checked(*FAULTS[fault][1](), iterations=1)[0] == expected
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_wrapper(process_group, inner):
+    model = DistributedDataParallel(make_model())
+    kinds, _ = checked(*setup(model, call=model.module if inner else None))
+    assert kinds == ["wrapper_bypassed"] * inner
 
 
 def test_a_filter_says_where_the_check_begins():
