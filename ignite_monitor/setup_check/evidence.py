@@ -94,7 +94,7 @@ class Evidence:
         self.held_change, self.others_change = held != held_after, others != others_after
         self.rate_is_zero = all([*islice(values, len(self.rates))])
         used = [*islice(values, len(self.used))]
-        self.loses_gradients = len(used) > 2 and all(norm > 0 for norm in used[::2]) and not any(used[1::2])
+        self.loses_gradients = len(used) > 2 and all(0 < norm < math.inf for norm in used[::2]) and not any(used[1::2])
         norms = [*islice(values, len(self.norms))]
         first, *rest = [[*islice(values, len(initial))] for initial in self.initial_norms]
         self.discarded = first[1:].count(0)  # backwards that find zeros, before the first step

@@ -93,7 +93,7 @@ def _no_gradients(evidence: Evidence, report: Report) -> None:
     if not evidence.seen.isdisjoint(trained):
         if evidence.loses_gradients:
             text = f"all gradients were 0 at each step in {count} iterations, and were not after the backward before: "
-            report("no_gradients", f"{text}check the norm to which they are clipped, and zero_grad()")
+            report("no_gradients", f"{text}check the norm to which they are clipped, and zero_grad()", "warning")
         elif not (evidence.uses_gradients or evidence.held_change or evidence.rate_is_zero):
             text = f"the gradients were discarded before each step in {count} iterations, so no parameter changed: "
             report("no_gradients", f"{text}call zero_grad() before backward(), or after step()")

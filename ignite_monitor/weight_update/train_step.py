@@ -73,10 +73,12 @@ class UpdateMeasurement(StepMeasurement):
     def _add_distances(self, before: Mapping[int, Tensor], hashes: Tensor) -> None:
         """Add the changes between the starts of two train steps; infinite where they can't be compared."""
         after, unread = self._before, self._distances
-        if not before:
+        if not after:
+            self._distances = None
+        elif not before:
             is_same = self.hashes() == move(hashes, self.samples.device)
             self._distances = torch.where(is_same[self._to_device(self.indices)], 0.0, math.inf)
-        elif after:
+        else:
             known = [
                 before[i] if i in before and len(before[i]) == len(it) else math.inf + it for i, it in after.items()
             ]

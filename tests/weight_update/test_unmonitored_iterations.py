@@ -174,3 +174,30 @@ def test_with_a_threshold_the_steps_between_count_together():
         return {name for name, item in handler.diagnostics.items() if item.is_frozen}
 
     assert (frozen(2), frozen(20)) == ({"slow"}, set())
+
+
+def test_an_optimizer_without_parameters_for_a_while_ends_neither_training_nor_measuring():
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    head, body = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+
+    def train_step(engine, batch):
+        if engine.state.iteration in (4, 5):  # without a backward
+            return
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        body.step()
+        head.step()
+
+    trainer, handler = Engine(train_step), WeightUpdateHandler(model, head)
+    handler.attach(trainer)
+    group, frozen = head.param_groups[0], []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=5), lambda: frozen.append(group["params"]) or group.update(params=[])
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), lambda: group.update(params=frozen[0]))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: handler.state_dict() and None)
+    trainer.run(torch.randn(12, 4, 3))
+    assert trainer.state.iteration == 12
+    assert not handler.reports
+    assert trainer.state.metrics["monitor/frozen_count"] == 0
