@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.dtensor import any_dtensor, local
+from ignite_monitor.model.hashes import hashes_of
+from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, is_from_torch, learning_rates, named_parameters
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
@@ -35,6 +38,7 @@ class Evidence:
     batch: list[Any] = field(default_factory=list)  # what is compared of the last one
     repeats: int = 0  # number of batches that equal the one before
     steps_of_torch: bool = True  # all steps are those of optimizers of torch
+    others_stepped: bool = False  # another optimizer made a step
     uses_gradients: bool = False  # a step started with a gradient
     rates: list[Tensor] = field(default_factory=list)  # 1 for a learning rate of 0, of each group in each step
     found: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))  # maximum norm after the last backward
@@ -50,7 +54,13 @@ class Evidence:
         # Those that it does not hold, and that require gradients.
         rest = [item for item in self.parameters if id(item) not in ids and item.requires_grad and is_measurable(item)]
         self.others = [item for item in rest if local(item).numel()]
-        self._before = [total_norm(self.held), total_norm(self.others)]
+        self._before = self._hashes()
+
+    def _hashes(self) -> list[Tensor]:
+        """Hash the optimizer's parameters, and the others."""
+        device, pair = device_of(self.model), (self.held, self.others)
+        hashed = [{str(i): item for i, item in enumerate(items) if has_local_data(local(item))} for items in pair]
+        return [hashes_of(items, device) for items in hashed]
 
     def note_batch(self, batch: Any) -> None:
         """Compare each of the first batches with the one before."""
@@ -84,14 +94,13 @@ class Evidence:
 
     def numbers(self) -> list[Tensor]:
         """Return the numbers to bring to the host when the check ends."""
-        totals = [*self._before, total_norm(self.held), total_norm(self.others)]
-        return [*totals, *self.rates, *self.used, *self.norms, *chain(*self.initial_norms)]
+        changes = [(before != after).any() for before, after in zip(self._before, self._hashes(), strict=True)]
+        return [*changes, *self.rates, *self.used, *self.norms, *chain(*self.initial_norms)]
 
     def read(self, numbers: Iterable[list[float]]) -> None:
         """Compare the :meth:`numbers` on the host."""
         values = chain(*numbers)
-        held, others, held_after, others_after = islice(values, 4)
-        self.held_change, self.others_change = held != held_after, others != others_after
+        self.held_change, self.others_change = map(bool, islice(values, 2))
         self.rate_is_zero = all([*islice(values, len(self.rates))])
         used = [*islice(values, len(self.used))]
         self.loses_gradients = len(used) > 2 and all(0 < norm < math.inf for norm in used[::2]) and not any(used[1::2])

@@ -43,8 +43,10 @@ def _unused_parameters(evidence: Evidence, report: Report) -> None:
     """Report parameters of the optimizer without a gradient."""
     names = _names(evidence, idle_parameters(evidence))
     if names:
-        text = f"in the optimizer, but without a gradient in {evidence.iterations} iterations: {listed(names, _NAMED)}"
-        report("unused_parameters", text, "warning" if evidence.iterations >= MOST else "note", names)
+        count = evidence.iterations - min(evidence.stepped) + 1
+        text = f"in the optimizer, but without a gradient in {count} iterations from its first step on: "
+        is_long = evidence.iterations >= MOST and 2 * count > MOST
+        report("unused_parameters", text + listed(names, _NAMED), "warning" if is_long else "note", names)
 
 
 def evaluation_mode(model: nn.Module, report: Report) -> None:
@@ -113,7 +115,7 @@ def _no_step(evidence: Evidence, report: Report) -> None:
         return
     name, count, backwards = type(evidence.optimizer).__name__, evidence.discarded, len(evidence.initial_norms[0])
     text = f"{name} made no step in {evidence.iterations} iterations with {backwards} backward passes"
-    if count > 1 and not evidence.held_change:
+    if count > 1 and not (evidence.held_change or evidence.others_stepped):
         report("no_step", f"{text}, whose gradients were discarded {count} times: call optimizer.step()")
     else:
         report("no_step", f"{text}: steps are not checked", "note")

@@ -159,7 +159,11 @@ class SetupCheck(Monitor):
             self._evidence.note_use()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._evidence is not None and optimizer.param_groups is self.optimizer.param_groups:
+        if self._evidence is None:
+            return
+        if optimizer.param_groups is not self.optimizer.param_groups:
+            self._evidence.others_stepped = True
+        else:
             with hidden_from_user_modes():
                 self._note()
                 self._guarded(self._evidence.note_step, optimizer)
@@ -187,7 +191,8 @@ class SetupCheck(Monitor):
                 find(self._evidence, self._report)
             self._check_mode()
             if not self.findings:
-                self.logger.info("%s: no problems found in %d iterations", self._title, self._evidence.iterations)
+                count = len(self._evidence.stepped)
+                self.logger.info("%s: no problems found in %d iterations with a step", self._title, count)
             self.reset_run_state()
         return {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -241,7 +242,9 @@ def test_names_and_numbers_of_findings():
         "evaluation_mode": ("1", "3"),
         "no_step": (),
     }
-    assert found["unused_parameters"].text.startswith("in the optimizer, but without a gradient in 100 iterations")
+    assert found["unused_parameters"].text.startswith(
+        "in the optimizer, but without a gradient in 100 iterations from its first step on"
+    )
     assert "2 parameters of the optimizer are not the model's" in found["stale_optimizer"].text
     assert "in 3 optimizer steps" in found["zero_learning_rate"].text
     text = "SGD made no step in 100 iterations with 200 backward passes, whose gradients were discarded 99 times"
@@ -286,6 +289,39 @@ def updated_by_hand():
             parameter.grad = None
 
     return setup(model, lambda model: sgd(model[:3]), after=update)
+
+
+class Signs(nn.Linear):
+    """Weights of -1 and 1, which the train step moves by hand: their norm stays what it is."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.weight.data.sign_()
+        self.latent = 0.01 * self.weight.detach()
+
+    def update(self, *_):
+        self.latent -= 0.1 * self.weight.grad
+        self.weight.data.copy_(self.latent.sign())
+        self.weight.grad = None
+
+
+def signs_in_no_optimizer():
+    model = nn.Sequential(nn.Linear(6, 5), Signs(5, 3))
+    return setup(model, lambda model: sgd(model[0]), after=model[1].update, zero_at="end")
+
+
+def signs_in_the_optimizer(steps=True):
+    """The optimizer holds them too, and makes its steps, if any, without gradients."""
+    model = nn.Sequential(Signs(6, 3))
+    optimizer = sgd(model)
+
+    def train_step(_, batch):
+        mse_loss(model, batch).backward()
+        model[0].update()
+        if steps:
+            optimizer.step()
+
+    return model, optimizer, train_step, make_batches(101)
 
 
 def second_optimizer():
@@ -447,6 +483,7 @@ HEALTHY = {
     "unknown objects": lambda: other_batches([(*make_batches(1)[0], object()) for _ in range(5)]),
     "an object that can't be compared": lambda: other_batches([(make_batches(1)[0], np.ones(3), np.ones(3))] * 5),
     "placeholders": lambda: other_batches([torch.zeros(1)] * 5),
+    "signs that no optimizer moves": lambda: signs_in_the_optimizer(steps=False),
     "constant accuracy": lambda: setup(output=lambda loss: 0.1),
     "no loss": lambda: setup(output=lambda loss: {"loss": loss, "ids": ["a"], 3: None}),
     "checkpointed": lambda: called(lambda model: lambda x: checkpoint(model, x, use_reentrant=False)),
@@ -456,6 +493,7 @@ HEALTHY = {
         for make in (
             *(second_optimizer, updated_by_hand, teacher_inside, mode_set_in_the_train_step, rare_experts),
             *(partly_in_evaluation_mode, frozen_backbone, master_weights),
+            *(signs_in_no_optimizer, signs_in_the_optimizer),
         )
     },
 }
@@ -486,7 +524,7 @@ def test_one_log_line_without_findings(caplog):
         trainer.run(make_batches(5))
     assert check.findings == []
     lines = [record.message for record in caplog.records if record.name.endswith("SetupCheck")]
-    assert lines == ["SetupCheck (setup): no problems found in 4 iterations"]
+    assert lines == ["SetupCheck (setup): no problems found in 4 iterations with a step"]
 
 
 def notes(model, optimizer, train_step, batches):
@@ -508,6 +546,58 @@ def test_a_run_without_steps_is_a_note():
     assert [*found] == ["no_step"]
     assert found["no_step"].text == "SGD made no step in 100 iterations with 0 backward passes: steps are not checked"
     assert checked(model, optimizer, lambda *_: None)[1].findings is None
+
+
+def test_no_step_of_a_generator_in_the_warm_up_of_its_discriminator_is_a_note():
+    """Its gradients, of the discriminator's loss, are discarded in each iteration."""
+    generator, discriminator = nn.Linear(6, 3), nn.Linear(3, 1)
+    waiting, other = torch.optim.Adam(generator.parameters()), sgd(discriminator)
+
+    def train_step(_, batch):
+        waiting.zero_grad()
+        other.zero_grad()
+        (discriminator(generator(batch[0])) - discriminator(batch[1])).square().mean().backward()
+        other.step()
+
+    found = notes(generator, waiting, train_step, make_batches(101))
+    assert {kind: finding.text for kind, finding in found.items()} == {
+        "no_step": "Adam made no step in 100 iterations with 100 backward passes: steps are not checked"
+    }
+    assert notes(discriminator, other, train_step, make_batches(5)) == {}
+
+
+@pytest.mark.parametrize("first", [98, 99, 100, 101, math.inf])
+@pytest.mark.parametrize("fault", ["not zeroed", "zero rate", "forgotten layer", None])
+def test_the_check_waits_for_the_first_backward_and_step_for_100_iterations(first, fault, caplog):
+    model, optimizer, inner, _ = FAULTS[fault][1]() if fault else setup()
+    check = SetupCheck(model, optimizer)
+    trainer = Engine(lambda engine, batch: inner(engine, batch) if engine.state.iteration >= first else None)
+    check.attach(trainer)
+    ended = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda _: ended.append(check.findings is not None))
+    with caplog.at_level(logging.INFO):
+        trainer.run(make_batches(120))
+    assert ended.index(True) + 1 == 100
+    expected = {}
+    if first > 100:
+        expected = {"no_step": "SGD made no step in 100 iterations with 0 backward passes: steps are not checked"}
+    elif fault == "not zeroed" and first <= 98:
+        text = "the backward after each of 2 steps added to the gradients of that step: call optimizer.zero_grad()"
+        expected = {"gradients_not_zeroed": text}
+    elif fault == "zero rate" and first <= 99:
+        count = 101 - first
+        text = f"the learning rate of all parameter groups was 0 in {count} optimizer steps"
+        expected = {"zero_learning_rate": text}
+    elif fault == "forgotten layer":
+        text = f"in the optimizer, but without a gradient in {101 - first} iterations from its first step on: "
+        expected = {"unused_parameters": f"{text}unused.weight, unused.bias"}
+    assert {finding.kind: finding.text for finding in check.findings} == expected
+    assert {finding.severity for finding in check.findings} <= (
+        {"problem", "warning"} if {*expected} & {"gradients_not_zeroed", "zero_learning_rate"} else {"note"}
+    )
+    if not expected:
+        lines = [record.message for record in caplog.records if record.name.endswith("SetupCheck")]
+        assert lines == [f"SetupCheck (setup): no problems found in {101 - first} iterations with a step"]
 
 
 def test_each_run_from_its_start_is_checked_and_a_resumed_one():
