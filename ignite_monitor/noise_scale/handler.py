@@ -27,6 +27,7 @@ from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers
 from ignite_monitor.monitor.ranks import NOT_REDUCED, Group
 from ignite_monitor.monitor.scaler import ScaledMonitor
+from ignite_monitor.monitor.transfer import DeferredFlag
 from ignite_monitor.noise_scale.estimate import FEWEST, RatioOfMeans, noise_and_signal
 from ignite_monitor.noise_scale.increments import Increment, IncrementObserver, sums_of
 
@@ -104,10 +105,9 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         self.set_scaler(scaler)
         self.items = items
         self._ratio = RatioOfMeans(check_real("decay", decay, above=(FEWEST - 1) / (FEWEST + 1), below=1))
-        self._window: list[Increment] = []  # of the next optimizer step
-        self._closed: list[list[Increment]] = []  # of this iteration's steps
         self._items = math.nan  # of the batch
         self._skipped = 0.0  # steps, until the first value; then infinite
+        self.reset_run_state()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the moments of numerator and denominator."""
@@ -143,8 +143,10 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
         return [IncrementObserver(tracker, parameters, self._window)]
 
     def reset_run_state(self) -> None:
-        self._window.clear()
-        self._closed.clear()
+        self._window: list[Increment] = []  # of the next optimizer step
+        self._closed: list[list[Increment]] = []  # of this iteration's steps
+        self._changed: Tensor | int = 0  # consecutive steps with gradients that were changed in between
+        self._is_silent = DeferredFlag()
 
     def _on_gradients_ready(self, engine: Engine, ready: GradientsReady) -> None:
         if self._window and not ready.reached.isdisjoint(map(id, ready.tracker.parameters_of(self.optimizer))):
@@ -175,9 +177,15 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
             self.report("no_value", f"no value: {unwrapped if self.ranks.exceed_wrappers else NOT_REDUCED}")
             return
         device = device_of(self.model)
-        unknown = torch.full((5,), math.nan, dtype=wide_dtype(device), device=device)
+        unknown = torch.full((6,), math.nan, dtype=wide_dtype(device), device=device)
         sums = sums_of(window) if self._is_complete_window(window) else unknown
-        square_sum, weighted_sum, items, count, total = self.ranks.sum(sums).unbind()  # NaN of one rank is NaN on all
+        # NaN of one rank is NaN on all.
+        square_sum, weighted_sum, items, count, total, changed = self.ranks.sum(sums).unbind()
+        self._changed = torch.where(changed > 0, self._changed + 1, 0)
+        self._is_silent.set(self._changed >= _PATIENCE)
+        if self._is_silent.take():
+            text = "gradients did not start from zero, or were changed between two backward passes"
+            self.report("no_value", f"no value: in each of the last {_PATIENCE} optimizer steps {text}")
         total = total * self.ranks.size  # the gradients are the ranks' mean
         new = noise_and_signal(square_sum, weighted_sum, items, total, count)
         if window and window[-1].scale is not None:

@@ -31,15 +31,17 @@ class Increment:
 
 
 def sums_of(increments: Sequence[Increment]) -> Tensor:
-    """Return what :func:`noise_and_signal` needs, the total last: NaN if gradients were changed in between."""
+    """Return what :func:`noise_and_signal` needs, and 1 if gradients were changed in between, and the total is NaN."""
     squares = torch.stack([increment.square for increment in increments])
     counts = torch.tensor([increment.items for increment in increments], dtype=squares.dtype, device="cpu")
     items = move(counts, squares.device)
     before = torch.stack([increment.before for increment in increments])
     after = torch.stack([torch.zeros_like(before[0]), *(increment.after for increment in increments)])
-    adds_up = torch.isclose(before, after[:-1], atol=0.0).all()
-    total = torch.where(adds_up, after[-1], math.nan)
-    return torch.stack([squares.sum(), (items * squares).sum(), items.sum(), torch.ones_like(squares).sum(), total])
+    adds_up = torch.isclose(before, after[:-1], atol=0.0)
+    changed = (~adds_up & (before - after[:-1]).isfinite()).any().to(squares.dtype)
+    total = torch.where(adds_up.all(), after[-1], math.nan)
+    count = torch.ones_like(squares).sum()
+    return torch.stack([squares.sum(), (items * squares).sum(), items.sum(), count, total, changed])
 
 
 class IncrementObserver:

@@ -278,6 +278,28 @@ def test_a_step_whose_parts_were_changed_on_the_way_is_skipped(what):
     assert not any(result[1::2])
 
 
+@pytest.mark.parametrize("what", ["not zeroed", "scaled", "now and then", "overflow"])
+def test_gradients_that_are_changed_on_the_way_in_each_step_are_reported_once(what, caplog):
+    model, x, y = problem()
+    optimizer = torch.optim.RMSprop(model.parameters(), 1e-4)
+
+    def change(engine):
+        if what == "scaled" or (what == "now and then" and engine.state.iteration % 49):
+            for parameter in model.parameters():
+                parameter.grad *= 0.9
+
+    options = {"zero_at": "never" if what == "not zeroed" else "start", "after_backward": change}
+    options["factor"] = lambda engine: math.nan if what == "overflow" else 1.0
+    result, _ = watched(
+        make_step(model, optimizer, 3, **options), model, optimizer, batches(x, y, 48, 120), micro_batches=3
+    )
+    at = 51 if what == "not zeroed" else 50  # the first step starts from zero
+    text = f"GradientNoiseScaleHandler (noise_scale): iteration {at}: no value: in each of the last 50 optimizer steps "
+    text += "gradients did not start from zero, or were changed between two backward passes"
+    assert caplog.messages == ([text] if what in ("not zeroed", "scaled") else [])
+    assert not any(result) or what == "now and then"
+
+
 def test_parameters_that_the_train_step_adds_do_not_count_in_its_step():
     """The value is that of the parameters that it had before."""
     model, x, y = problem()
