@@ -224,7 +224,7 @@ def optimizer_state(
     for group in optimizer.param_groups:
         for p in gradients.keys() & set(group["params"]):
             g, state = gradients[p].double() * (-1 if group.get("maximize") else 1), optimizer.state[p]
-            is_apart = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+            is_apart = type(optimizer).__name__ in ("AdamW", "Muon") or group.get("decoupled_weight_decay")
             if not is_apart and group.get("weight_decay"):  # torch adds it to gradients
                 g = g + float(group["weight_decay"]) * before[p].double()
             v = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))

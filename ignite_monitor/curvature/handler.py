@@ -170,7 +170,8 @@ def stability_threshold(optimizer: SGD, parameters: Sequence[Tensor]) -> Tensor:
     r"""Curvature above which SGD diverges on a quadratic loss, for the group with the smallest threshold.
 
     :math:`2 / \eta`, with momentum :math:`(2 + 2\beta) / \eta`, and with Nesterov's :math:`(2 + 2\beta) / ((1 +
-    2\beta)\,\eta)` (arXiv:2103.00065, section 2); infinite if all learning rates are 0, NaN if a group maximizes.
+    2\beta)\,\eta)` (arXiv:2103.00065, section 2), less the weight decay, which adds to each curvature; infinite if all
+    learning rates are 0, NaN if a group maximizes.
     """
     ids, thresholds = set(map(id, parameters)), []
     for group in optimizer.param_groups:
@@ -179,7 +180,8 @@ def stability_threshold(optimizer: SGD, parameters: Sequence[Tensor]) -> Tensor:
             dampening = group["dampening"] if momentum else 0.0  # SGD without momentum ignores it
             damped = 1 + 2 * momentum if group["nesterov"] else 1 - dampening
             rate = torch.as_tensor(math.nan if group["maximize"] else group["lr"], dtype=flat_dtype(parameters))
-            thresholds.append(move((2 + 2 * momentum) / (damped * rate.detach().reshape(())), parameters[0].device))
+            threshold = (2 + 2 * momentum) / (damped * rate.detach().reshape(())) - group["weight_decay"]
+            thresholds.append(move(threshold.clamp(min=0), parameters[0].device))
     return torch.stack(thresholds).min()
 
 

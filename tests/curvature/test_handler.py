@@ -309,3 +309,25 @@ def test_dampening_counts_only_with_momentum_and_of_groups_that_train(momentum, 
     assert float(stability_threshold(optimizer, weights[1:])) == pytest.approx(2 * limit)
     optimizer.param_groups[1]["maximize"] = True
     assert stability_threshold(optimizer, weights).isnan()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 3.0},
+        {"momentum": 0.7, "weight_decay": 1.5},
+        {"momentum": 0.6, "nesterov": True, "weight_decay": 2.0},
+        {"momentum": 0.8, "dampening": 0.4, "weight_decay": 0.5},
+    ],
+)
+def test_sgd_diverges_on_a_quadratic_right_above_the_threshold(options):
+    """With curvatures of one percent below and above it, in float64."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.08, **options)
+    curvatures = float(stability_threshold(optimizer, [weight])) * torch.tensor([0.99, 1.01], dtype=torch.float64)
+    for _ in range(2000):
+        weight.grad = curvatures * weight.detach()
+        optimizer.step()
+    below, above = weight.detach().abs().tolist()
+    assert below < 1e-3 < 1e3 < above

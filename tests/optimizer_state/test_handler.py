@@ -30,8 +30,20 @@ OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
     "Adamax": lambda p: torch.optim.Adamax(p),
+    "SGD, dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.8, dampening=0.3, weight_decay=0.7),
+    "RMSprop, centered, maximize": lambda p: torch.optim.RMSprop(
+        p, lr=1e-3, centered=True, momentum=0.7, weight_decay=0.4, maximize=True
+    ),
+    "AMSGrad, maximize, decay": lambda p: torch.optim.Adam(p, amsgrad=True, maximize=True, weight_decay=0.6),
+    "AdamW, fused, maximize": lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True, maximize=True, weight_decay=0.3),
+    "RAdam, maximize, decoupled decay": lambda p: torch.optim.RAdam(
+        p, weight_decay=0.4, decoupled_weight_decay=True, maximize=True
+    ),
     "a group with lr 0": lambda p: torch.optim.Adam([{"params": next(p), "lr": 0.0}, {"params": p}]),
 }
+
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon([item for item in p if item.ndim == 2], lr=0.02, weight_decay=0.3)
 
 
 def follow(model, optimizer, handler, batches, scaler=None, clip=None):
@@ -65,7 +77,7 @@ def test_values_are_those_of_float64(name):
     has = {name.partition("/")[2].partition("_")[0] for name in true[-1]}
     assert has >= (
         {"update", "momentum"}
-        if name in ("SGD", "SGD, maximize, decay", "RMSprop", "Adamax")
+        if name.startswith(("SGD", "RMSprop", "Adamax", "Muon"))
         else {"rms", "epsilon", "momentum"}
     )
     if name == "NAdam, large eps":
