@@ -30,8 +30,10 @@ from trainings import options, print_head, print_row, provenance
 
 import ignite_monitor as im
 from ignite_monitor.replicas import handler as replicas
+from ignite_monitor.setup_check import handler as setup_check
 
 NEVER = 10**9
+setup_check.ITERATIONS = setup_check.MOST = NEVER  # no check ends
 ITERATIONS = 6
 CLIP, CLOSURES, PASSES, CLONE = "clip_grad_norm_", "three closures per module", "two forward passes", "weight clones"
 NOISE, CURVATURE = "GradientNoiseScaleHandler, two micro-batches", "CurvatureHandler"
@@ -133,7 +135,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "ReplicaCheckHandler": (replica_check, CLONE),
     "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, loss=loss_of), PASSES),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
-    "SetupCheck": (lambda m, o: im.SetupCheck(m, o, iterations=NEVER), CLIP),  # in a run it takes three iterations
+    "SetupCheck": (im.SetupCheck, CLIP),  # in a run it takes three iterations
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
     "DriftMonitor": (lambda m, _: im.DriftMonitor(lambda engine: 1.0), CLIP),
     "HealthyCheckpoint": (checkpoint, CLONE),

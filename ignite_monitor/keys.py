@@ -211,8 +211,8 @@ _CURVATURE = "curvature and stability threshold"
 
 CURVATURE = Schema("curvature", "curvature", (
     Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
-    Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum, less the decay", when="with SGD",
-        chart=_CURVATURE),
+    Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum, less the weight decay",
+        when="with SGD", chart=_CURVATURE),
     Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian found; not reported if its residual is above 10 %",
         chart=_CURVATURE),
     Key("hessian_max_eigenvalue_residual", "largest relative distance from an eigenvalue, not always the largest one"),

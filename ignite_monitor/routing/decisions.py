@@ -65,16 +65,11 @@ class RouterDecisions(ModuleHook):
 
 
 def routing_sums(logits: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum up one call of a router.
+    """Sum up one call of a router, from logits (tokens ..., experts) and indices of chosen experts (tokens ..., k).
 
-    Args:
-        logits: of shape (tokens ..., experts), not empty.
-        choice: indices of chosen experts, of shape (tokens ..., k).
-
-    Returns:
-        Tokens per expert, number of tokens, and sum of margins: of shape (experts + 2,), NaN if a logit is NaN or the
-        choice has other indices or an index twice. Largest logit: of shape (1,). It and the sum of margins are NaN if
-        the logits are probabilities: none is negative, and those of every token add up to 1.
+    Tokens per expert, number of tokens and sum of margins, of shape (experts + 2,), are NaN if a logit is NaN, or the
+    choice has other indices or an index twice. The largest logit, of shape (1,), and the sum of margins are NaN if the
+    logits are probabilities: none is negative, and those of every token add up to 1.
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.device))
     tokens, experts = logits.shape

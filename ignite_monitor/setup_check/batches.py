@@ -1,4 +1,4 @@
-"""Comparison of batches on the host, bit by bit."""
+"""Hashes of batches on the host."""
 
 from __future__ import annotations
 
@@ -8,26 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_monitor.model.hashes import hashes_of
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import bits_of
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """Return the parts of a batch; of a tensor its shape and dtype, and a copy of its bits."""
-    if isinstance(value, Tensor) and value.is_cpu and has_local_data(value):
-        return [(value.shape, value.dtype), bits_of(value).flatten().clone()]
-    if isinstance(value, (str, bytes, int, float, type(None))):
-        return [value]
-    members = value.items() if isinstance(value, Mapping) else value
-    if isinstance(value, (Mapping, list, tuple)):
-        return [leaf for member in members for leaf in leaves_of(member)]
-    return [object()]  # equal to no other
+def hash_batch(batch: Any) -> list[int] | None:
+    """Return None for a batch with objects of unknown equality, and for constants, which may be placeholders."""
+    leaves = _leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu and has_local_data(leaf)]
+    others = [leaf for leaf in leaves if isinstance(leaf, (str, bytes, int, float, type(None)))]
+    bits = [bits_of(tensor).flatten() for tensor in tensors]
+    if len(tensors) + len(others) < len(leaves) or all(torch.equal(item, item[:1].expand_as(item)) for item in bits):
+        return None
+    return hashes_of({str(i): leaf for i, leaf in enumerate(leaves)}, torch.device("cpu")).tolist()
 
 
-def is_same(first: list[Any], batch: list[Any]) -> bool:
-    """Return True if two batches are certainly equal, and hold more than constants, which may be placeholders."""
-    tensors = [leaf for leaf in first if isinstance(leaf, Tensor)]
-    if len(first) != len(batch) or all(torch.equal(leaf, leaf[:1].expand_as(leaf)) for leaf in tensors):
-        return False
-    pairs = zip(first, batch, strict=True)
-    return all(torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)
+def _leaves(value: Any) -> list[Any]:
+    members = tuple(value.items()) if isinstance(value, Mapping) else value
+    return [leaf for item in members for leaf in _leaves(item)] if isinstance(members, (list, tuple)) else [value]

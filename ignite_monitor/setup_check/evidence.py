@@ -20,7 +20,7 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, is_from_torch, learning_rates, named_parameters
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.setup_check.batches import is_same, leaves_of
+from ignite_monitor.setup_check.batches import hash_batch
 
 COMPARED = 3  # batches
 
@@ -35,8 +35,7 @@ class Evidence:
     stepped: set[int] = field(default_factory=set)  # iterations with a step of the optimizer
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
-    batch: list[Any] = field(default_factory=list)  # what is compared of the last one
-    repeats: int = 0  # number of batches that equal the one before
+    batches: list[Any] = field(default_factory=list)  # hashes of the first ones; None for one that is not compared
     steps_of_torch: bool = True  # all steps are those of optimizers of torch
     others_stepped: bool = False  # another optimizer made a step
     uses_gradients: bool = False  # a step started with a gradient
@@ -63,10 +62,10 @@ class Evidence:
         return [hashes_of(items, device) for items in hashed]
 
     def note_batch(self, batch: Any) -> None:
-        """Compare each of the first batches with the one before."""
+        """Hash each of the first batches."""
         with contextlib.suppress(Exception):  # a batch may hold objects of any kind, and training continues
-            before, self.batch = self.batch, leaves_of(batch) if self.iterations <= COMPARED else []
-            self.repeats += is_same(before, self.batch)
+            if self.iterations <= COMPARED:
+                self.batches.append(hash_batch(batch))
 
     def note_gradients(self) -> None:
         """Note the parameters that have a gradient."""

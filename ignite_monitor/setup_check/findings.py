@@ -13,6 +13,7 @@ from ignite_monitor.model.names import held_by, listed, named_modules, parameter
 from ignite_monitor.model.sampling import NARROW
 from ignite_monitor.setup_check.evidence import COMPARED, Evidence
 
+ITERATIONS = 3  # with a step, to check
 MOST = 100  # iterations to wait for steps, and for gradients of parameters without one
 _NAMED = 5
 _UNUSED_FROM = 0.05  # of the optimizer's elements; less are mask tokens and poolers of released models
@@ -44,7 +45,7 @@ def _unused_parameters(evidence: Evidence, report: Report) -> None:
     names = _names(evidence, idle_parameters(evidence))
     if names:
         count = evidence.iterations - min(evidence.stepped) + 1
-        text = f"in the optimizer, but without a gradient in {count} iterations from its first step on: "
+        text = f"in the optimizer, but without a gradient in {count} iterations: "
         is_long = evidence.iterations >= MOST and 2 * count > MOST
         report("unused_parameters", text + listed(names, _NAMED), "warning" if is_long else "note", names)
 
@@ -152,7 +153,8 @@ def _large_momentum(evidence: Evidence, report: Report) -> None:
 
 
 def _batch_repeats(evidence: Evidence, report: Report) -> None:
-    if evidence.repeats == COMPARED - 1:
+    first, *others = evidence.batches or [None]
+    if first and others == [first] * (COMPARED - 1):
         text = f"the first {COMPARED} batches are bitwise equal: check the data loader"
         report("batch_repeats", text, "warning")
 

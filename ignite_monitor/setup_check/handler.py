@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ignite_monitor.checks import check_count
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
 from ignite_monitor.events.hooks import weak_method
@@ -28,7 +27,7 @@ from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.reports import Report
 from ignite_monitor.setup_check.evidence import Evidence
-from ignite_monitor.setup_check.findings import FINDINGS, MOST, evaluation_mode, idle_parameters
+from ignite_monitor.setup_check.findings import FINDINGS, ITERATIONS, MOST, evaluation_mode, idle_parameters
 
 _MODE_EVERY = 50  # iterations, after the check
 
@@ -36,7 +35,7 @@ _MODE_EVERY = 50  # iterations, after the check
 class SetupCheck(Monitor):
     """Check model, optimizer and batches in the first iterations of a run.
 
-    From its first iteration on it monitors every one, whatever the filter of the event. The check ends after the first
+    From its first iteration on it monitors every one, whatever the filter of the event. The check ends after three
     iterations with an optimizer step, once the parameters of the optimizer have had gradients; at the latest after 100
     iterations, or at the end of the run. After it one iteration in 50 is checked for evaluation mode. Each finding is
     reported with a kind of its own; the page of this monitor lists them. Only what is certain is reported. A run from
@@ -45,7 +44,6 @@ class SetupCheck(Monitor):
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).
         optimizer: its optimizer.
-        iterations: number of monitored iterations with a step to check; most faults are found from 3 on.
         group: the ranks whose optimizers step together, a ProcessGroup or DeviceMesh; no value is reduced over them.
         prefix: name of the check in the log.
 
@@ -54,7 +52,6 @@ class SetupCheck(Monitor):
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if ``iterations`` is less than 1.
     """
 
     def __init__(
@@ -62,13 +59,12 @@ class SetupCheck(Monitor):
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        iterations: int = 3,
         group: Group = None,
         prefix: str = "setup",
     ) -> None:
         super().__init__(model, prefix, group=group)
         check_optimizer(optimizer)
-        self.optimizer, self.iterations = optimizer, check_count("iterations", iterations, least=1)
+        self.optimizer = optimizer
         self.findings: list[Report] | None = None
         self._hooks = ExitStack()  # of a train step, until it ends: within a step torch goes through all hooks
         self.reset_run_state()
@@ -88,7 +84,7 @@ class SetupCheck(Monitor):
         ]
 
     def on_run_completed(self) -> None:
-        if self._evidence is not None and len(self._evidence.stepped) >= self.iterations:
+        if self._evidence is not None and len(self._evidence.stepped) >= ITERATIONS:
             self._is_resolved = False
             self.on_host()
 
@@ -177,8 +173,8 @@ class SetupCheck(Monitor):
         if evidence is None:
             self._check_mode()
         else:  # one transfer brings the numbers to the host with the values of all monitors
-            waits = bool(len(evidence.stepped) < self.iterations or idle_parameters(evidence))
-            self._is_resolved = waits and evidence.iterations < max(MOST, self.iterations)
+            waits = bool(len(evidence.stepped) < ITERATIONS or idle_parameters(evidence))
+            self._is_resolved = waits and evidence.iterations < MOST
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._evidence is None else self._evidence.numbers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ignite_monitor.model.tensors import count_items, floating_tensors
 from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.step_stats.measures import DataClock, StepClock, resident_memory
+from ignite_monitor.step_stats.measures import StepClock, resident_memory
 
 _MOST_TENSORS = 4  # of a batch, whose RMS is published
 
@@ -73,7 +74,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self.optimizer = optimizer
         self.items = items
         self.measures_time = True
-        self._data = DataClock()
+        self._forget_data()
         self.reset_run_state()
 
     def reset_run_state(self) -> None:
@@ -83,13 +84,21 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         self._has_stepped = False
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
-        # The engine gets a batch before it starts the iteration.
-        clock = self._data
         return [
-            (Events.STARTED, clock.reset),
-            (Events.GET_BATCH_STARTED, clock.start),
-            (Events.GET_BATCH_COMPLETED, clock.stop),
+            (Events.STARTED, self._forget_data),
+            (Events.GET_BATCH_STARTED, self._on_get_batch_started),
+            (Events.GET_BATCH_COMPLETED, self._on_get_batch_completed),
         ]
+
+    def _forget_data(self, *_: Any) -> None:
+        # When the engine last asked for a batch, before an iteration, and for how long it waited; NaN without one.
+        self._asked_at = self._data_wait = math.nan
+
+    def _on_get_batch_started(self, engine: Engine) -> None:
+        self._asked_at = perf_counter()
+
+    def _on_get_batch_completed(self, engine: Engine) -> None:
+        self._data_wait = perf_counter() - self._asked_at  # also to start a loader anew
 
     def handlers(self) -> Handlers:
         return [
@@ -154,7 +163,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
             self._put_rates()
         device = device_of(self.model)
         values = self._values
-        values["data_wait_ms"] = 1e3 * self._data.seconds
+        values["data_wait_ms"] = 1e3 * self._data_wait
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
             values["parameter_norm"] = whole_norm(parameters)
         if device.type == "cuda":
@@ -170,7 +179,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         seconds = None if self._clock is None else self._clock.seconds()
         if not seconds:
             return {}
-        wait = self._data.seconds
+        wait = self._data_wait
         values = {"time_ms": 1e3 * seconds, "data_wait_share": wait / (wait + seconds)}
         if self._items is not None and self._items >= 0:
             values["items_per_s"] = self._items / seconds

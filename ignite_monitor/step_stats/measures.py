@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
@@ -38,26 +37,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-class DataClock:
-    """Seconds between an engine's last request for a batch and the batch, a restart of the loader included, or NaN."""
-
-    def __init__(self) -> None:
-        self.now = time.perf_counter
-        self.reset()
-
-    def reset(self, *_: Any) -> None:
-        """Forget the last run, at STARTED."""
-        self.seconds = self._since = math.nan
-
-    def start(self, *_: Any) -> None:
-        """Start at GET_BATCH_STARTED."""
-        self._since = self.now()
-
-    def stop(self, *_: Any) -> None:
-        """Stop at GET_BATCH_COMPLETED."""
-        self.seconds = self.now() - self._since
 
 
 def resident_memory() -> float | None:

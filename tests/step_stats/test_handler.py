@@ -14,6 +14,7 @@ from torch import nn
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold, StepStatsHandler
 from ignite_monitor.model.tensors import count_items
+from ignite_monitor.step_stats import handler as step_stats_handler
 from tests._helpers import grad_norm, make_step, run_monitored
 from tests._truth import norm
 
@@ -348,14 +349,14 @@ def test_parameter_norm_and_the_memory_that_a_step_takes():
     assert handler.metrics["step/parameter_norm"] == pytest.approx(norm(model.parameters()), rel=1e-6)
 
 
-def planted(waits, restarts=False, **arguments):
+def planted(patch, waits, restarts=False, **arguments):
     """A training on a clock that a loader alone moves on, by so many milliseconds before each batch."""
     model = nn.Linear(5, 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
     handler = StepStatsHandler(model, optimizer, **arguments)
     time_now = [0.0]
-    handler._data.now = lambda: time_now[0]
+    patch.setattr(step_stats_handler, "perf_counter", lambda: time_now[0])
 
     class Loader:
         def __iter__(self):
@@ -370,13 +371,13 @@ def planted(waits, restarts=False, **arguments):
     return trainer, handler, seen
 
 
-def test_a_planted_wait_for_data_is_what_is_published():
-    _, _, seen = planted([0, 50, 3, 7])
+def test_a_planted_wait_for_data_is_what_is_published(monkeypatch):
+    _, _, seen = planted(monkeypatch, [0, 50, 3, 7])
     assert [values.get("step/data_wait_ms") for values in seen] == pytest.approx([None, 50.0, None, 7.0])
     for values in seen[1::2]:
         wait, taken = values["step/data_wait_ms"], values["step/time_ms"]
         assert values["step/data_wait_share"] == pytest.approx(wait / (wait + taken))
-    _, _, seen = planted([50], restarts=True)  # starting a loader anew is waiting too
+    _, _, seen = planted(monkeypatch, [50], restarts=True)  # starting a loader anew is waiting too
     assert seen[1]["step/data_wait_ms"] == pytest.approx(50.0)
 
 
