@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -131,9 +132,10 @@ def main() -> None:
     logging.getLogger("ignite_monitor").setLevel(logging.INFO)
     logging.getLogger("ignite_monitor").addHandler(logging.StreamHandler(sys.stdout))
     train(arguments.output, arguments.iterations)
+    scripts = os.path.relpath(Path(sys.executable).parent)  # .venv/bin after `make demo`
     print("\nTo see what happened:")
-    print(f"    ignite-monitor summary {arguments.output}/run.h5")
-    print(f"    tensorboard --logdir {arguments.output}/tensorboard")
+    print(f"    {scripts}/ignite-monitor summary {arguments.output}/run.h5")
+    print(f"    {scripts}/tensorboard --logdir {arguments.output}/tensorboard")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_demo(run_example, monkeypatch):
     assert recording["rollback/count"].values[-1] >= 1
     assert len(recording["train/loss"].steps) == 200
     assert list(Path("runs/demo/tensorboard").iterdir())
-    commands = re.findall(r"^    ignite-monitor (.*)$", output, flags=re.MULTILINE)
+    commands = re.findall(r"^    \S+/ignite-monitor (.*)$", output, flags=re.MULTILINE)
     assert [cli.main(command.split()) for command in commands] == [0]
 
 

@@ -32,13 +32,13 @@ class SpikeDetector:
     """Detects spikes by a threshold rule, and updates the rule with the other values.
 
     - A value is a spike if it exceeds the rule's threshold, or is not finite.
-    - Only the first of several consecutive spikes updates the statistics, clipped to the threshold: they must not widen
-      their own threshold. Non-finite values, and those equal to ``ignored``, update nothing.
+    - Of consecutive spikes only the first updates the statistics, clipped to the threshold. Non-finite values, and
+      those equal to ``ignored``, update nothing.
     - A count rises by 1 at each finite spike and falls by 1/4 at each other value, not below 0. When it reaches
       ``max_consecutive_spikes`` a regime change is assumed: the rule is reset, and starts with this value. A rule with
       a shorter warm-up than that, or than 10, pauses until a value falls below its threshold.
 
-    Nothing is read on the host. All tensors are 0-dim, or have the values' shape if several are compared side by side.
+    Nothing is read on the host. Tensors are 0-dim, or have the shape of several values compared side by side.
     A non-finite value is no spike if a GradScaler handles it; ``ignored`` is 0 for norms, and NaN for no value.
     """
 

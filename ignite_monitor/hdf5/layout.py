@@ -10,10 +10,10 @@
            ``["report", run, iteration, monitor, kind, severity, text, names]``; the last of a number is valid
 ========== ===================================================================================================
 
-``kind`` of a name is the schema kind of the monitor that publishes it, ``"user"`` for any other name; the monitor's key
-is what follows ``root/`` in it; ``trains`` tells names of the trainer from those of other engines. A run of the trainer
-is recorded when it starts, and once more with its first iteration: ``offset`` is the number of iterations before the
-trainer's own, and ``after`` the iteration after which the run replaces earlier ones: -1 for all, 2**62 for none.
+``kind`` of a name is the schema kind of the monitor that publishes it, ``"user"`` for any other name. The monitor's key
+is what follows ``root/`` in it. ``trains`` is True for names of the trainer. A run of the trainer is recorded when it
+starts, and once more with its first iteration. ``offset`` is the number of iterations before the trainer's own. The run
+replaces iterations after ``after``: -1 for all, 2**62 for none.
 
 Datasets are contiguous, and larger than what counts. Nothing that counts is ever changed: rows and reports that a later
 run replaces are dropped by the reader (:mod:`ignite_monitor.hdf5.reader`).
@@ -199,7 +199,7 @@ def _counted(h5py: Any, file: Any) -> tuple[State, Elements]:
         state = extended(EMPTY, elements)
         if np.array_equal(sealed(state), numbers):
             if is_older:
-                text = "The end of %s is damaged; what was written last is left out."
+                text = "The end of %s is damaged; ignoring what was written last."
                 logging.getLogger(__name__).warning(text, printable(os.fsdecode(file.filename)))
             return state, elements
     raise ValueError("a checksum is wrong")

@@ -41,7 +41,7 @@ class HDF5Logger(BaseLogger):
         trainer: the engine that trains; required with several engines and in mode ``"a"``, unless ``attach_monitors``
             is given the logger, which names it. Values of other engines, as of an evaluator, are placed at its
             iteration. A name belongs to the trainer or to other engines, whoever writes it first: values of the other
-            kind are left out, with one warning.
+            kind are not recorded, with one warning.
         flush_every: number of iterations that are collected in memory before they are written.
 
     Raises:

@@ -99,7 +99,7 @@ class Recorder:
     def add_row(
         self, step: int, named: Mapping[str, float], describe: Callable[[str], Name], *, trains: bool
     ) -> str | None:
-        """Take values of the trainer or of another engine; return a name that is left out, since the other has it."""
+        """Take values of the trainer or of another engine; return a name that belongs to the other."""
         values: dict[int, float] = {}
         taken = None
         with self._one_thread:

@@ -24,9 +24,9 @@ from ignite_monitor.rollback.snapshots import TrainingState, clone, finite
 class HealthyCheckpoint(Checkpoint):
     """Save a checkpoint only while training is healthy, so that a ruined run never replaces the last good files.
 
-    A state is healthy if the monitors had no spike in the last ``quiet`` iterations since ``run()`` was called, the
-    loss in the train step's output is finite, and so are all tensors in ``to_save`` that were finite at first. In place
-    of another state the newest healthy one is saved, from a copy in host memory; a warning gives reason and iteration.
+    A state is healthy if the monitors had no spike in the last ``quiet`` iterations of this ``run()``, and the loss in
+    the train step's output is finite. All tensors in ``to_save`` that were finite at first have to be finite, too. In
+    place of another state the newest healthy one is saved, from a copy in host memory, with a warning that says why.
     All ranks have to call it. Where an evaluator calls it, attach it to the trainer at the event None.
 
     Args:

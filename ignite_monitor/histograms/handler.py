@@ -227,8 +227,8 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
 def count(tensor: Tensor, edges_of: Mapping[torch.device, Tensor]) -> Tensor:
     """Count the finite elements of a tensor; elements beyond 1e20 are in the outermost buckets.
 
-    Returned are the number of elements in each bucket, their sum, the sum of their squares, the largest element, and
-    the smallest one with its sign changed (-inf if there are none).
+    Return the number of elements in each bucket, their sum, the sum of their squares, their maximum, and their minimum
+    with its sign changed. Maximum and changed minimum of no elements are -inf.
     """
     edges = edges_of[tensor.device]
     sums = torch.zeros(len(EDGES) + 1, dtype=edges.dtype, device=edges.device)

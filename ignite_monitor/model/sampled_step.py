@@ -21,8 +21,8 @@ _FEW = 32  # elements of a sample that are not 0, from which its norm has an err
 class UpdatedParameters:
     """Collects the parameters that optimizer steps were to move.
 
-    A step moves the parameters with ``requires_grad`` in groups with a learning rate other than 0, if its optimizer has
-    a gradient of any of them, unless ``found_inf`` skips a fused step.
+    A step moves the parameters with ``requires_grad`` in groups with a learning rate other than 0. Its optimizer needs
+    a gradient of one of them, and no ``found_inf`` that skips a fused step.
     """
 
     def __init__(self, indices: Mapping[int, int]) -> None:

@@ -66,7 +66,7 @@ class Monitor(Reporter, Serializable):
     acts_on: Optimizer | None = None
     measures_time = False  # True in a monitor whose contexts are the innermost ones
     is_finished = False  # True in a monitor that needs no more iterations of this run
-    _is_guarded = True  # False while an error has to end training, a part of which the monitor may have changed
+    _is_guarded = True  # False while the monitor changes a part of training: an error has to end it
 
     def __init_subclass__(cls, schema: Schema | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -47,9 +47,9 @@ class GradientNoiseScaleHandler(ScaledMonitor, schema=NOISE_SCALE):
     {keys}
 
     The value is the ratio of the averages over about the last ``1 / (1 - decay)`` steps. It is not reported before 20
-    effective steps, nor if its interval spans more than a factor of ten. Skipped are steps with another number of
-    backward passes than ``micro_batches``, with gradients that did not start from zero or were changed between two
-    backward passes, or that are not finite. If gradients accumulate over iterations, monitor all of these.
+    effective steps, nor if its interval spans more than a factor of ten. Steps with another number of backward
+    passes than ``micro_batches`` do not count. Gradients have to start from zero, to be finite, and to stay unchanged
+    between backward passes. If gradients accumulate over iterations, monitor all of these.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped).

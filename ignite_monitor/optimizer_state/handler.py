@@ -21,8 +21,8 @@ from ignite_monitor.optimizer_state.measured_step import MomentMeasurement, Mome
 class OptimizerStateHandler(Monitor, schema=OPTIMIZER_STATE):
     r"""Compare gradients with the moments of optimizers of ``torch.optim``: Adam, AdamW, SGD with momentum, Muon ….
 
-    For each tensor with gradient g as the step uses it (reduced, unscaled, clipped; negated with ``maximize``, with the
-    weight decay that is added to it), and the moments as the step leaves them:
+    For each tensor, with the moments as the step leaves them, and its gradient g as the step uses it: reduced,
+    unscaled, clipped, negated with ``maximize``, and with the weight decay that is added to it:
 
     .. math:: \mathrm{RMS} = \sqrt{\frac{1}{n} \sum_i \frac{g_i^2}{\max(\hat v_i, \epsilon^2)}}
 

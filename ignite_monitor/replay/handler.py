@@ -38,10 +38,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
     Before a monitored train step, each pass runs on a copy of the model of its own, with the batch and the RNG state of
     the train step. ``loss`` must depend on its arguments and random numbers only, and change nothing else.
 
-    The handler switches itself off for the rest of the run, and reports the reason, after a pass that raises an error
-    or changes the model that trains, and after a difference that fewer than three equal pairs of passes of this run
-    precede. The report of a difference names the parameters, buffers and generators that the passes changed or left
-    different. Attach it on all ranks.
+    After a pass that raises an error, or that changes the model that trains, the handler is off for the rest of the
+    run, and reports why; so it is after a difference before three equal pairs of passes. The report of a difference
+    names the parameters, buffers and generators that the passes changed or left different. Attach it on all ranks.
 
     {keys}
 
@@ -155,7 +154,7 @@ def _describe_state(first: _Pass, second: _Pass) -> str:
 
 
 def _differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Flags of the tensors whose bits differ, or of which one is missing, by name."""
+    """Flags by name: True if bits differ, or one of the two tensors is missing."""
     return {name: _differ(first.get(name), second.get(name)) for name in {**first, **second}}
 
 

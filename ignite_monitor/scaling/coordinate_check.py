@@ -41,13 +41,13 @@ def coordinate_check(
 ) -> CoordinateCheck:
     r"""Measure how the outputs of all layers, and their changes, grow with the width in the first training steps.
 
-    With a correct parametrization they do not: slopes of log value over log width are 0. Quantities are, of all modules
-    with parameters of their own, the root mean square of the output ("activation"), and the root mean square over
-    features of what :class:`~ignite_monitor.RCCHandler` measures: "output_change", "weight_update" (the change by the
-    layer's own weights) and "input_drift" (the change by the layers before it, arXiv:2505.22491).
+    With a correct parametrization they do not: slopes of log value over log width are 0. All modules with parameters of
+    their own are measured. "activation" is the root mean square of the output. The others are root mean squares over
+    features of what :class:`~ignite_monitor.RCCHandler` measures (arXiv:2505.22491): "output_change", "weight_update"
+    (the change by the layer's own weights) and "input_drift" (the change by the layers before it).
 
     Of a :class:`Parametrization` the result has the expected slopes, too. All widths have the same seeds. RNG state is
-    restored, except that of dropout in recurrent layers on cuDNN, of which only "activation" is measured.
+    restored, except that of dropout in recurrent layers on cuDNN: they have "activation" only.
 
     Args:
         make_model: makes, for a width, the model or its :class:`Parametrization`, and the optimizer.

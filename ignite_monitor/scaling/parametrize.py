@@ -43,11 +43,11 @@ def parametrize(
 
     Every weight that grows with the width is a layer: an "embedding" if only its outputs grow, a "readout" if only its
     inputs do, "hidden" if both do. Roles, the graph of layers and the model's own factors, such as :math:`\sqrt n`, are
-    read from ``torch.export`` of both models. A layer of width n multiplies its output by :math:`n^{-a}`, starts from
-    weights of standard deviation ``std_prefactor`` :math:`\cdot\, n^{-b}` and zero biases, and learns at
-    ``lr_prefactor`` :math:`\cdot\, n^{-c}`, with the smallest c with which nothing grows. Layers whose output no module
-    returns have a = 0, and b and c larger by a: the same training. Other parameters, and frozen and zero weights, keep
-    their values.
+    read from ``torch.export`` of both models. A layer of width n multiplies its output by :math:`n^{-a}`. It starts
+    from zero biases and weights of standard deviation ``std_prefactor`` :math:`\cdot\, n^{-b}`. Its learning rate
+    is ``lr_prefactor`` :math:`\cdot\, n^{-c}`, with the smallest c with which nothing grows. Layers whose output no
+    module returns have a = 0, and b and c larger by a: the same training. Other parameters, and frozen and zero
+    weights, keep their values.
 
     Args:
         make_model: makes the model at a width.

@@ -36,8 +36,8 @@ class SetupCheck(Monitor):
     """Check model, optimizer and batches in the first iterations of a run.
 
     From its first iteration on it monitors every one, whatever the filter of the event. The check ends after three
-    iterations with an optimizer step, once the parameters of the optimizer have had gradients; at the latest after 100
-    iterations, or at the end of the run. After it one iteration in 50 is checked for evaluation mode. Each finding is
+    iterations with an optimizer step, once the parameters of the optimizer have had gradients. At the latest it ends
+    after 100 iterations, or with the run. After it one iteration in 50 is checked for evaluation mode. Each finding is
     reported with a kind of its own; the page of this monitor lists them. Only what is certain is reported. A run from
     iteration 1 is checked again. Nothing is published. Host and device are synchronized once, when the check ends.
 

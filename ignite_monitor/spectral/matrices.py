@@ -52,7 +52,7 @@ def matrix_weights(model: nn.Module, selection: Selection) -> tuple[list[MatrixW
 
 
 def _is_special(name: str, parameter: Tensor, module: nn.Module) -> bool:
-    """Return True for a complex parameter, and for one of which its module computes the weight that it uses."""
+    """Return True if a parameter is complex, or if its module computes the weight in use from it."""
     is_computing = any(isinstance(hook, _COMPUTING) for hook in forward_pre_hooks(module).values())
     is_source = is_computing and name.endswith(_SOURCES)
     return is_source or parameter.is_complex() or isinstance(module, ParametrizationList)

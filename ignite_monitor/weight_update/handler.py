@@ -62,7 +62,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
     {keys}
 
-    The change of a parameter with more than ``sample_size`` elements is estimated from a sample; if fewer than 32 of
+    The change of a parameter with more than ``sample_size`` elements is estimated from a sample. If fewer than 32 of
     its elements have moved, it is not reported, and all are measured from the next monitored iteration on. Keys with
     names of parameters appear when a logger writes.
 

@@ -95,7 +95,7 @@ def test_what_was_on_the_disk_is_left_after_a_loss_of_power(path, monkeypatch, c
     data[place + 12 * 8 : place + 12 * 9] = bytes(12)  # added since
     path.write_bytes(data)
     assert read_hdf5(path)["a"].values.tolist() == [*range(8)]
-    assert caplog.messages == [f"The end of {path} is damaged; what was written last is left out."]
+    assert caplog.messages == [f"The end of {path} is damaged; ignoring what was written last."]
     data[place + 12 * 7 : place + 12 * 8] = bytes(12)
     path.write_bytes(data)
     with pytest.raises(ValueError, match="a checksum is wrong"):
