@@ -22,38 +22,17 @@ LENGTH, WIDTH, HEADS, LAYERS, BATCH = 64, 64, 4, 3, 16
 DIRECTORY = "runs/activations_gpt"
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(heads.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.attention, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
+        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, nn.ReLU(), batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(block, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+        return self.head(self.encoder(self.tokens(tokens) + self.positions.weight, self.mask, is_causal=True))
 
 
 def read_sources(size: int = 2_000_000) -> Tensor:
@@ -71,8 +50,8 @@ def main() -> None:
     torch.manual_seed(0)
     text = read_sources()
     model = GPT()
-    # With this bias many units are dead: see activation/blocks.1.mlp.1/dead_fraction.
-    nn.init.constant_(model.blocks[1].mlp[0].bias, -1.5)
+    # With this bias many units are dead: see activation/encoder.layers.1.activation/dead_fraction.
+    nn.init.constant_(model.encoder.layers[1].linear1.bias, -1.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def train_step(engine: Engine, start: Tensor) -> float:
@@ -84,9 +63,8 @@ def main() -> None:
         return loss.item()
 
     trainer = Engine(train_step)
-    handler = ActivationHandler(
-        model, activations={"std": True, "dead_fraction": True}, include=r"attention$|mlp\.1$", attention=True
-    )
+    kinds = {"std": True, "dead_fraction": True}
+    handler = ActivationHandler(model, activations=kinds, include=r"self_attn$|activation$", attention=True)
     handler.attach(trainer, Events.ITERATION_STARTED(every=10))
 
     with TensorboardLogger(log_dir=DIRECTORY) as logger:
@@ -94,11 +72,11 @@ def main() -> None:
 
         @trainer.on(Events.ITERATION_COMPLETED(every=50))
         def report(engine: Engine) -> None:
-            values = engine.state.metrics
-            dead = [f"{float(values[f'activation/blocks.{i}.mlp.1/dead_fraction']):.2f}" for i in range(LAYERS)]
-            entropy = [f"{float(values[f'attention_entropy/blocks.0.attention/head_{i}']):.2f}" for i in range(HEADS)]
-            iteration, loss = engine.state.iteration, engine.state.output
-            print(f"iteration {iteration}: loss {loss:.2f}, dead units by layer {' '.join(dead)}")
+            values, layers = engine.state.metrics, [f"encoder.layers.{i}" for i in range(LAYERS)]
+            dead = [f"{values[f'activation/{layer}.activation/dead_fraction']:.2f}" for layer in layers]
+            entropy = [f"{values[f'attention_entropy/{layers[0]}.self_attn/head_{i}']:.2f}" for i in range(HEADS)]
+            print(f"iteration {engine.state.iteration}: loss {engine.state.output:.2f}")
+            print(f"    dead units by layer {' '.join(dead)}")
             print(f"    attention entropy by head of the first layer {' '.join(entropy)}")
 
         starts = torch.randint(0, len(text) - LENGTH - 1, (iterations, BATCH))

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from ignite_monitor import SpectralNormHandler, StepStatsHandler
+from ignite_monitor import SpectralNormHandler
 
 HIDDEN = r"^hidden\.\d+\.weight$"
 
@@ -69,8 +69,7 @@ def main() -> None:
     trainer = Engine(train_step)
     muons = SpectralNormHandler(model, include=HIDDEN, updates=True, prefix="muon")
     others = SpectralNormHandler(model, exclude=HIDDEN, updates=True, prefix="adamw")
-    stats = StepStatsHandler(model, muon)
-    for monitor in (muons, others, stats):
+    for monitor in (muons, others):
         monitor.attach(trainer, Events.ITERATION_STARTED(every=11))
 
     evaluator = create_supervised_evaluator(model, metrics={"accuracy": Accuracy()})
@@ -85,7 +84,6 @@ def main() -> None:
             print(f"  {name:5}  largest norm {norm:6.2f}, of an update {update:.4f}, smallest stable rank {rank:.1f}")
 
     trainer.run(train_loader, max_epochs=args.epochs)
-    print(f"{float(stats.metrics['step/items_per_s']):.0f} images a second")
 
 
 if __name__ == "__main__":

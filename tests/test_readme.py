@@ -140,8 +140,8 @@ def test_muon_example(run_example, arguments, norm, update):
 def test_activations_example(run_example):
     assert "iteration 50: loss" in run_example("activations_gpt.py", "--iterations", "50")
     written = scalars(Path("runs/activations_gpt"))
-    assert {f"attention_entropy/blocks.2.attention/head_{i}" for i in range(4)} <= set(written)
-    dead = [dict(written[f"activation/blocks.{i}.mlp.1/dead_fraction"])[50] for i in range(3)]
+    assert {f"attention_entropy/encoder.layers.2.self_attn/head_{i}" for i in range(4)} <= set(written)
+    dead = [dict(written[f"activation/encoder.layers.{i}.activation/dead_fraction"])[50] for i in range(3)]
     assert dead[1] > max(dead[0], dead[2])
 
 
@@ -182,18 +182,6 @@ def test_comes_back_example(run_example, seed):
     assert reported["with handlers"][2] < before - 0.5 * (before - undisturbed)
     assert reported["with handlers"][4] >= 1
     assert reported["without handlers"][3:] == reported["undisturbed"][3:] == (0, 0)
-
-
-@LONG
-def test_learning_rate_example(run_example):
-    """Shorter than it is meant to be: the narrow model's best rate is too large for the wide one, but under muP."""
-    output = run_example("learning_rate_transfer.py", "--steps", "30", "--seeds", "1")
-    result = re.findall(r"(muP|standard) +width +(64|512) +best learning rate 2\^(-\d+)", output)
-    best = {(kind, width): int(power) for kind, width, power in result}
-    assert len(best) == 4
-    assert best["standard", "512"] < best["standard", "64"]
-    assert abs(best["muP", "512"] - best["muP", "64"]) <= 2
-    assert Path("learning_rate_transfer.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_width_sweep_example(run_example):

@@ -112,7 +112,6 @@ CASES = {
         {"optimizer/rms_p95": every(6.0), "optimizer/topk_rms/a.w": every(9.0)},
         *("warning", "6 times what|largest in a.w"),
     ),
-    "dead_units: a healthy Q-network": ({"activation/a/dead_fraction": every(0.55)}, None, ""),
     "dead_units: from the start": (
         {"t/activation/a/dead_fraction": series(np.full(40, 0.65))} | {"grad/stepped": series(np.ones(200))},
         *("warning", "a (0.65, from the first measurement on)|re-initialize a layer"),
@@ -133,7 +132,6 @@ CASES = {
         *("warning", "d (110, from the first measurement on)|module is 1)"),
     ),
     "activation_outlier: usual among small ones": (std(a=0.01, b=0.01, c=0.01, d=5.0), None, ""),
-    "large_logits: 99": ({"attention_logit_max/a/head_0": every(99.0)}, None, ""),
     "large_logits: 200": (
         {"attention_logit_max/a/head_0": every(np.linspace(5, 200, 40))},
         *("warning", "a/head_0 (1.8e+02, since iteration 105)"),
