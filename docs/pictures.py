@@ -1,10 +1,10 @@
-"""Make the pictures of the documentation: a training that comes back, the demo's figure, its summary in a terminal, its
-charts in TensorBoard, and a figure for each monitor's page, of one real run.
+"""Make the pictures of the documentation: a training that comes back, the demo's figure, its summary in a terminal,
+its report, and a figure for each monitor's page, of one real run.
 
     python docs/pictures.py [--chromium PROGRAM] [--only figures|pictures|notebooks]
 
 Also runs the notebooks, so that whoever reads them in the repository sees what comes out. Needs
-``pip install -e '.[docs,tensorboard]'``, and for the charts in TensorBoard Chromium or Chrome, run without a window.
+``pip install -e '.[docs,tensorboard]'``, and for the report Chromium or Chrome, run without a window.
 Nothing is fetched from elsewhere.
 """
 
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,9 +105,6 @@ def make_pictures(directory, browser):
     subprocess.run([sys.executable, "-c", snippet], check=True, cwd=directory)
     parts = spikes_text(directory / "spikes")
     draw_terminal("ignite-monitor spike spikes", parts, "figures/spike_recorder.png")
-    with tensorboard(directory, "runs/demo/tensorboard") as address:
-        shoot(browser, f"{address}/#custom_scalars", directory / "charts.png", "1400,760", 25_000)
-    keep(directory / "charts.png", "tensorboard.png")
 
 
 def draw_terminal(command, parts, name):
@@ -302,25 +298,6 @@ def shoot(browser, address, output, size, patience_ms):
     command = ["--headless", "--no-sandbox", "--hide-scrollbars", "--disable-gpu", f"--window-size={size}"]
     command += [f"--virtual-time-budget={patience_ms}", f"--screenshot={output}", address]
     subprocess.run([browser, *command], check=True, capture_output=True, timeout=180)
-
-
-@contextmanager
-def tensorboard(directory, runs):
-    with tempfile.TemporaryFile("w+") as log:
-        command = ["-m", "tensorboard.main", "--logdir", runs, "--port", "0", "--load_fast=false"]
-        process = subprocess.Popen([sys.executable, *command], cwd=directory, stdout=log, stderr=log)
-        try:
-            for _ in range(300):
-                log.seek(0)
-                if match := re.search(r"http://[\w.]+:\d+", log.read()):
-                    time.sleep(8)  # until the run has been read
-                    yield match[0]
-                    return
-                time.sleep(0.2)
-            raise TimeoutError("TensorBoard did not start")
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def keep(path, name):

@@ -21,7 +21,7 @@ from ignite.engine import Engine, Events
 from ignite.handlers.tensorboard_logger import TensorboardLogger
 from torch import Tensor, nn
 
-from ignite_monitor import HDF5Logger, attach_monitors, tensorboard_layout
+from ignite_monitor import HDF5Logger, attach_monitors
 
 LEAST = 200  # with fewer iterations the damaged batches would be in the threshold's warm-up
 CHARACTERS, CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 128, 64, 16, 64, 4, 2
@@ -116,7 +116,6 @@ def train(directory: Path, iterations: int) -> None:
         )  # fmt: skip
         for logger in (file, charts):
             logger.attach_output_handler(trainer, Events.ITERATION_COMPLETED, tag="train", metric_names=["loss"])
-        charts.add_custom_scalars(tensorboard_layout(attached))
         with attached:
             trainer.run(make_batches(read_text(), zeros, permuted), max_epochs=1, epoch_length=iterations)
 

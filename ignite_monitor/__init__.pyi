@@ -31,6 +31,5 @@ from ignite_monitor.spike_recorder.handler import SpikeRecorder as SpikeRecorder
 from ignite_monitor.spike_recorder.record import SpikeRecord as SpikeRecord
 from ignite_monitor.spike_recorder.record import load_spike as load_spike
 from ignite_monitor.step_stats.handler import StepStatsHandler as StepStatsHandler
-from ignite_monitor.tensorboard import tensorboard_layout as tensorboard_layout
 from ignite_monitor.weight_update.handler import ParameterDiagnostics as ParameterDiagnostics
 from ignite_monitor.weight_update.handler import WeightUpdateHandler as WeightUpdateHandler

@@ -22,12 +22,11 @@ from ignite_monitor.gradient.handler import GradMonitor
 from ignite_monitor.hdf5.logger import HDF5Logger
 from ignite_monitor.histograms.handler import HistogramHandler
 from ignite_monitor.model.names import is_from_torch, without_accelerate
-from ignite_monitor.monitor.arguments import check_generators, check_optimizer
+from ignite_monitor.monitor.arguments import check_optimizer
 from ignite_monitor.monitor.base import Monitor
 from ignite_monitor.monitor.handle import MonitorHandle
 from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.monitor.ranks import Group
-from ignite_monitor.monitor.sampled_iterations import SampledIterations
 from ignite_monitor.optimizer_state.handler import OptimizerStateHandler
 from ignite_monitor.rcc.handler import RCCHandler
 from ignite_monitor.replicas.handler import ReplicaCheckHandler
@@ -37,6 +36,8 @@ from ignite_monitor.spectral.handler import SpectralNormHandler
 from ignite_monitor.spike_recorder.handler import SpikeRecorder
 from ignite_monitor.step_stats.handler import StepStatsHandler
 from ignite_monitor.weight_update.handler import WeightUpdateHandler
+
+_FIRST = {1, 2, 3, 5, 10, 20, 50}  # iterations that are monitored as well: they show a wrong learning rate
 
 # Of the model, its children, and members of lists that are in no other list; of outputs with a place of their own too.
 _OUTLINE = r"(_root_(/.+)?/nonfinite_count|([^./]+|((?!\d+\.)[^./]+\.)*\d+)(/[^/]+)?/(std|max_abs|dead_fraction))"
@@ -55,11 +56,8 @@ def attach_monitors(
     on_spike: str | Callable[[Engine, float | Tensor], Any] | None = None,
     rollback: Mapping[str, Any] | None = None,
     record_spikes: str | os.PathLike[str] | None = None,
-    setup_check: bool = True,
-    generators: Iterable[Any] = (),
     group: Group = None,
     prefix: str = "",
-    flag: str | None = None,
 ) -> MonitorHandle:
     """Attach the monitors that most training runs want.
 
@@ -93,20 +91,17 @@ def attach_monitors(
         optimizer: its optimizer.
         scaler: the GradScaler of the train step.
         loggers: one Ignite logger or several.
-        every: iterations between monitored ones, at least 1; a prime if batches repeat with a period. Iterations 1, 2,
-            3, 5, 10, 20 and 50, and iterations in which a learning rate (a number, no tensor) is more than twice what
-            it was in the monitored ones since then, are monitored as well.
+        every: iterations between monitored ones, at least 1; a prime if batches repeat with a period. Of iterations 1,
+            2, 3, 5, 10, 20 and 50 those below ``every`` are monitored as well.
         extra: a name or names of more monitors: ``"histograms"``, ``"replicas"``, ``"spectral"``, ``"rcc"``.
         threshold: the threshold rule of ``GradMonitor``, or a number; None for its default.
         on_spike: the reaction of ``GradMonitor``: None, ``"skip"``, ``"clip"`` or a function ``(engine, norm)``.
         rollback: name -> model, optimizer, scheduler …, to be restored when training diverges.
         record_spikes: directory for the batches and RNG states of spikes.
-        setup_check: False to attach no ``SetupCheck``.
-        generators: ``generators`` of ``GradMonitor`` and ``RCCHandler``.
         group: the ranks whose optimizers step together, for ``GradMonitor`` and ``RollbackHandler``: a ProcessGroup or
             DeviceMesh. None: those of the model's wrappers, as for all other monitors.
-        prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm``.
-        flag: ``flag`` of ``GradMonitor``; None for ``"unhealthy_spike"`` or ``"{prefix}_unhealthy_spike"``.
+        prefix: prefix of all names: ``"generator"`` for ``generator/grad/norm`` and for the flag
+            ``engine.state.generator_unhealthy_spike``.
 
     Returns:
         A handle: ``remove()`` or the end of a ``with`` block detaches the monitors, ``monitors`` has them by name. For
@@ -134,31 +129,20 @@ def attach_monitors(
     if rollback is not None:
         check_type("rollback", rollback, Mapping, "Mapping of names to models, optimizers and schedulers")
     check_type("prefix", prefix, str, "str")
-    if flag is None:
-        flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
+    flag = re.sub(r"\W|^(?=\d)", "_", f"{prefix}_unhealthy_spike") if prefix else "unhealthy_spike"
     start = f"{prefix}/" if prefix else ""
-    always = Events.ITERATION_STARTED
-    sampling = SampledIterations(optimizer, every)
-    sampled = Events.ITERATION_STARTED(event_filter=sampling.includes)
 
-    generators = check_generators(generators)
-    reaction: Any = {"threshold": threshold, "on_spike": on_spike}
-    grad = GradMonitor(
-        model,
-        optimizer,
-        scaler=scaler,
-        generators=generators,
-        group=group,
-        prefix=f"{start}grad",
-        flag=flag,
-        **reaction,
-    )
+    def is_sampled(engine: Engine, iteration: int) -> bool:
+        return iteration % every == 0 or (iteration in _FIRST and iteration < every)
+
+    always, sampled = Events.ITERATION_STARTED, Events.ITERATION_STARTED(event_filter=is_sampled)
+    reaction: Any = {"threshold": threshold, "on_spike": on_spike, "scaler": scaler, "group": group}
+    grad = GradMonitor(model, optimizer, **reaction, prefix=f"{start}grad", flag=flag)
     monitors: dict[str, tuple[Monitor, Any]] = {"grad": (grad, always)}
     attached = [] if (source := EventSource.on(trainer)) is None else source.monitors
     if all(other.prefix != f"{start}loss" for other in attached):
         monitors["loss"] = LossRecorder(prefix=f"{start}loss"), always
-    if setup_check:
-        monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
+    monitors["setup"] = SetupCheck(model, optimizer, prefix=f"{start}setup"), always
     if rollback is not None:
         monitors["rollback"] = RollbackHandler(rollback, group=group, prefix=f"{start}rollback"), always
     if record_spikes is not None:
@@ -177,7 +161,7 @@ def attach_monitors(
         "histograms": HistogramHandler,
         "replicas": partial(ReplicaCheckHandler, optimizer=optimizer),
         "spectral": SpectralNormHandler,
-        "rcc": partial(RCCHandler, generators=generators),
+        "rcc": RCCHandler,
     }
     for name in [extra] if isinstance(extra, str) else extra:
         check_choice("extra", name, *extras)
@@ -195,4 +179,4 @@ def attach_monitors(
             elif monitor.schema.keys:
                 monitor.log_to(logger, trainer, include=shown.get(name))
 
-    return MonitorHandle(trainer, monitors, connect_loggers, {"sampling": sampling})
+    return MonitorHandle(trainer, monitors, connect_loggers)

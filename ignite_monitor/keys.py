@@ -6,13 +6,9 @@ from ignite_monitor.schema import Key, Schema
 
 # fmt: off
 
-_COUNTS = "spikes, skipped steps, non-finite norms"
-_NORM = "norm against its threshold"
-_VALUE = "value against its threshold"
-
 GRADIENT = Schema("grad", "grad", (
-    Key("norm", "gradient norm", nonfinite="any", chart=_NORM),
-    Key("threshold", "threshold; a larger norm is a spike; not reported during the warm-up of the rule", chart=_NORM),
+    Key("norm", "gradient norm", nonfinite="any"),
+    Key("threshold", "threshold; a larger norm is a spike; not reported during the warm-up of the rule"),
     Key("mean", "running mean of the norms, from which the threshold is derived"),
     Key("std", "running sample standard deviation of the norms; not reported before the second norm"),
     Key("spike", "1 if the norm or the loss is a spike, else 0"),
@@ -20,43 +16,36 @@ GRADIENT = Schema("grad", "grad", (
         when="with ``per_parameter=True``"),
     Key("scale", "loss scale of the ``scaler``", when="with ``scaler``"),
     Key("stepped", "1 if the optimizer made a step in this iteration, else 0"),
-    Key("spike_count", "number of spikes so far", chart=_COUNTS),
-    Key("skipped_count", 'number of optimizer steps skipped by ``on_spike="skip"`` so far', chart=_COUNTS),
+    Key("spike_count", "number of spikes so far"),
+    Key("skipped_count", 'number of optimizer steps skipped by ``on_spike="skip"`` so far'),
     Key("clipped_count", "number of optimizer steps with gradients clipped to their threshold so far",
-        when='with ``on_spike="clip"``', chart=_COUNTS),
-    Key("nonfinite_count", "number of non-finite norms so far", chart=_COUNTS),
+        when='with ``on_spike="clip"``'),
+    Key("nonfinite_count", "number of non-finite norms so far"),
 ))
 
 LOSS = Schema("loss", "loss", (
-    Key("{name}", "number in the train step's output; ``value`` if it is the output", nonfinite="any", chart="loss"),
+    Key("{name}", "number in the train step's output; ``value`` if it is the output", nonfinite="any"),
 ))
 
-_RATIOS = "update ratio over the parameters"
-_NORMS = "gradient norm over the parameters"
-_PARAMETERS = "frozen, vanishing, exploding"
-
 WEIGHT_UPDATE = Schema("weights", "monitor", (
-    Key("grad_median", "median of the parameters' gradient l2 norms", nonfinite="inf", chart=_NORMS),
-    Key("grad_p95", "95th percentile (nearest rank) of the gradient norms", nonfinite="inf", chart=_NORMS),
-    Key("grad_min", "smallest gradient norm", nonfinite="inf", chart=_NORMS),
-    Key("grad_max", "largest gradient norm", nonfinite="inf", chart=_NORMS),
-    Key("vanishing_count", "number of parameters with a gradient norm below ``vanishing_grad_threshold``",
-        chart=_PARAMETERS),
-    Key("exploding_count", "number of parameters with a gradient norm above ``exploding_grad_threshold``",
-        chart=_PARAMETERS),
-    Key("update_ratio_median", "median of the parameters' update ratios", chart=_RATIOS),
-    Key("update_ratio_p95", "95th percentile (nearest rank) of the update ratios", chart=_RATIOS),
-    Key("update_ratio_min", "smallest update ratio", chart=_RATIOS),
-    Key("update_ratio_max", "largest update ratio", chart=_RATIOS),
-    Key("frozen_count", "number of parameters that had a step and are frozen", chart=_PARAMETERS),
+    Key("grad_median", "median of the parameters' gradient l2 norms", nonfinite="inf"),
+    Key("grad_p95", "95th percentile (nearest rank) of the gradient norms", nonfinite="inf"),
+    Key("grad_min", "smallest gradient norm", nonfinite="inf"),
+    Key("grad_max", "largest gradient norm", nonfinite="inf"),
+    Key("vanishing_count", "number of parameters with a gradient norm below ``vanishing_grad_threshold``"),
+    Key("exploding_count", "number of parameters with a gradient norm above ``exploding_grad_threshold``"),
+    Key("update_ratio_median", "median of the parameters' update ratios"),
+    Key("update_ratio_p95", "95th percentile (nearest rank) of the update ratios"),
+    Key("update_ratio_min", "smallest update ratio"),
+    Key("update_ratio_max", "largest update ratio"),
+    Key("frozen_count", "number of parameters that had a step and are frozen"),
     Key("lost_update_fraction", "fraction of elements whose update was lost to rounding",
-        when="with bfloat16 or float16 weights and optimizers of ``torch.optim``", chart="updates lost to rounding"),
-    Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf", chart="largest gradient norms"),
-    Key("smallest_grad/{name}", "the ``top_k`` smallest gradient norms", chart="smallest gradient norms"),
-    Key("largest_weight/{name}", "the ``top_k`` largest parameters, by their l2 norm before the step",
-        chart="largest parameters"),
+        when="with bfloat16 or float16 weights and optimizers of ``torch.optim``"),
+    Key("topk_grad/{name}", "the ``top_k`` largest gradient norms", nonfinite="inf"),
+    Key("smallest_grad/{name}", "the ``top_k`` smallest gradient norms"),
+    Key("largest_weight/{name}", "the ``top_k`` largest parameters, by their l2 norm before the step"),
     Key("largest_update_ratio/group_{i}/{name}", "largest update ratio in a parameter group",
-        when="with ``optimizer``", chart="largest update ratio per group"),
+        when="with ``optimizer``"),
 ))
 
 _GIVEN = "with ``{}``".format
@@ -67,16 +56,14 @@ ACTIVATION = Schema("activation", "", (
         "metric of a tensor in a tuple, dict or dataclass; the place is a position, key or field",
         when=_GIVEN("activations")),
     Key("activation/{module}/dead_fraction", "fraction of units that are 0 throughout the iteration",
-        when=_GIVEN("activations"), chart="dead units"),
-    Key("activation/{module}/max_abs", "largest absolute value", when=_GIVEN("activations"),
-        chart="largest activations"),
+        when=_GIVEN("activations")),
+    Key("activation/{module}/max_abs", "largest absolute value", when=_GIVEN("activations")),
     Key("activation/{module}/max_over_rms", "largest absolute value over the root mean square",
         when=_GIVEN("activations")),
     Key("recorded/{module}/{name}", "value given to :func:`record`", when="if the model calls it"),
     Key("attention_entropy/{module}/head_{i}", "entropy of the attention weights", unit="nats",
-        when=_GIVEN("attention"), chart="attention entropy per head"),
-    Key("attention_logit_max/{module}/head_{i}", "largest attention logit", when=_GIVEN("attention"),
-        chart="largest attention logit per head"),
+        when=_GIVEN("attention")),
+    Key("attention_logit_max/{module}/head_{i}", "largest attention logit", when=_GIVEN("attention")),
     Key("gradient/{parameter}/{metric}", "metric of the gradient with which the first step starts, unscaled",
         when=_GIVEN("gradients")),
     Key("parameter/{parameter}/{metric}", "metric of the parameter at the start of the iteration",
@@ -85,17 +72,16 @@ ACTIVATION = Schema("activation", "", (
 
 _ERROR = "not reported by the two fast methods"
 _UPDATES = "with ``updates=True``"
-_SPECTRAL = "spectral norm over the weights"
 
 SPECTRAL = Schema("spectral", "spectral", (
-    Key("norm_max", "largest spectral norm", chart=_SPECTRAL),
-    Key("norm_mean", "mean spectral norm", chart=_SPECTRAL),
+    Key("norm_max", "largest spectral norm"),
+    Key("norm_mean", "mean spectral norm"),
     Key("stable_rank_min", r"smallest stable rank :math:`\lVert W\rVert_F^2 / \sigma^2`"),
     Key("stable_rank_median", "median stable rank"),
     Key("error_max", f"bound of the relative errors of all norms; {_ERROR}"),
     Key("norm/{name}", "spectral norm of a matrix", when="with ``per_parameter=True``"),
-    Key("topk/{name}", "the ``top_k`` largest spectral norms", chart="largest spectral norms"),
-    Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES, chart=_SPECTRAL),
+    Key("topk/{name}", "the ``top_k`` largest spectral norms"),
+    Key("update_norm_max", "largest spectral norm of a weight's update", when=_UPDATES),
     Key("update_error_max", f"bound of the relative errors of the update norms; {_ERROR}", when=_UPDATES),
     Key("update_spectral_scale_max", r"largest :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
     Key("update_spectral_scale_median", r"median of :math:`\lVert\Delta W\rVert_2 / \sqrt{out/in}`", when=_UPDATES),
@@ -105,7 +91,7 @@ SPECTRAL = Schema("spectral", "spectral", (
 
 STEP_STATS = Schema("step", "step", (
     Key("time_ms", "duration of the train step, without data loading", unit="ms"),
-    Key("data_wait_ms", "time spent waiting for the batch", unit="ms", chart="waiting for data"),
+    Key("data_wait_ms", "time spent waiting for the batch", unit="ms"),
     Key("data_wait_share", "``data_wait_ms / (data_wait_ms + time_ms)``", when="if both are known"),
     Key("items_per_s", "items of the batch per second of ``time_ms``, on this rank", unit="1/s"),
     Key("parameter_norm", "l2 norm of all parameters after the train step", nonfinite="any"),
@@ -120,19 +106,17 @@ STEP_STATS = Schema("step", "step", (
     Key("resident_memory_mb", "resident memory of the process", unit="MiB", when="on the CPU of Linux"),
 ))
 
-_TERMS = "weight update against input drift"
-
 RCC = Schema("rcc", "rcc", (
     Key("weight_update/{layer}", r":math:`\lVert(W_t - W_0) x_t\rVert`"),
     Key("input_drift/{layer}", r":math:`\lVert W_0 (x_t - x_0)\rVert`"),
     Key("input/{layer}", r":math:`\lVert x_t\rVert`"),
     Key("input_change/{layer}", r":math:`\lVert x_t - x_0\rVert`"),
     Key("output_change/{layer}", r":math:`\lVert W_t x_t - W_0 x_0\rVert`"),
-    Key("weight_share/{layer}", "``weight_update / (weight_update + input_drift)``", chart="share of the weights"),
-    Key("weight_update_max", "largest ``weight_update`` of a layer", chart=_TERMS),
-    Key("weight_update_median", "median ``weight_update`` over layers", chart=_TERMS),
-    Key("input_drift_max", "largest ``input_drift`` of a layer", chart=_TERMS),
-    Key("input_drift_median", "median ``input_drift`` over layers", chart=_TERMS),
+    Key("weight_share/{layer}", "``weight_update / (weight_update + input_drift)``"),
+    Key("weight_update_max", "largest ``weight_update`` of a layer"),
+    Key("weight_update_median", "median ``weight_update`` over layers"),
+    Key("input_drift_max", "largest ``input_drift`` of a layer"),
+    Key("input_drift_median", "median ``input_drift`` over layers"),
 ))
 
 ALIGNMENT = Schema("alignment", "alignment", (
@@ -152,79 +136,64 @@ MAXP = Schema("maxp", "maxp", (
 ))
 
 SPIKE = Schema("spike", "spike", (
-    Key("value", "the value", nonfinite="any", chart=_VALUE),
+    Key("value", "the value", nonfinite="any"),
     Key("threshold", "threshold; a larger value (with ``direction='down'`` a smaller one) is a spike; not reported "
-        "during the warm-up of the rule", chart=_VALUE),
-    Key("lower_threshold", "lower threshold; a smaller value is a spike", when="with ``direction='both'``",
-        chart=_VALUE),
+        "during the warm-up of the rule"),
+    Key("lower_threshold", "lower threshold; a smaller value is a spike", when="with ``direction='both'``"),
     Key("spike", "1 if the value is a spike, else 0"),
     Key("spike_count", "number of spikes so far"),
 ))
 
-_SUMS = "sums of a drift monitor"
-
 DRIFT = Schema("drift", "drift", (
     Key("drift", "1 if the value drifts from its trend, else 0"),
-    Key("sum_up", "upward CUSUM, in standard deviations; 0 during the warm-up", chart=_SUMS),
-    Key("sum_down", "downward CUSUM, in standard deviations; 0 during the warm-up", chart=_SUMS),
+    Key("sum_up", "upward CUSUM, in standard deviations; 0 during the warm-up"),
+    Key("sum_down", "downward CUSUM, in standard deviations; 0 during the warm-up"),
 ))
 
 ROLLBACK = Schema("rollback", "rollback", (
-    Key("count", "number of rollbacks so far", chart="rollbacks"),
+    Key("count", "number of rollbacks so far"),
     Key("restored_iteration", "iteration after which the restored state was copied",
         when="in iterations after which a state is restored"),
-    Key("discarded_count", "number of iterations discarded during recovery so far", chart="rollbacks"),
+    Key("discarded_count", "number of iterations discarded during recovery so far"),
 ))
 
 SPIKE_RECORD = Schema("spike_record", "grad_record", (
     Key("recorded_count", "number of spike files written so far"),
 ))
 
-_NOISE = "noise scale and its interval"
-
 NOISE_SCALE = Schema("noise scale", "noise_scale", (
-    Key("value", "simple noise scale", unit="items", chart=_NOISE),
-    Key("low", "lower end of its 95 % interval", unit="items", chart=_NOISE),
-    Key("high", "upper end of its 95 % interval", unit="items", chart=_NOISE),
-    Key("batch", "number of items in the optimizer's step", unit="items", chart=_NOISE),
+    Key("value", "simple noise scale", unit="items"),
+    Key("low", "lower end of its 95 % interval", unit="items"),
+    Key("high", "upper end of its 95 % interval", unit="items"),
+    Key("batch", "number of items in the optimizer's step", unit="items"),
 ))
-
-_MOMENTS = "gradient against second moment"
-_EPSILON = "epsilon-dominated fraction"
 
 OPTIMIZER_STATE = Schema("optimizer", "optimizer", (
-    Key("rms_median", "median of the tensors' RMS", chart=_MOMENTS),
-    Key("rms_p95", "95th percentile (nearest rank) of the RMS", chart=_MOMENTS),
-    Key("rms_max", "largest RMS", chart=_MOMENTS),
-    Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`",
-        chart=_EPSILON),
-    Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor", chart=_EPSILON),
-    Key("update_norm", "l2 norm of the change of all tensors from the train step's start to the end of the step",
-        chart="norm of the update"),
-    Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum",
-        chart="gradient against momentum"),
-    Key("momentum_cosine_min", "smallest cosine of gradient and momentum", chart="gradient against momentum"),
-    Key("topk_rms/{name}", "the ``top_k`` largest RMS", chart="largest RMS"),
+    Key("rms_median", "median of the tensors' RMS"),
+    Key("rms_p95", "95th percentile (nearest rank) of the RMS"),
+    Key("rms_max", "largest RMS"),
+    Key("epsilon_dominated_median", r"tensors' median fraction of elements with :math:`\sqrt{\hat v} < \epsilon`"),
+    Key("epsilon_dominated_max", "largest epsilon-dominated fraction of a tensor"),
+    Key("update_norm", "l2 norm of the change of all tensors from the train step's start to the end of the step"),
+    Key("momentum_cosine_median", "median over tensors of the cosine of gradient and momentum"),
+    Key("momentum_cosine_min", "smallest cosine of gradient and momentum"),
+    Key("topk_rms/{name}", "the ``top_k`` largest RMS"),
 ))
 
-_CURVATURE = "curvature and stability threshold"
-
 CURVATURE = Schema("curvature", "curvature", (
-    Key("along_gradient", "curvature of the loss along its gradient", chart=_CURVATURE),
+    Key("along_gradient", "curvature of the loss along its gradient"),
     Key("stability_threshold", "stability threshold: 2 / learning rate, larger with momentum, less the weight decay",
-        when="with SGD", chart=_CURVATURE),
-    Key("hessian_max_eigenvalue", "largest eigenvalue of the Hessian found; not reported if its residual is above 10 %",
-        chart=_CURVATURE),
+        when="with SGD"),
+    Key("hessian_max_eigenvalue", "largest eigenvalue found of the Hessian; not reported with a residual above 10 %"),
     Key("hessian_max_eigenvalue_residual", "largest relative distance from an eigenvalue, not always the largest one"),
 ))
 
 REPLICAS = Schema("replicas", "replicas", (
-    Key("in_sync", "1 if everything compared is the same on all ranks, else 0", chart="replicas in sync"),
+    Key("in_sync", "1 if everything compared is the same on all ranks, else 0"),
 ))
 
 REPLAY = Schema("replay", "replay", (
-    Key("reproducible", "1 if two passes of the same batch gave the same gradients, bit by bit, else 0",
-        chart="replay: reproducible"),
+    Key("reproducible", "1 if two passes of the same batch gave the same gradients, bit by bit, else 0"),
 ))
 
 HISTOGRAMS = Schema("histograms", "histograms", (
@@ -234,11 +203,10 @@ HISTOGRAMS = Schema("histograms", "histograms", (
 ))
 
 ROUTING = Schema("routing", "routing", (
-    Key("load_entropy/{layer}", "effective number of experts over their number: exp(entropy of their load) / N",
-        chart="routing: load entropy"),
-    Key("max_share/{layer}", "largest share of an expert in all assignments of tokens", chart="routing: largest share"),
-    Key("dead_share/{layer}", "share of experts without a token", chart="routing: experts without a token"),
-    Key("logit_max/{layer}", "largest logit of the router", chart="routing: largest logit"),
+    Key("load_entropy/{layer}", "effective number of experts over their number: exp(entropy of their load) / N"),
+    Key("max_share/{layer}", "largest share of an expert in all assignments of tokens"),
+    Key("dead_share/{layer}", "share of experts without a token"),
+    Key("logit_max/{layer}", "largest logit of the router"),
     Key("margin/{layer}", "mean over tokens: smallest logit of a chosen expert minus largest of another"),
 ))
 

@@ -1,4 +1,4 @@
-"""Schemas: the keys that a monitor publishes, for docstrings, docs, charts and reports."""
+"""Schemas: the keys that a monitor publishes, for docstrings, docs, figures and reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Key:
         unit: the unit of the values; empty for none.
         when: the condition under which the key is reported; empty if every run reports it.
         nonfinite: ``"inf"`` or ``"any"`` (NaN too) if such numbers are values; else they are not reported.
-        chart: title of the TensorBoard chart that shows it; empty for none.
     """
 
     pattern: str
@@ -31,7 +30,6 @@ class Key:
     unit: str = ""
     when: str = ""
     nonfinite: str = ""
-    chart: str = ""
 
     @cached_property
     def regex(self) -> str:
@@ -75,11 +73,6 @@ class Schema:
                 if key is None or key.nonfinite not in allowing:
                     names.add(name)
         return names
-
-    def charts(self) -> dict[str, str]:
-        """Return chart -> a regular expression that matches the names in it, without the prefix."""
-        titles = dict.fromkeys(key.chart for key in self.keys if key.chart)
-        return {title: "|".join(key.regex for key in self.keys if key.chart == title) for title in titles}
 
     def table(self) -> str:
         """Return the keys and their meanings as a table in reStructuredText."""

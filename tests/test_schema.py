@@ -1,4 +1,4 @@
-"""Published keys are those of the schemas, and the schemas' texts reach help, charts and reports."""
+"""Published keys are those of the schemas, and the schemas' texts reach help and reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ from ignite_monitor.monitor.loss import LossRecorder
 from ignite_monitor.report.limits import PERSISTENT
 from ignite_monitor.scaling import AlignmentHandler, MaxPScheduler, parametrize
 from ignite_monitor.schema import Key, Schema
-from ignite_monitor.tensorboard import tensorboard_layout
 from tests._handlers import HANDLERS
 from tests._helpers import make_batches, make_step, make_trainer
 
@@ -227,22 +226,12 @@ def test_a_key_of_any_length_has_a_table():
     assert long.pattern in Schema("long", "long", (long,)).table()
 
 
-def test_a_key_that_is_renamed_is_renamed_in_table_and_charts():
+def test_a_key_that_is_renamed_is_renamed_in_the_table():
     schema = GradMonitor.schema
     keys = tuple(replace(key, pattern=key.pattern.replace("norm", "length")) for key in schema.keys)
     renamed = replace(schema, keys=keys)
     assert "``grad/length``" in renamed.table()
-    assert renamed.charts()["norm against its threshold"] == "length|threshold"
     assert renamed.find("norm") is None
-
-
-def test_every_chart_is_of_keys_that_are_published(published):
-    for monitor in make_all()[2]:
-        _, names = published[type(monitor)]
-        for charts in tensorboard_layout(monitor).values():
-            for title, (_, patterns) in charts.items():
-                assert any(re.match(pattern, name) for pattern in patterns for name in names), title
-                assert any(re.match(pattern, f"train/{name}") for pattern in patterns for name in names), title
 
 
 def test_reports_ask_for_keys_that_there_are():

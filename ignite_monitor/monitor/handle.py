@@ -26,7 +26,6 @@ class MonitorHandle(Serializable):
         engine: the engine that trains the model.
         monitors: name -> monitor and event. They are attached, or an error leaves everything as it was.
         connect_loggers: a function of name and monitor that calls :meth:`Monitor.log_to`.
-        saved: other objects by name, whose state is saved and loaded with that of the monitors.
 
     Attributes:
         monitors: name -> monitor, read-only.
@@ -37,10 +36,9 @@ class MonitorHandle(Serializable):
         engine: Engine,
         monitors: Mapping[str, tuple[Any, Any]],
         connect_loggers: Callable[[str, Any], None] = lambda name, monitor: None,
-        saved: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.monitors = MappingProxyType({name: monitor for name, (monitor, _) in monitors.items()})
-        self._saved = {**self.monitors, **saved}
+        self._saved = self.monitors
         self._engine = weakref.ref(engine)
         with ExitStack() as undo:
             for name, (monitor, event) in monitors.items():

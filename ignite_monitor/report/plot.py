@@ -1,4 +1,4 @@
-"""Figure of a run: one panel per chart of the schemas, or per metric, with spikes and reported events marked."""
+"""Figure of a run: one panel for related keys of a monitor, or per metric, with spikes and reported events marked."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ EVENT_STYLES = ("--", ":", "-.")
 COME_AND_GO = ("topk", "largest", "smallest", "culprit")  # keys of the items that were the extreme ones at a time
 MARKED = 30  # spikes, or events, beyond which marks would hide the lines
 FEW = len(LINES)
+STATISTIC = re.compile(r"_(median|mean|p95|min|max|up|down)$")  # keys that differ in it alone share a panel
+AROUND = {"threshold", "lower_threshold", "low", "high"}  # keys in the panel of a monitor's value
 LARGEST = 1e100  # of larger sizes, and of smaller ones than the inverse, matplotlib's ticks would exceed float64
 LOG_DECADES = 1.5  # of positive values, from which on their scale is logarithmic
 SIGNED_RANGE = 1e4  # ratio of largest to median size from which on a scale for both signs is logarithmic
@@ -53,7 +55,7 @@ class Panel:
     title: str
     lines: list[Line]
     marked: Series | None = None  # points that are marked as spikes
-    is_chart: bool = True  # False for a monitor's key that has no chart in its schema
+    is_chart: bool = True  # False for a single key of a monitor, unless it is a loss
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def picture(run: Run, selection: re.Pattern[str] | None = None, every: bool = Fa
 
 
 def _most_important(panels: list[Panel], findings: list[Finding]) -> list[Panel]:
-    """One screen of panels without constant lines: those that findings are about first, keys without a chart last."""
+    """One screen of panels without constant lines: those that findings are about first, single keys last."""
     alarms = [name for finding in findings if finding.severity != "note" for name in finding.metrics[:1]]
     order = {name: place for place, name in reversed(list(enumerate(alarms)))}
     ranked = []
@@ -103,7 +105,7 @@ def _varies(series: Series) -> bool:
 
 
 def _panels(monitor: MonitorSeries) -> Iterator[Panel]:
-    """Panels of a monitor: keys of one chart share a panel, and so do the layers or parameters of one metric."""
+    """Panels of a monitor: related keys share a panel, and so do the layers or parameters of one metric."""
     charts: dict[str, list[Line]] = defaultdict(list)
     for key in sorted(monitor.series, key=natural):
         chart, label = _chart(monitor.kind, key)
@@ -114,23 +116,29 @@ def _panels(monitor: MonitorSeries) -> Iterator[Panel]:
         value = next((line.series for line in lines if line.label in ("norm", "value")), None)
         spikes = flags.iterations[flags.values > 0]
         marked = Series(spikes, value.at(spikes)) if value is not None and flags else None
-        is_chart = chart != lines[0].label
+        is_chart = chart != lines[0].label or len(lines) > 1
         title = f"{monitor.root or monitor.kind}: {chart}" if is_chart else lines[0].series.name
-        yield Panel(title, lines, marked, is_chart)
+        yield Panel(title, lines, marked, is_chart or monitor.kind == "loss")
 
 
 def _chart(kind: str, key: str) -> tuple[str, str]:
     """Title of a key's panel, and the label of its line there."""
     keys = _SCHEMAS[kind].keys if kind in _SCHEMAS else ()
-    matching = [schema for schema in keys if re.fullmatch(schema.regex, key)]
-    schema = next((schema for schema in matching if schema.chart), matching[0] if matching else None)
-    if schema is None or "{" not in schema.pattern:
-        return (schema.chart if schema else "") or key, key
+    pattern = next((schema.pattern for schema in keys if re.fullmatch(schema.regex, key)), "")
+    if "{" not in pattern or "/" not in pattern:
+        return _related(kind, key), key
     family, _, item = key.partition("/")
-    if re.search(r"\{\w+\}$", schema.pattern) and not schema.pattern.endswith("{metric}"):
-        return schema.chart or family, item
+    if re.search(r"\{\w+\}$", pattern) and not pattern.endswith("{metric}"):
+        return family, item
     item, _, metric = item.rpartition("/")
-    return schema.chart or (metric if family == kind else f"{family} {metric}"), item
+    return metric if family == kind else f"{family} {metric}", item
+
+
+def _related(kind: str, key: str) -> str:
+    """Return what a key shares with those of its panel."""
+    if key in AROUND:
+        return "norm" if kind == "grad" else "value"
+    return "counts" if key.endswith("count") else STATISTIC.sub("", key)
 
 
 def _user_panels(run: Run) -> Iterator[Panel]:
