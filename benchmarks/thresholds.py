@@ -27,7 +27,7 @@ from trainings import options, print_header, print_row
 from ignite_monitor.detection.robust import RobustThreshold
 from ignite_monitor.detection.spikes import SpikeDetector
 from ignite_monitor.detection.thresholds import MeanStdThreshold, ThresholdRule
-from ignite_monitor.gradient.per_parameter import PerParameterDetector
+from ignite_monitor.gradient.detector import PerParameterDetector
 
 WARMUP = 20
 

@@ -50,7 +50,7 @@ autosummary_generate_overwrite = True
 # The pages of monitors show what is called; what is overridden is on the pages of Monitor and ThresholdRule.
 autosummary_context = {
     "for_users": ["attach", "detach", "log_to"],
-    "for_authors": [*dir(Monitor), *dir(ThresholdRule), "run_totals"],
+    "for_authors": [*dir(Monitor), *dir(ThresholdRule)],
 }
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_monitor.detection.thresholds import ThresholdRule, loaded
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.thresholds import MeanStdThreshold, StaticThreshold, ThresholdRule, loaded
 from ignite_monitor.model.devices import move, move_like
 
 
@@ -56,6 +57,8 @@ class SpikeDetector:
         self.max_consecutive_spikes = max_consecutive_spikes
         self.overflow_is_spike = overflow_is_spike
         self.ignored = -math.inf if math.isnan(ignored) else ignored
+        # No threshold of a norm is 0 or less, and those of these rules never are.
+        self._masks = ignored == 0.0 and type(rule) not in (MeanStdThreshold, RobustThreshold, StaticThreshold)
         self._suspends = rule.warmup < max(self.max_consecutive_spikes, 10)
         self._state: dict[str, Tensor] = {}  # the count, and two flags: of the value before, and of the pause
         self.reset_threshold()
@@ -68,6 +71,8 @@ class SpikeDetector:
             self.to(value)
             score = self._state["spike_score"]
         rule_threshold, mean, std = self.rule.statistics()
+        if self._masks:
+            rule_threshold = rule_threshold.masked_fill(rule_threshold <= 0.0, math.nan)
         threshold = rule_threshold
         if self._suspends:
             threshold = threshold.masked_fill(self._state["awaits_normal_value"], math.nan)
@@ -115,9 +120,13 @@ class SpikeDetector:
         """Return the state for :meth:`restore`; its tensors are never changed in place."""
         return self.rule._rows, self._state
 
-    def restore(self, earlier: tuple[Tensor, dict[str, Tensor]]) -> None:
-        """Return to an earlier state."""
-        self.rule._rows, self._state = earlier
+    def restore(self, earlier: tuple[Tensor, dict[str, Tensor]], when: Tensor | None = None) -> None:
+        """Return to an earlier state, if a 0-dim bool tensor is True; None for True."""
+        rows, state = earlier
+        if when is not None:
+            rows = torch.where(when, rows, self.rule._rows)
+            state = {name: torch.where(when, value, self._state[name]) for name, value in state.items()}
+        self.rule._rows, self._state = rows, state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors and a dict of tensors."""

@@ -57,7 +57,6 @@ class ThresholdRule:
 
     def __init__(self, *, warmup: int = 20, decay: float | None = None) -> None:
         self.warmup = check_count("warmup", warmup)
-        self.is_refused = False  # True if it has returned a number below 0 for the threshold of a norm
         self.decay = 1.0 if decay is None else check_real("decay", decay, above=0.0, below=1.0)
         empty = self.empty()
         self._names = tuple(empty)
@@ -74,7 +73,7 @@ class ThresholdRule:
         return dict(zip(self._names, self._rows.unbind(), strict=True))
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
-        """Compute the largest value that is no spike; NaN or inf for no threshold.
+        """Compute the largest value that is no spike; NaN or inf for no threshold, and of a norm also 0 and less.
 
         Args:
             mean: weighted mean of the earlier values, 0-dim.
@@ -88,12 +87,7 @@ class ThresholdRule:
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, as new tensors.
-
-        Args:
-            state: the state before the value.
-            value: the value, 0-dim.
-        """
+        """Return the state after one more value, 0-dim, as new tensors."""
         return self._moments(state, value, value - state["mean"])
 
     def _moments(self, state: State, value: Tensor, delta: Tensor) -> State:
@@ -106,11 +100,7 @@ class ThresholdRule:
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike.
-
-        Args:
-            limit: the threshold that the spike exceeds, 0-dim; returned by default.
-        """
+        """Return the value that updates the statistics in place of a spike: by default the threshold ``limit``."""
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,13 +113,7 @@ class ThresholdRule:
         return limit.masked_fill(count < self.warmup, math.nan), mean, std
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
-        """Update the statistics with one value.
-
-        Args:
-            value: the value, 0-dim; if it is used, its powers are finite.
-            when: 0-dim bool: do so only if it is True; None for True.
-            reset: 0-dim bool: discard all earlier values first; None for False.
-        """
+        """Update the statistics with a value if ``when`` is True, after a reset if ``reset`` is True: 0-dim bools."""
         rows = self._rows if reset is None else torch.where(reset, self._initial, self._rows)
         after = self.include(dict(zip(self._names, rows.unbind(), strict=True)), value)
         new = torch.stack([after[name] for name in self._names])
@@ -140,11 +124,7 @@ class ThresholdRule:
         self._rows = self._initial.expand_as(self._rows)
 
     def to(self, reference: Tensor) -> None:
-        """Move the state to another device.
-
-        Args:
-            reference: tensor of the device and dtype, and if the state is 0-dim, of the shape.
-        """
+        """Move the state to the device and dtype of a tensor, and if it is 0-dim, to its shape."""
         self._initial, rows = move_like(self._initial, reference), move_like(self._rows, reference)
         if rows.ndim == 1:
             self._initial = self._initial.view(-1, *[1] * reference.ndim)
@@ -156,11 +136,7 @@ class ThresholdRule:
         return dict(zip(self._names, self._rows.clone().unbind(), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule.
-
-        Args:
-            state_dict: the :meth:`state_dict` of a rule of the same kind.
-        """
+        """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule."""
         self._rows = torch.stack([*loaded(self.state, state_dict).values()])
 
 
@@ -205,13 +181,13 @@ class StaticThreshold(ThresholdRule):
 
 
 class CallableThreshold(ThresholdRule):
-    """A value above ``rule(mean, std, count)`` is a spike, from the third value on; NaN or inf for no threshold.
+    """A value above ``rule(mean, std, count)`` is a spike, from the third value on.
 
     Raises:
         TypeError: if ``rule`` is no function of three 0-dim tensors that returns a number or a 0-dim tensor.
     """
 
-    def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float], positive: bool = False) -> None:
+    def __init__(self, rule: Callable[[Tensor, Tensor, Tensor], Tensor | float]) -> None:
         described = "a threshold rule, a number, or a function of mean, std and count that returns a number"
         if isinstance(rule, type):
             raise TypeError(f"Argument threshold should be {described}, but given {rule}: give an instance")
@@ -220,27 +196,21 @@ class CallableThreshold(ThresholdRule):
         answer = rule(*torch.tensor([1.0, 0.1, 100.0], dtype=torch.float64, device="cpu").unbind())
         if not (isinstance(answer, Real) or (isinstance(answer, Tensor) and answer.ndim == 0)):
             raise TypeError(f"Argument threshold should be {described}, but {rule} returned {type(answer)}")
-        self.rule, self.positive = rule, positive
+        self.rule = rule
 
     def __call__(self, mean: Tensor, std: Tensor, count: Tensor) -> Tensor | float:
-        limit = self.rule(mean, std, count)
-        if not self.positive:
-            return limit
-        limit = torch.as_tensor(limit, dtype=mean.dtype, device=mean.device)
-        refused = limit <= 0.0
-        self.is_refused |= refused.is_cpu and torch.is_nonzero(refused & (count >= self.warmup))
-        return limit.masked_fill(refused, math.nan)
+        return self.rule(mean, std, count)
 
 
 Threshold = ThresholdRule | Callable[[Tensor, Tensor, Tensor], Tensor | float] | float | None
 
 
-def as_rule(threshold: Threshold, positive: bool = False) -> ThresholdRule:
-    """Make a rule of a ``threshold`` argument; rules are copied. ``positive``: values are norms, not below 0."""
+def as_rule(threshold: Threshold) -> ThresholdRule:
+    """Make a rule of a ``threshold`` argument; rules are copied."""
     if threshold is None:
         return MeanStdThreshold()
     if isinstance(threshold, Real) and not isinstance(threshold, bool):
         return StaticThreshold(check_real("threshold", threshold, above=0.0))
     if isinstance(threshold, ThresholdRule):
         return copy.deepcopy(threshold)
-    return CallableThreshold(cast(Any, threshold), positive)
+    return CallableThreshold(cast(Any, threshold))

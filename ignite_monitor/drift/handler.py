@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_choice
-from ignite_monitor.detection.scalar import ScalarMonitor
+from ignite_monitor.detection.monitor import ScalarMonitor, count
 from ignite_monitor.detection.spikes import largest_usable
 from ignite_monitor.detection.thresholds import NEGLIGIBLE, loaded
 from ignite_monitor.events.monitor_events import MonitorEvents
@@ -54,8 +53,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
             drift.attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("statistics", "counts")
-    _NAMES = ("count", "weight", "mean", "smoothed_mean", "variance", "sum_up", "sum_down")
+    _NAMES = _state_dict_all_req_keys = ("count", "weight", "mean", "smoothed_mean", "variance", "sum_up", "sum_down")
     # Chosen by simulation and recordings: docs/monitors/drift.md.
     _DECAY = 0.995
     _WARMUP = 150  # values before the sums start
@@ -89,22 +87,10 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
         self._rows = torch.stack([*loaded(self.threshold_state(), state).values()])
 
-    def state_dict(self) -> OrderedDict[str, Any]:
-        return OrderedDict(statistics=self.threshold_state(), counts=self._counts)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        counts = self._saved_counts(state_dict)
-        self.restore_threshold(state_dict["statistics"])
-        self._counts = counts
-
     def reset_run_state(self) -> None:
         self._report_drift(synchronize=True)
 
-    def _detect(self, engine: Engine) -> None:
-        number = self._read(engine)
-        if number is None:
-            return
+    def _detect(self, engine: Engine, number: Tensor) -> None:
         rows = move_like(self._rows, number)
         if self._sides is None or self._sides.device != number.device:
             sides = torch.tensor([(1.0, -1.0), _SIDES[self.direction]], dtype=number.dtype, device="cpu")
@@ -117,7 +103,7 @@ class DriftMonitor(ScalarMonitor, schema=DRIFT):
         drift = (sums * watched).max() > self._LIMIT
         self._rows = after.masked_fill(drift, 0.0)
         # A drift counts as a spike and as a reset.
-        self._counts = move_like(self._counts, number) + torch.stack((drift, ~finite, drift))
+        count(self._counts, number, drift, ~finite, drift)
         self._drifts.set(drift)
         self.publish(drift=drift.to(number.dtype), sum_up=sums[0], sum_down=sums[1])
         awaited = self._source is not None and self._source.is_awaited(MonitorEvents.DRIFT_DETECTED)

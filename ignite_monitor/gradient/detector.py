@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_monitor.checks import check_choice, check_type
-from ignite_monitor.detection.spikes import SpikeDetector, may_be_true
-from ignite_monitor.detection.thresholds import ThresholdRule, loaded
+from ignite_monitor.checks import check_real, check_type
+from ignite_monitor.detection.monitor import count
+from ignite_monitor.detection.recurring import RecurringSpikes
+from ignite_monitor.detection.robust import RobustThreshold
+from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_true
+from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientTracker
-from ignite_monitor.gradient.detection import GradientDetection
-from ignite_monitor.gradient.per_parameter import PerParameterDetector
-from ignite_monitor.model._torch import foreach_add
-from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
+from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
-from ignite_monitor.monitor.ranks import RankNorm, Ranks
+from ignite_monitor.monitor.ranks import Ranks
+
+_SHARED = 0.7  # power of the growth that most parameters share
+
+
+class GradientDetection(NamedTuple):
+    """Result for one gradient; its flags are the same on every rank, 0-dim."""
+
+    norm: Detection  # of its norm over all ranks
+    parameters: Detection | None  # of the norm of each parameter; None if these are not compared
+    spike: Tensor  # whether any of them is a spike
+    threshold_reset: Tensor  # whether it resets any of their rules
+    names: tuple[str, ...] = ()  # those of the parameters
+
+
+@dataclass(eq=False)
+class ProvisionalUpdate:
+    """The update with a spike that no step has used: reverted if the next backward accumulates into its gradient."""
+
+    before: tuple[list[Any], list[Tensor]]  # statistics and counts
+    probe: AccumulationProbe | None = None
 
 
 def has_gradients(parameters: Sequence[nn.Parameter]) -> bool:
@@ -32,13 +53,48 @@ def has_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     return any(map(is_not, map(attrgetter("grad"), parameters), repeat(None)))
 
 
-@dataclass(eq=False)
-class PendingSpike:
-    """A spike that no step has used: it is observed if the next backward does not accumulate into its gradient."""
+class PerParameterDetector(SpikeDetector):
+    r"""Compares one gradient norm per parameter with its own :class:`RobustThreshold`, all in one vector.
 
-    detection: GradientDetection
-    flag: Tensor  # False if it is no spike after all
-    probe: AccumulationProbe | None = None
+    A change that all parameters share is no fault of one of them. So if most norms are above their means, each is
+    divided by :math:`\max(1, m)^{0.7}` first, with the median m of norm / mean (``docs/detection.md``). A norm of zero,
+    as of a parameter without a gradient, updates nothing. ``options`` are those of :class:`SpikeDetector`.
+    """
+
+    def __init__(self, k: float = 8.0, **options: Any) -> None:
+        super().__init__(RobustThreshold(k=k), **options)
+        self.to(torch.zeros(0, dtype=torch.float64, device="cpu"))
+        self.names: tuple[str, ...] = ()  # of the parameters, in the order of the state
+
+    def detect(self, names: tuple[str, ...], norms: Tensor) -> Detection:  # type: ignore[override]
+        """Compare the norms of the named parameters, a vector with 0 for no gradient; other names begin anew."""
+        if names != self.names:
+            self._start(len(names))
+            self.names = names
+        if self.rule.state["mean"].device != norms.device:
+            self.to(norms)
+        means = self.rule.state["mean"]  # 0 before the first
+        ratios = (norms / means).masked_fill(torch.minimum(norms, means) <= 0.0, math.nan)
+        common = ratios.nanmedian().nan_to_num(1.0).clamp(min=1.0)
+        return super().detect(norms, norms / common**_SHARED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the parameters, and their state: vectors."""
+        return super().state_dict() | {"names": list(self.names)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a ValueError if it is of something else, to be undone by :meth:`restore`."""
+        state = dict(state_dict)
+        if "names" not in state:
+            raise ValueError(f"Argument state_dict should hold names, but given {state_dict}")
+        names = tuple(state.pop("names"))
+        self._start(len(names))
+        super().load_state_dict(state)
+        self.names = names
+
+    def _start(self, count: int) -> None:
+        self.rule._rows = self.rule._initial.expand(-1, count)
+        self.reset_threshold()
 
 
 class GradientDetector:
@@ -49,61 +105,130 @@ class GradientDetector:
         model: nn.Module,
         ranks: Ranks,
         rule: ThresholdRule,
-        *,
+        counts: list[Tensor],
         per_parameter: bool,
         norm_type: float,
-        reduction: str | None,
         **options: Any,
     ) -> None:
         check_type("per_parameter", per_parameter, bool, "bool")
-        if reduction is not None:
-            check_choice("reduction", reduction, "mean", "sum")
-        self._model, self._ranks, self._norm_type, self._reduction = model, ranks, float(norm_type), reduction
+        if norm_type != math.inf and check_real("norm_type", norm_type) not in (1.0, 2.0):
+            raise ValueError(f"Argument norm_type should be 1, 2 or math.inf, but given {norm_type}")
+        self._model, self._ranks, self._norm_type, self._counts = model, ranks, float(norm_type), counts
         self.of_norm = SpikeDetector(rule, **options)
-        self._detectors: dict[str, Any] = {"detector": self.of_norm}
-        if per_parameter:
-            self._detectors["per_parameter"] = PerParameterDetector(**options)
-        self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
-        self.pending: PendingSpike | None = None
+        self._of_parameters = PerParameterDetector(**options) if per_parameter else None
+        self.recurring = RecurringSpikes()
+        self._parts: dict[str, Any] = {"detector": self.of_norm}
+        if self._of_parameters is not None:
+            self._parts["per_parameter"] = self._of_parameters
+        self.provisional: ProvisionalUpdate | None = None
         self.reset_by: GradientDetection | None = None  # the last one that may have reset a threshold
-        self._counts: Sequence[Tensor] = torch.zeros(3, dtype=torch.float64, device="cpu").unbind()
+        self._named: tuple[Sequence[nn.Parameter], tuple[str, ...]] = ((), ())  # the last parameters and their names
 
     def detect(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> GradientDetection:
         """Compare the gradients of parameters, times 0-dim ``scale``, with their thresholds; updates nothing."""
-        of_parameters = self._detectors.get("per_parameter")
-        parameter, names = None, ()
-        if of_parameters is None:
-            norm, _, origin = self.norm(parameters, scale)
-        else:
-            parts, all_parts = self._norms_of(parameters, scale)
-            parameter = of_parameters.detect(self._names(parameters), all_parts)
-            any_flags = torch.stack((parameter.spike, parameter.threshold_reset)).any(1)
-            names = of_parameters.names
-            norm, any_flags, origin = self._ranks.norm(parameters, self._norm_type, self._reduction, parts, any_flags)
-        detection = self.of_norm.detect(norm)
-        spike, reset = detection.spike, detection.threshold_reset
-        if parameter is not None:
-            spike, reset = (torch.stack((spike, reset)) | any_flags).unbind()
-        return GradientDetection(detection, parameter, spike, reset, names, origin)
+        if self._of_parameters is None:
+            norm = self.of_norm.detect(self.norm(parameters, scale))
+            return GradientDetection(norm, None, norm.spike, norm.threshold_reset)
+        gradients: list[Any] = [*map(attrgetter("grad"), parameters)]
+        if not all(map(is_not, gradients, repeat(None))):
+            zero = torch.zeros(1, device=device_of(self._model))
+            gradients = [zero if gradient is None else gradient for gradient in gradients]
+        parts = _unscaled(norms(gradients, self._norm_type), scale)
+        parameter = self._of_parameters.detect(self._names(parameters), parts)
+        flags = torch.stack((parameter.spike, parameter.threshold_reset)).any(1)
+        value, flags = self._ranks.norm(parameters, self._norm_type, parts, flags)
+        norm = self.of_norm.detect(value)
+        spike, reset = (torch.stack((norm.spike, norm.threshold_reset)) | flags).unbind()
+        return GradientDetection(norm, parameter, spike, reset, self._of_parameters.names)
 
-    def _norms_of(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norms of all gradients, and those of all parameters, 0 without a gradient."""
-        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
-        if not places:
-            device = device_of(self._model)
-            every = torch.zeros(len(parameters), dtype=wide_dtype(device), device=device)
-            return every[:0], every
-        parts = norms([parameters[place].grad for place in places], self._norm_type)  # type: ignore[misc]
-        parts = parts if scale is None else parts / scale.to(parts.device)
-        if len(places) == len(parameters):
-            return parts, parts
-        index = move(torch.tensor(places, device="cpu"), parts.device)
-        return parts, parts.new_zeros(len(parameters)).index_copy(0, index, parts)
+    def norm(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> Tensor:
+        """The norm of the gradients of parameters over all ranks, divided by 0-dim ``scale``."""
+        return _unscaled(self._ranks.norm(parameters, self._norm_type)[0], scale)
 
-    def norm(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> RankNorm:
-        """The norm of the gradients of parameters over all ranks, times 0-dim ``scale``."""
-        norm = self._ranks.norm(parameters, self._norm_type, self._reduction)
-        return norm if scale is None else norm._replace(value=norm.value / scale.to(norm.value.device))
+    def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
+        """Update statistics and counts, if a 0-dim bool tensor is True; None for True."""
+        norm, flags = detection.norm, (detection.spike, detection.norm.nonfinite, detection.threshold_reset)
+        self.of_norm.observe(norm, when)
+        if self._of_parameters is not None and detection.parameters is not None:
+            self._of_parameters.observe(detection.parameters, when)
+        if may_be_true(detection.threshold_reset):
+            self.reset_by = detection
+        count(self._counts, norm.value, *(flags if when is None else (flag & when for flag in flags)))
+
+    def observe_provisionally(self, detection: GradientDetection, when: Tensor | None) -> None:
+        """Observe a spike that no step has used."""
+        self.provisional = ProvisionalUpdate((self._snapshot(), [*self._counts]))
+        self.observe(detection, when)
+
+    def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
+        """Contexts of a train step that show whether it accumulates into the gradient of a provisional update."""
+        provisional = self.provisional
+        # A backward under no_sync() may have shown it already.
+        if provisional is None or (provisional.probe is not None and provisional.probe.accumulates is not None):
+            return []
+        provisional.probe = AccumulationProbe(tracker, optimizer)
+        return [provisional.probe]
+
+    def revert(self, when: Tensor | None = None) -> None:
+        """Revert the provisional update, if a 0-dim bool tensor is True; None for True."""
+        if self.provisional is not None:
+            (statistics, counts), self.provisional = self.provisional.before, None
+            self._restore(statistics, when)
+            both = zip(counts, self._counts, strict=True)
+            self._counts[:] = counts if when is None else [torch.where(when, *pair) for pair in both]
+
+    def decide(self) -> Tensor:
+        """A backward has come: revert the provisional update if that of any rank accumulates; return whether."""
+        probe = None if self.provisional is None else self.provisional.probe
+        accumulates = None if probe is None else probe.accumulates
+        none = torch.zeros_like(self._counts[0], dtype=torch.bool)
+        self.revert(accumulated := self._ranks.any(none if accumulates is None else accumulates))
+        return accumulated
+
+    @property
+    def resets(self) -> Tensor:
+        """The number of resets that no accumulation can revert, 0-dim."""
+        return (self._counts if self.provisional is None else self.provisional.before[1])[2]
+
+    def recurs(self, detection: GradientDetection, iteration: int) -> Tensor:
+        """Note a spike if it is an isolated one; return whether it is, and is like those before."""
+        norm = detection.norm
+        return self.recurring.observe(iteration, norm.value, norm.above & self.of_norm.was_normal)
+
+    def reset_threshold(self) -> None:
+        """Discard all earlier values; counts stay."""
+        self.provisional = None
+        for part in self._parts.values():
+            part.reset_threshold()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics."""
+        parts = self._parts | {"recurring": self.recurring}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from saved statistics; an error if they are of another kind, and nothing has changed then."""
+        before = self._snapshot()
+        try:
+            for name, part in self._parts.items():
+                if name in state_dict:
+                    part.load_state_dict(state_dict[name])
+            self.recurring.load_state_dict(state_dict["recurring"])
+        except Exception:
+            self._restore(before)
+            raise
+        self.provisional = None
+
+    def release(self) -> None:
+        """Drop everything that belongs to a run; statistics stay."""
+        self._named, self.reset_by = ((), ()), None
+
+    def _snapshot(self) -> list[Any]:
+        return [part.snapshot() for part in self._parts.values()]
+
+    def _restore(self, statistics: list[Any], when: Tensor | None = None) -> None:
+        for part, earlier in zip(self._parts.values(), statistics, strict=True):
+            part.restore(earlier, when)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
         if parameters is not self._named[0]:  # the tracker keeps the list while they are the same
@@ -112,96 +237,6 @@ class GradientDetector:
             self._named = parameters, tuple(name_of.get(id(parameter), "") for parameter in parameters)
         return self._named[1]
 
-    def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
-        """Update statistics and counts, if a 0-dim bool tensor is True; None for True."""
-        parts = {"detector": detection.norm, "per_parameter": detection.parameters}
-        for name, detector in self._detectors.items():
-            detector.observe(parts[name], when)
-        if may_be_true(detection.threshold_reset):
-            self.reset_by = detection
-        self._counts = self._counts_with(detection, when)
 
-    def _counts_with(self, detection: GradientDetection, when: Tensor | None) -> Sequence[Tensor]:
-        flags = [detection.spike, detection.norm.nonfinite, detection.threshold_reset]
-        if when is not None:
-            flags = [flag & when for flag in flags]
-        if self._counts[0].device != flags[0].device:
-            self._counts = [move_like(count, detection.norm.value) for count in self._counts]
-        return foreach_add(self._counts, flags)
-
-    @property
-    def counts(self) -> Sequence[Tensor]:
-        """Numbers of spikes, non-finite norms and resets so far, a pending spike included, each 0-dim."""
-        pending = self.pending
-        return self._counts if pending is None else self._counts_with(pending.detection, pending.flag)
-
-    @property
-    def resets(self) -> Tensor:
-        """Number of resets so far, without that of a pending spike, 0-dim."""
-        return self._counts[2]
-
-    def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:
-        """Contexts of a train step that show whether it accumulates into the gradient of a pending spike."""
-        pending = self.pending
-        # It may have been measured in a backward under no_sync().
-        if pending is None or (pending.probe is not None and pending.probe.accumulates is not None):
-            return []
-        pending.probe = AccumulationProbe(tracker, optimizer)
-        return [pending.probe]
-
-    def decide(self, pending: PendingSpike) -> Tensor:
-        """A backward has come: observe the pending spike unless that of any rank accumulates into its gradient."""
-        accumulated = None if pending.probe is None else pending.probe.accumulates
-        discarded = ~self._ranks.any(torch.zeros_like(pending.flag) if accumulated is None else accumulated)
-        self.pending = None
-        self.observe(pending.detection, pending.flag & discarded)
-        return discarded
-
-    def _snapshot(self) -> tuple[list[Any], Sequence[Tensor]]:
-        return [detector.snapshot() for detector in self._detectors.values()], self._counts
-
-    def _restore(self, before: tuple[list[Any], Sequence[Tensor]]) -> None:
-        states, self._counts = before
-        for detector, state in zip(self._detectors.values(), states, strict=True):
-            detector.restore(state)
-
-    def release(self) -> None:
-        """Drop everything that belongs to a run; statistics stay."""
-        self._named, self.reset_by = ((), ()), None
-
-    def reset_threshold(self) -> None:
-        """Discard all earlier values; counts stay."""
-        self._counts, self.pending = self.counts, None
-        for detector in self._detectors.values():
-            detector.reset_threshold()
-
-    def threshold_state(self) -> dict[str, Any]:
-        """Return statistics, as if the gradient of a pending spike had been discarded."""
-        before = self._snapshot()
-        if self.pending is not None:
-            self.observe(self.pending.detection, self.pending.flag)
-        state = {name: detector.state_dict() for name, detector in self._detectors.items()}
-        self._restore(before)
-        return state
-
-    def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        """Continue from earlier statistics; a ValueError if they are not of this kind, and nothing has changed then."""
-        before = self._snapshot()
-        try:
-            for name, detector in self._detectors.items():  # that of parameters last: its names have changed then
-                if name in state:
-                    detector.load_state_dict(state[name])
-        except Exception:
-            self._restore(before)
-            raise
-        self._counts, self.pending = self.counts, None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return statistics and counts."""
-        return self.threshold_state() | {"counts": torch.stack([*self.counts])}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a ValueError if it is not of this kind, and nothing has changed then."""
-        counts = loaded({"counts": torch.stack([*self.counts])}, {"counts": state_dict["counts"]})["counts"]
-        self.restore_threshold(state_dict)
-        self._counts = counts.clone().unbind()
+def _unscaled(norms: Tensor, scale: Tensor | None) -> Tensor:
+    return norms if scale is None else norms / scale.to(norms.device)

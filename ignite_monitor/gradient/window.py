@@ -25,8 +25,7 @@ train step returned (6)   publish last           publish last, or since_step
    hand or are of an earlier iteration; they are detected at each step.
 5. The detection that the step took updates the statistics.
 6. ``since_step`` is published if it is a spike and there was no own step: without a spike the gradient is incomplete.
-   It is pending then: the next backward shows whether its gradient was discarded, and it updates the statistics, or was
-   accumulated into.
+   It updates the statistics; this is reverted if the next backward accumulates into its gradient, or 4. detects.
 
 ``tests/_oracle.py`` implements the same rule independently.
 """
@@ -37,12 +36,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
-from ignite_monitor.gradient.detection import GradientDetection
+from ignite_monitor.gradient.detector import GradientDetection
 from ignite_monitor.monitor.transfer import is_cpu
 
-PATIENCE = 50  # consecutive spikes without a step
+_PATIENCE = 50  # consecutive spikes without a step
+_UNSEEN = 20  # consecutive iterations without a gradient
+NO_GRADIENT = (
+    f"{_UNSEEN} iterations had no gradient of the model, so nothing is published. Check that GradMonitor has the train "
+    "step's model and optimizer, and that backward() is called in the train step; attach with a filter if the model is "
+    "not trained in every iteration."
+)
+NO_STEP = (
+    f"{_PATIENCE} consecutive spikes, and the optimizer made no step during them. If the train step returns at a "
+    "spike, call optimizer.zero_grad() before that return: gradients that stay make all later ones spikes too."
+)
 
 
 class StepDetection(NamedTuple):
@@ -51,19 +58,6 @@ class StepDetection(NamedTuple):
     detection: GradientDetection
     of_backward: bool
     updates: bool
-
-
-@dataclass
-class Iteration:
-    """State of the gradients of one iteration, as far as a monitor knows it."""
-
-    seen: bool = False  # whether there was a gradient
-    scale: Tensor | None = None  # of the last backward, 0-dim; None for 1
-    stepped: bool | Tensor = False  # whether a step was made
-    is_published: Tensor | None = None  # on a device: whether ``published`` is to be; None for True
-    published: GradientDetection | None = None
-    is_described: bool = False  # whether the log has named its culprits
-    unlocated: Tensor | None = None  # on a device: whether a gradient is not finite whose source was not looked for
 
 
 @dataclass
@@ -76,6 +70,7 @@ class GradientWindow:
     last_step: StepDetection | None = None  # of the last own step of this iteration
     is_reported: bool = False  # whether the gradient has been reported as a spike
     spikes_without_step: int = 0
+    unseen: int = 0  # consecutive iterations without a gradient, in which none accumulates under no_sync()
 
     def iteration_started(self, unseen: bool) -> None:
         """A monitored iteration starts, after others that were not monitored or directly after the last one."""
@@ -105,11 +100,18 @@ class GradientWindow:
             self.close()
         return taken
 
+    def is_unseen(self, is_reduced: bool) -> bool:
+        """The train step has returned without a gradient: return True at the 20th such iteration in a row."""
+        # A replay buffer that fills, or a loss that is not finite, leaves out single iterations.
+        self.unseen += is_reduced
+        return self.unseen == _UNSEEN
+
     def is_stuck(self, detection: GradientDetection | None) -> bool:
         """The train step has returned: return True at the 50th consecutive spike without an own step, on the CPU."""
+        self.unseen = 0
         is_spike = self.last_step is None and detection is not None and is_cpu(detection.spike) and detection.spike
         self.spikes_without_step = self.spikes_without_step + 1 if is_spike else 0
-        return self.spikes_without_step == PATIENCE
+        return self.spikes_without_step == _PATIENCE
 
     def close(self) -> None:
         """Nothing is known of the gradients any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,6 @@ from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 NOT_REDUCED = "DistributedDataParallel ignores parameters, or a communication hook may leave gradients of one rank"
 
 Group = Any  # a ProcessGroup or DeviceMesh, whose classes torch has only with torch.distributed; or None
-
-
-class RankNorm(NamedTuple):
-    """A norm over ranks."""
-
-    value: Tensor
-    flags: Tensor  # whether the flags of any rank are set
-    origin: Tensor | None = None  # number of the rank with the largest part; None if all have the same
 
 
 class Ranks:
@@ -144,39 +136,36 @@ class Ranks:
         self,
         parameters: Sequence[nn.Parameter],
         norm_type: float,
-        reduction: str | None = None,
         parts: Tensor | None = None,
         flags: Tensor | None = None,
-    ) -> RankNorm:
-        """Return the p-norm of the gradients of parameters over all ranks, the same on every rank.
+    ) -> tuple[Tensor, Tensor]:
+        """Return the p-norm of the gradients of parameters over all ranks, and where flags of any rank are set.
 
         Gradients that wrappers reduce count once, those of parameters that ``DistributedDataParallel`` ignores as parts
-        of one gradient.
+        of one gradient. Of all others each rank has another part with a group; without one all ranks have the same
+        gradient, and the power mean of their norms counts.
 
         Args:
             parameters: parameters of the models; those without a gradient do not count.
             norm_type: p of the norm.
-            reduction: of all others: ``"mean"`` if the ranks have the same gradient: power mean of the ranks' norms;
-                ``"sum"`` if each has another part. None for ``"sum"`` with a group, else ``"mean"``.
-            parts: the norms of all gradients, if they are known.
+            parts: the norms of the gradients of all parameters, if they are known.
             flags: flags of this rank, a bool vector.
         """
         gradients = [gradient for gradient in map(attrgetter("grad"), parameters) if gradient is not None]
-        if len(gradients) < len(parameters):
+        if parts is None and len(gradients) < len(parameters):
             parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if self._have_same(parameters):
             value = whole_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
-            return RankNorm(value, value if flags is None else flags)
+            return value, value if flags is None else flags
         device = device_of(self._models[0])
         norm = torch.zeros((), dtype=wide_dtype(device), device=device)
         if parameters:
             parts = (norms(gradients, norm_type) if parts is None else parts).to(norm)
-            is_mean = reduction == "mean" or (reduction is None and self._group is None)
-            copies = torch.tensor([self._copies(item, is_mean) for item in parameters], device="cpu")
+            copies = torch.tensor([*map(self._copies, parameters)], device="cpu")
             norm = combine(parts / move(copies, device).to(norm) ** (1.0 / norm_type), norm_type)
         local_flags = norm.new_zeros(0) if flags is None else flags.to(norm)
         reduced = reduce_norm(torch.cat([norm.view(1), local_flags]), norm_type, self._reduce)
-        return RankNorm(reduced[0], reduced[1:] > 0, self.largest(norm)[1])
+        return reduced[0], reduced[1:] > 0
 
     def _have_same(self, parameters: Iterable[nn.Parameter]) -> bool:
         if self.size == 1 or not self.all_present:
@@ -185,19 +174,13 @@ class Ranks:
             return False
         return all(map(is_dtensor, [item for item in parameters if id(item) not in self._reduced]))
 
-    def _copies(self, parameter: nn.Parameter, is_mean: bool) -> int:
+    def _copies(self, parameter: nn.Parameter) -> int:
         """Return the number of ranks whose norms of a parameter stand for one gradient."""
         if id(parameter) in self.ignored:
             return 1
-        if is_mean:
+        if self._group is None:
             return self.size
         return self.replicas if id(parameter) in self._reduced or is_dtensor(parameter) else 1
-
-    def largest(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest of the ranks' 0-dim values, and the number of its rank."""
-        largest = self.max(value := value.nan_to_num(math.inf, math.inf))
-        rank = torch.full_like(value, float(dist.get_rank()))
-        return largest, self.max(torch.where(value == largest, rank, -1.0))
 
 
 def _ranks_and_groups(group: Any) -> tuple[set[int], list[Any]]:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ignite_monitor.checks import check_choice, check_count, check_function, check_type
 from ignite_monitor.detection.monitor import CountingMonitor
-from ignite_monitor.detection.run_summary import SummarizedMonitor
 from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.keys import ROLLBACK
 from ignite_monitor.model.devices import device_of
 from ignite_monitor.model.tensors import loss_in
-from ignite_monitor.monitor.base import Handlers, NoModel
+from ignite_monitor.monitor.base import Handlers, Monitor, NoModel
 from ignite_monitor.monitor.ranks import Group, Ranks
 from ignite_monitor.rollback import limits
 from ignite_monitor.rollback.policy import ADAPTING, WATCHING, Action, RecoveryPolicy
@@ -25,7 +24,7 @@ from ignite_monitor.rollback.snapshots import Snapshot, Snapshots, TrainingState
 from ignite_monitor.rollback.triggers import LossThreshold, Signals, Triggers
 
 
-class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
+class RollbackHandler(Monitor, schema=ROLLBACK):
     """Restore an in-memory snapshot when training diverges, and skip the batches seen since that snapshot (PaLM, 5.1).
 
     Every ``every`` iterations the state of ``to_save`` is copied. On instability the newest snapshot from before the
@@ -136,11 +135,9 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         expected = self._training.objects.keys()
         if any(snapshot["state"].keys() != expected for snapshot in state_dict["snapshots"]["all"]):
             raise ValueError(f"Argument state_dict should hold snapshots of {[*expected]}, but it does not")
-        before = self.run_totals()
         for name, part in self._parts.items():
             vars(part).update(clone(dict(state_dict[name])))
         self._count, self._discarded_count = state_dict["counts"]
-        self._totals_loaded(before)
         self._layout = self._training.layout()
 
     def engine_handlers(self) -> list[tuple[Events, Callable[..., Any]]]:
@@ -162,9 +159,6 @@ class RollbackHandler(SummarizedMonitor, schema=ROLLBACK):
         state = clone(self._training.state(), on_host=self._on_host)
         thresholds = self._triggers.thresholds(self._monitors())
         return {"iteration": iteration, "state": state, "thresholds": thresholds}
-
-    def run_totals(self) -> dict[str, float | Tensor]:
-        return {"rolled back": self._count, "discarded": self._discarded_count}
 
     def handlers(self) -> Handlers:
         return [(Phase.SIGNALS_PUBLISHED, self._on_signals_published)]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from ignite.engine import Engine
 from torch import Tensor
 
 from ignite_monitor.checks import check_choice
-from ignite_monitor.detection.monitor import DetectionMonitor
-from ignite_monitor.detection.scalar import ScalarMonitor
+from ignite_monitor.detection.monitor import DetectionMonitor, ScalarMonitor, count
 from ignite_monitor.detection.spikes import Detection, SpikeDetector, largest_usable
 from ignite_monitor.detection.thresholds import StaticThreshold, Threshold, as_rule
-from ignite_monitor.events.monitor_events import Spike
+from ignite_monitor.events.monitor_events import MonitorEvents, Spike
 from ignite_monitor.keys import SPIKE
-from ignite_monitor.model.devices import move_like
 from ignite_monitor.monitor.base import NoModel
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import as_published
@@ -61,7 +57,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
             loss.attach(trainer)
     """
 
-    _state_dict_all_req_keys = ("detector", "counts")
+    _state_dict_all_req_keys = ("rule", "counts")
 
     def __init__(
         self,
@@ -86,33 +82,7 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         if direction == "both":
             self._detector.to(torch.zeros(2, dtype=torch.float64, device="cpu"))
 
-    def reset_threshold(self) -> None:
-        self._detector.reset_threshold()
-
-    def threshold_state(self) -> Mapping[str, Any]:
-        return self._detector.state_dict()
-
-    def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        self._detector.load_state_dict(state)
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        return OrderedDict(detector=self._detector.state_dict(), counts=self._counts)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        counts = self._saved_counts(state_dict)
-        self._detector.load_state_dict(state_dict["detector"])
-        self._counts = counts
-        self._reported_resets = float(counts[2])
-
-    def _reset_count(self) -> Tensor:
-        return self._counts[2]
-
-    def _detect(self, engine: Engine) -> None:
-        number = self._read(engine)
-        if number is None:
-            return
-        self._iteration = engine.state.iteration
+    def _detect(self, engine: Engine, number: Tensor) -> None:
         # A lower threshold is an upper one of the negated value.
         numbers = torch.stack((number, -number)) if self.direction == "both" else number * self._signs[0]
         too_low = numbers < -largest_usable(number)
@@ -123,12 +93,12 @@ class SpikeMonitor(ScalarMonitor, DetectionMonitor, schema=SPIKE):
         self._detector.observe(detection._replace(comparable=raised))
         flags = torch.stack((detection.spike, detection.nonfinite, detection.threshold_reset))
         spike, _, _ = flags = flags.any(-1) if self.direction == "both" else flags
-        self._counts = move_like(self._counts, number) + flags
+        count(self._counts, number, *flags)
         setattr(engine.state, self.flag, as_published(spike))
         sides = [side * sign for side, sign in zip(detection.applied_threshold.reshape(-1), self._signs, strict=True)]
         thresholds = dict(zip(("threshold", "lower_threshold"), sides, strict=False))
         self.publish(value=number, spike=spike.to(number.dtype), spike_count=self._counts[0], **thresholds)
-        if self._is_awaited_spike(spike):
+        if self._is_awaited(MonitorEvents.SPIKE_DETECTED) and torch.is_nonzero(spike):
             self._fire_spike(engine, self._describe_spike(detection), number)
         self._fire_reset(engine, detection)
 

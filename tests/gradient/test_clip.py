@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from ignite_monitor import GradMonitor, StaticThreshold
+from ignite_monitor import GradMonitor, StaticThreshold, ThresholdRule
 from ignite_monitor.events.step_owner import scale
 from tests._helpers import assert_same, grad_norm, make_step, mlp_batches, moves_of, train
 from tests._models import make_mlp
@@ -102,17 +102,24 @@ def test_beside_the_users_own_clipping_the_smaller_norm_is_used(name, own, in_ho
     assert used[2] == pytest.approx(min(own, LIMIT), rel=1e-4)
 
 
-def test_a_threshold_that_is_not_positive_is_reported_and_reverses_no_gradient():
+class NineBelow(ThresholdRule):
+    def __call__(self, mean, std, count):
+        return mean - 9 * std
+
+
+@pytest.mark.parametrize("threshold", [lambda mean, std, count: mean - 9 * std, NineBelow(warmup=2)])
+def test_a_threshold_that_is_not_positive_is_none_and_reverses_no_gradient(threshold):
     model, factors = make_mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     before = []
     optimizer.register_step_post_hook(lambda *_: factors.append(float(model[0].weight.grad.sum() / before[-1])))
-    monitor = GradMonitor(model, optimizer, threshold=lambda mean, std, count: mean - 9 * std, on_spike="clip")
+    monitor = GradMonitor(model, optimizer, threshold=threshold, on_spike="clip")
     step = make_step(model, optimizer, after_backward=lambda _: before.append(float(model[0].weight.grad.sum())))
-    train(step, mlp_batches(20, [5, 12], 50), monitor)
+    recorder = train(step, mlp_batches(20, [5, 12], 50), monitor)
     assert min(factors) > 0
-    [report] = [report for report in monitor.reports if report.kind == "threshold_not_positive"]
-    assert report.severity == "problem"
+    refused = [row for row in recorder.metrics if row.get("grad/mean", torch.nan) <= 9 * row.get("grad/std", torch.nan)]
+    assert len(refused) > 10
+    assert all("grad/threshold" not in row and row["grad/spike"] == 0 for row in refused)
     for number in (-1.0, 0.0, math.nan):
         with pytest.raises(ValueError, match="threshold"):
             GradMonitor(model, optimizer, threshold=number)

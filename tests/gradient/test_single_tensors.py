@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from ignite_monitor import GradMonitor, MonitorEvents, StaticThreshold
 from ignite_monitor.events.monitor_events import Spike
-from ignite_monitor.gradient.detection import describe
+from ignite_monitor.gradient.publication import describe
 from tests._helpers import assert_same, make_step, mlp_batches, train, training_state
 from tests._models import make_mlp
 from tests._oracle import Oracle, mean_of, robust, shared_growth
