@@ -18,7 +18,7 @@ from ignite_monitor.activation.record import recording
 from ignite_monitor.activation.units import UnitDimensions
 from ignite_monitor.model._torch import backward_number, dispatch_modes, function_modes
 from ignite_monitor.model.devices import device_of
-from ignite_monitor.model.forward import ModuleHook, after_forward, outputs_to, running_module
+from ignite_monitor.model.forward import ModuleHook, after_forward, running_module
 from ignite_monitor.model.isolation import in_second_pass
 from ignite_monitor.model.modes import has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import hookable
@@ -93,7 +93,7 @@ class ForwardMetrics(ModuleHook):
             self._skip(name, _FAST_PATH)
         if self._metrics:
             hooked = [item for item in hooks_allowed.values() if id(item) in self._layers or item in self._units]
-            contexts.append(outputs_to(hooked, self))
+            contexts.append(after_forward(hooked, self))
             contexts.append(after_forward([self._root], self._pass_ended))
         if self._attention and may_use_fast_path(self._root):
             self.saw_attention = True

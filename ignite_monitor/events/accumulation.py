@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ignite_monitor.events.gradient_tracker import GradientTracker
 from ignite_monitor.events.hooks import weak_method
 from ignite_monitor.model._torch import backward_number
-from ignite_monitor.model.dtensor import any_dtensor
+from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.tensors import floating_tensors
 
@@ -54,7 +54,7 @@ class AccumulationProbe(ExitStack):
     def _measure(self, _: Tensor) -> None:
         number = backward_number()
         if number not in self._measured:
-            gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
+            gradients = [local(item.grad).detach() for item in self._parameters if item.grad is not None]
             zero = torch.zeros((), device=self._parameters[0].device)
             self._measured[number] = total_norm(gradients, math.inf) if gradients else zero
 

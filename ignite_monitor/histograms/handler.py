@@ -142,7 +142,7 @@ class HistogramHandler(Monitor, schema=HISTOGRAMS):
         self._gradients = StepGradients(parameters, count_gradient)
 
         # It holds no monitor, since the engine holds the contexts of a step.
-        def count_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def count_output(module: nn.Module, args: Any, output: Any) -> None:
             if not root.training or in_backward() or in_second_pass():  # checkpointing repeats passes in a backward
                 return
             try:

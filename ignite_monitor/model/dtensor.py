@@ -35,14 +35,12 @@ def whole_tensor(tensor: Any) -> Tensor:
     return whole if whole.layout == torch.strided else whole.to_dense()
 
 
-def shard_of(tensor: Any) -> tuple[Tensor, Any, tuple[int, ...]]:
-    """This rank's part of a DTensor; its mesh, and the mesh dimensions over which the parts are distributed."""
+def without_partial_sums(tensor: Any) -> Any:
+    """A DTensor, on all ranks of its mesh if its parts are to be added."""
     from torch.distributed.tensor import Replicate
 
-    if any(placement.is_partial() for placement in tensor.placements):
-        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    dims = tuple(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-    return tensor.to_local(), tensor.device_mesh, dims
+    is_partial = any(placement.is_partial() for placement in tensor.placements)
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim) if is_partial else tensor
 
 
 def local_elements(parameter: Any, elements: Tensor) -> Tensor:

@@ -24,14 +24,8 @@ def before_forward(modules: Modules, hook: Callable[..., Any], *, first: bool = 
 def after_forward(
     modules: Modules, hook: Callable[..., Any], *, first: bool = False, always: bool = False
 ) -> AbstractContextManager[None]:
-    """Call a hook with module, args, kwargs and output after forward passes; ``always``: with None after an error."""
-    options = {"with_kwargs": True, "prepend": first, "always_call": always}
-    return _registered(nn.Module.register_forward_hook, modules, hook, **options)
-
-
-def outputs_to(modules: Modules, hook: ModuleHook) -> AbstractContextManager[None]:
-    """Call a hook after forward passes, without keyword arguments: half the cost of :func:`after_forward`."""
-    return _registered(nn.Module.register_forward_hook, modules, hook)
+    """Call a hook with module, args and output after forward passes; ``always``: with None after an error."""
+    return _registered(nn.Module.register_forward_hook, modules, hook, prepend=first, always_call=always)
 
 
 def running_modules() -> Iterator[nn.Module]:

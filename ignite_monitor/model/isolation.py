@@ -25,11 +25,7 @@ from ignite_monitor.model._torch import buffers_in
 from ignite_monitor.model.names import named_modules
 
 _thread = threading.local()
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-
-
-class UnrepeatablePassError(RuntimeError):
-    """Reason why no second pass of a model runs."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
 def in_second_pass() -> bool:
@@ -44,61 +40,48 @@ def is_from_signal_handler(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def isolated_pass(
-    model: nn.Module, devices: Iterable[torch.device] | None = None, generators: Iterable[Any] = ()
-) -> Iterator[None]:
+def isolated_pass(model: nn.Module, generators: Iterable[Any]) -> Iterator[None]:
     """Run a second pass of a model: RNG state, generators, buffers and training flags are restored on exit.
 
-    The RNG state is that of ``devices``; None for those of the model's parameters and buffers. Generators are those of
-    :func:`generators_of`.
+    Inside, the buffers are copies.
 
     Raises:
-        UnrepeatablePassError: if a generator of the model's dropout can't be restored.
+        RuntimeError: if a generator of the model's dropout can't be restored.
     """
     for name, module in named_modules(model):
         if isinstance(module, nn.RNNBase) and module.dropout > 0 and _runs_on_cudnn(module):
             # Torch keeps its state in a cache. Every pass changes it, and setting the device's RNG state draws it anew.
             label = f"{name or 'the root module'} ({type(module).__name__})"
-            raise UnrepeatablePassError(f"a second pass would change the dropout of {label}, which cuDNN draws")
-    if devices is None:
-        devices = {item.device for item in chain(model.parameters(), model.buffers())}
+            raise RuntimeError(f"a second pass would change the dropout of {label}, which cuDNN draws")
+    devices = {item.device for item in chain(model.parameters(), model.buffers())}
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(registry, dict(registry)) for module, _ in flags if (registry := buffers_in(module))]
+    copies: dict[int, Tensor | None] = {}  # a tensor that several modules have stays one
     before = in_second_pass(), torch.is_autocast_cache_enabled()
-    all_generators = generators_of(model, generators)
-    with preserved_rng_state(devices, all_generators.values()), preserved_buffers(model.modules()):
+    with preserved_rng_state(devices, generators):
         try:
             _thread.in_second_pass = True
             # Weights that are cast here without gradients would be reused where gradients are recorded.
             torch.set_autocast_cache_enabled(False)
+            for registry, saved in buffers:
+                for name, item in saved.items():
+                    if id(item) not in copies:
+                        copies[id(item)] = item if item is None or nn.parameter.is_lazy(item) else item.clone()
+                    registry[name] = copies[id(item)]
             yield
         finally:
             _thread.in_second_pass = before[0]
             torch.set_autocast_cache_enabled(before[1])
+            for module, flag in flags:
+                if module.training != flag:
+                    module.training = flag
+            for registry, saved in buffers:
+                registry.clear()
+                registry.update(saved)
 
 
 def _runs_on_cudnn(module: nn.RNNBase) -> bool:
     return torch.backends.cudnn.enabled and any(parameter.is_cuda for parameter in module.parameters())
-
-
-@contextlib.contextmanager
-def preserved_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore buffers and training flags of modules on exit; inside, the buffers are copies."""
-    flags = [(module, module.training) for module in modules]
-    buffers = [(registry, dict(registry)) for module, _ in flags if (registry := buffers_in(module))]
-    copies: dict[int, Tensor | None] = {}  # a tensor that several modules have stays one
-    try:
-        for registry, saved in buffers:
-            for name, item in saved.items():
-                if id(item) not in copies:
-                    copies[id(item)] = item if item is None or nn.parameter.is_lazy(item) else item.clone()
-                registry[name] = copies[id(item)]
-        yield
-    finally:
-        for module, flag in flags:
-            if module.training != flag:
-                module.training = flag
-        for registry, saved in buffers:
-            registry.clear()
-            registry.update(saved)
 
 
 def cuda_devices() -> list[torch.device]:
@@ -159,30 +142,37 @@ def preserved_rng_state(
             set_generator_state(item, saved)
 
 
-def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> dict[tuple[Any, ...], Any]:
-    """Generators of torch, Python and NumPy that a model may use, by name of the module and place, and those named.
+def generators_of(model: nn.Module, named: Iterable[Any] = ()) -> list[Any]:
+    """Generators of torch, Python and NumPy that a model may use, and those named.
 
     These are attributes of modules and of their classes, members of such containers, and globals of the files in which
     the classes are.
     """
-    generators: dict[tuple[Any, ...], Any] = {(place,): item for place, item in enumerate(named)}
-    classes: set[type] = set()
-    for name, module in named_modules(model):
-        generators |= _generators_in(vars(module), (name,))
-        classes.update(type(module).__mro__)
-    searched = {kind for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
-    for kind in searched:
-        generators |= _generators_in(vars(kind), (kind,))
-    for file in {kind.__module__ for kind in searched} & sys.modules.keys():
-        generators |= _generators_in(vars(sys.modules[file]), (file,), within=False)
-    return generators
+    modules = list(model.modules())
+    classes = dict.fromkeys(chain(*[kind.__mro__ for kind in dict.fromkeys(map(type, modules))]))
+    searched = [kind for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
+    files = dict.fromkeys(kind.__module__ for kind in searched if kind.__module__ in sys.modules)
+    attributes = [*named, *chain(*[[*vars(item).values()] for item in (*modules, *searched)])]
+    return _generators_among(attributes, [*chain(*[[*vars(sys.modules[file]).values()] for file in files])])
 
 
 def generators_used_by(function: Any) -> list[Any]:
-    """Generators in the globals and the closure of a function."""
+    """Generators in the closure and the globals of a function."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    used = _generators_in(dict(enumerate(cells)), ())
-    return [*(used | _generators_in(getattr(function, "__globals__", {}), (), within=False)).values()]
+    return _generators_among(cells, [*getattr(function, "__globals__", {}).values()])
+
+
+def _generators_among(values: list[Any], global_values: list[Any]) -> list[Any]:
+    """Generators among values, the members of their containers, and globals, each once."""
+    containers = filter(None, _instances(values, _CONTAINERS))
+    members = [[*(item.values() if isinstance(item, dict) else item)] for item in containers]
+    generators = _instances([*values, *chain(*members), *global_values], generator_kinds())
+    return list({id(item): item for item in generators}.values())
+
+
+def _instances(values: list[Any], kinds: tuple[type, ...]) -> list[Any]:
+    matching = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}  # far fewer than values
+    return [value for value in values if type(value) in matching] if matching else []
 
 
 def generator_kinds() -> tuple[type, ...]:
@@ -191,31 +181,11 @@ def generator_kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState))
 
 
-def _generators_in(scope: Mapping[Any, Any], place: tuple[Any, ...], within: bool = True) -> dict[tuple[Any, ...], Any]:
-    """Generators among the values of a scope, and within its containers, by place."""
-    kinds = generator_kinds()
-    generators = {(*place, key): value for key, value in [*scope.items()] if isinstance(value, kinds)}
-    for key, value in [*scope.items()] if within else ():
-        members = value if isinstance(value, dict) else enumerate(value) if isinstance(value, _CONTAINERS) else ()
-        generators |= _generators_in(dict(members), (*place, key), within=False) if members else {}
-    return generators
-
-
 def generator_state(generator: Any) -> Any:
     """State of a generator of torch, Python or NumPy."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-
-
-def generator_states(model: nn.Module, named: Iterable[Any]) -> dict[str, Any]:
-    """States of the global generators and of those of :func:`generators_of`, by name."""
-    state = capture_rng_state()
-    state |= state.pop("devices")
-    for place, generator in generators_of(model, named).items():
-        name = ".".join(str(getattr(part, "__qualname__", part)) for part in place)
-        state[f"{name} of the model or loss"] = generator_state(generator)
-    return state
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
@@ -235,5 +205,4 @@ def _index_of(device: torch.device) -> tuple[torch.device, ...]:
 def _without_arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_arrays(item) for key, item in value.items()}
-    is_array = hasattr(value, "tolist") and not isinstance(value, Tensor)
-    return value.tolist() if is_array else value
+    return value.tolist() if hasattr(value, "tolist") else value

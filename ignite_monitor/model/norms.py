@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ignite_monitor.model._torch import foreach_norm, indices_of, values_of
 from ignite_monitor.model.devices import move, wide_dtype
-from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, shard_of
+from ignite_monitor.model.dtensor import all_reduce, any_dtensor, is_dtensor, local, without_partial_sums
 
 # On the CPU sums in float64 take 2 to 13 times as long as in float32, where the norm of 3e7 normal numbers is off by
 # 1.7e-3. Float32 norms of rows of this length, combined in float64, are right to 1e-6 and no slower.
@@ -21,10 +21,8 @@ _ROW = 1024
 _LONGEST_SUM = 16 * _ROW
 # Float32 squares are exact enough where the norm is between these; else they may have under- or overflowed.
 _SAFE = (1e-9, 1e18)
-# Other devices read memory slower than they add in float64, and no branch may depend on a value there.
-_kind = attrgetter("is_cpu", "layout", "dtype")
-_DTYPES = torch.float32, torch.bfloat16, torch.float16
-_NARROW, _NARROW_ON_DEVICE = (frozenset((on_cpu, torch.strided, it) for it in _DTYPES) for on_cpu in (True, False))
+_kind = attrgetter("device", "layout", "dtype")
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @torch.no_grad()
@@ -36,48 +34,39 @@ def norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     if not any_dtensor(tensors):
         return _local_norms(tensors, norm_type)
-    local, placed = list(tensors), dict[Any, list[int]]()
-    for i, tensor in enumerate(tensors):
+    tensors = [without_partial_sums(tensor) if is_dtensor(tensor) else tensor for tensor in tensors]
+    return over_shards(_local_norms([*map(local, tensors)], norm_type), tensors, norm_type)
+
+
+def over_shards(norms: Tensor, tensors: Sequence[Any], norm_type: float = 2.0) -> Tensor:
+    """Norms (…, tensors) of all elements from those of this rank's parts of tensors, as :func:`norms`."""
+    sharded: dict[Any, list[int]] = {}
+    for column, tensor in enumerate(tensors):
         if is_dtensor(tensor):
-            local[i], mesh, dims = shard_of(tensor)
-            placed.setdefault((mesh, dims), []).append(i)
-    values = _local_norms(local, norm_type)
-    for (mesh, dims), indices in placed.items():
-        at = move(torch.tensor(indices, device="cpu"), values.device)
-        part = values[at]
+            dims = tuple(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
+            sharded.setdefault((tensor.device_mesh, dims), []).append(column)
+    for (mesh, dims), columns in sharded.items():
+        at = move(torch.tensor(columns, device="cpu"), norms.device)
+        part = norms.index_select(-1, at)
         for dim in dims:
             part = reduce_norm(part, norm_type, partial(all_reduce, group=mesh.get_group(dim)))
-        values = values.index_copy(0, at, part)
-    return values
+        norms = norms.index_copy(-1, at, part)
+    return norms
 
 
+@torch.no_grad()
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all elements of all tensors, as :func:`norms`, 0-dim; of DTensors only this rank's shards count."""
-    local: list[Any] = list(tensors)
-    if not local:
+    """The norm of all elements of all tensors, as :func:`norms`, 0-dim."""
+    parts = list(tensors)
+    if not parts:
         return torch.zeros((), dtype=torch.float64)
-    if any_dtensor(local):
-        local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in local]
-    with torch.set_grad_enabled(False):  # half the calls of no_grad()
+    devices, layouts, dtypes = _kinds(parts)
+    if len(devices) == 1 and layouts == {torch.strided} and dtypes <= _NARROW and not any_dtensor(parts):
         # The norm of one vector of all short tensors takes a third of the time of their norms.
-        kinds = set(map(_kind, local))
-        if kinds <= _NARROW or (kinds <= _NARROW_ON_DEVICE and len(set(map(attrgetter("device"), local))) == 1):
-            long = [tensor for tensor in local if tensor.numel() > _LONGEST_SUM]
-            short = [tensor.flatten() for tensor in local if 0 < tensor.numel() <= _LONGEST_SUM]
-            parts = [*long, torch.cat(short)] if short else long or [local[0].new_zeros(1)]
-            if not parts[0].is_cpu:
-                return combine(wide_norms(parts, norm_type), norm_type, parts)
-            norm = combine([_long_norm(part.flatten(), norm_type) for part in parts], norm_type, local[:1])
-            if torch.is_nonzero(norm == norm.clamp(*_SAFE)):
-                return norm
-        return combine(_local_norms(local, norm_type), norm_type, local)
-
-
-def whole_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all elements of all tensors, of DTensors with all shards, 0-dim."""
-    if any_dtensor(tensors):
-        return combine(norms(tensors, norm_type), norm_type, tensors)
-    return total_norm(tensors, norm_type)
+        short = [tensor.flatten() for tensor in parts if tensor.numel() <= _LONGEST_SUM]
+        long = [tensor for tensor in parts if tensor.numel() > _LONGEST_SUM]
+        parts = [*long, torch.cat(short)] if short else long
+    return combine(norms(parts, norm_type), norm_type, parts)
 
 
 def combine(norms: Sequence[Tensor] | Tensor, norm_type: float = 2.0, tensors: Sequence[Tensor] = ()) -> Tensor:
@@ -104,10 +93,7 @@ def reduce_norm(norm: Tensor, norm_type: float, over_ranks: Callable[[Tensor, bo
 
 
 def summed_values(sparse: Tensor) -> Tensor:
-    """The values of a sparse COO tensor, those of the same index summed, and zeros in place of merged ones.
-
-    Unlike ``coalesce()`` it does not synchronize.
-    """
+    """The values of a sparse COO tensor as those of ``coalesce()`` and zeros, without its synchronization."""
     values, places = values_of(sparse), torch.zeros_like(indices_of(sparse)[0])
     for size, index in zip(sparse.shape, indices_of(sparse), strict=False):
         places = places * size + index
@@ -116,25 +102,33 @@ def summed_values(sparse: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add_(0, differs.cumsum(0), values[order])
 
 
+def _kinds(tensors: Sequence[Tensor]) -> tuple[set[Any], set[Any], set[Any]]:
+    """Devices, layouts and dtypes of tensors, at least one."""
+    devices, layouts, dtypes = map(set, zip(*set(map(_kind, tensors)), strict=True))
+    return devices, layouts, dtypes
+
+
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    if any(tensor.layout != torch.strided or tensor.is_complex() for tensor in tensors):
+    devices, layouts, dtypes = _kinds(tensors)
+    if layouts != {torch.strided} or any(dtype.is_complex for dtype in dtypes):
         return _local_norms([_as_dense_real(tensor, norm_type) for tensor in tensors], norm_type)
     first = tensors[0].device
-    if any(tensor.device != first for tensor in tensors):
+    if len(devices) > 1:
         unjoined = [_local_norms([tensor], norm_type) for tensor in tensors]
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in unjoined])
-    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    if not _NARROW.issuperset(map(_kind, tensors)):
+    # Devices other than the CPU read memory slower than they add in float64, and no branch may depend on a value there.
+    if first.type != "cpu" or not dtypes <= _NARROW:
         return wide_norms(tensors, norm_type)
-    tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
-    short = [tensor if tensor.numel() <= _LONGEST_SUM else tensor.new_zeros(1) for tensor in tensors]
-    values = torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double()
-    for i, tensor in enumerate(tensors):
-        if tensor.numel() > _LONGEST_SUM:
-            values[i] = _long_norm(tensor.view(-1), norm_type)
-    is_safe = values == values.clamp(*_SAFE)
-    if not torch.is_nonzero(is_safe.all()):
-        unsafe = [i for i, flag in enumerate(is_safe) if not torch.is_nonzero(flag)]
+    # Sums of tensors in another order take another way, with fewer digits.
+    tensors = [tensor.contiguous() if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    short = [tensor for tensor in tensors if tensor.numel() <= _LONGEST_SUM]
+    of_short = iter(torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double() if short else ())
+    values = torch.stack([
+        next(of_short) if tensor.numel() <= _LONGEST_SUM else _long_norm(tensor.view(-1), norm_type)
+        for tensor in tensors
+    ])  # fmt: skip
+    unsafe = (values != values.clamp(*_SAFE)).nonzero().flatten().tolist()
+    if unsafe:
         values[unsafe] = wide_norms([tensors[i] for i in unsafe], norm_type)
     return values
 
@@ -149,11 +143,11 @@ def _long_norm(vector: Tensor, norm_type: float) -> Tensor:
 
 def wide_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norms of strided tensors on one device, at least one, in its widest dtype and without reading a value."""
+    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     dtype = wide_dtype(tensors[0].device)
     largest = max(torch.finfo(kind).max for kind in {tensor.dtype for tensor in tensors})
     if norm_type != 2.0 or largest < torch.finfo(dtype).max ** 0.5:  # no square under- or overflows
         return torch.stack(foreach_norm(tensors, norm_type, dtype=dtype))
-    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     units = _unit(torch.stack(foreach_norm(tensors, math.inf, dtype=dtype)))
     scaled = [tensor.to(dtype) / unit for tensor, unit in zip(tensors, units.unbind(), strict=True)]
     return units * torch.stack(foreach_norm(scaled, norm_type))

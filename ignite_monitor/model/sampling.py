@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model.devices import device_of, move, wide_dtype
-from ignite_monitor.model.dtensor import all_reduce, is_dtensor, local, local_elements
+from ignite_monitor.model.dtensor import is_dtensor, local, local_elements
 from ignite_monitor.model.names import named_parameters
-from ignite_monitor.model.norms import reduce_norm, wide_norms
+from ignite_monitor.model.norms import over_shards, wide_norms
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def fnv1a_64(text: str) -> int:
-    """The 64-bit FNV-1a hash of a text's UTF-8 bytes (Fowler, Noll and Vo)."""
-    value = 0xCBF29CE484222325
-    for byte in text.encode():
-        value = ((value ^ byte) * 0x100000001B3) % 2**64
-    return value
-
-
 def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor | None:
-    """Draw elements of a flattened tensor uniformly, with replacement, by a generator that the name seeds.
+    """Draw elements of a flattened tensor uniformly, with replacement, seeded with the CRC-32 of the name.
 
     A two-dimensional tensor with more than ``count`` rows gives one element of each row: it may be an embedding, of
     which a step moves few rows. None if the tensor has no more elements than would be drawn.
@@ -35,7 +27,7 @@ def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor
     numel, rows = torch.Size(shape).numel(), shape[0] if len(shape) == 2 else 0
     if count is None or numel <= max(count, rows):
         return None
-    generator = torch.Generator("cpu").manual_seed(fnv1a_64(name))
+    generator = torch.Generator("cpu").manual_seed(crc32(name.encode()))
     if rows <= count:
         return torch.randint(numel, (count,), generator=generator, device="cpu")
     columns = numel // rows
@@ -60,15 +52,11 @@ class ParameterSamples:
         self.device = device_of(model)
         self.dtype = wide_dtype(self.device)
         self._elements: dict[int, Tensor] = {}
-        self._meshes: dict[tuple[Any, tuple[int, ...]], set[int]] = {}
         counts = torch.tensor([item.numel() for item in self.parameters], dtype=self.dtype, device="cpu")
         numels = counts.clone()
         for index in self.measurable:
             parameter = self.parameters[index]
             elements = sample_indices(self.names[index], parameter.shape, sample_size)
-            if is_dtensor(parameter):
-                dims = tuple(i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
-                self._meshes.setdefault((parameter.device_mesh, dims), set()).add(index)
             if elements is not None:
                 counts[index] = len(elements)
                 held = local_elements(parameter, elements) if is_dtensor(parameter) else elements
@@ -99,10 +87,10 @@ class ParameterSamples:
             tensor = local(tensor if tensor.placements == placements else tensor.redistribute(placements=placements))
         return tensor  # type: ignore[no-any-return]
 
-    def take(self, index: int, tensor: Any, *, whole: bool = False) -> Tensor:
-        """This rank's sampled, or all, elements of a tensor of a parameter's shape: 1-D, real, at least float32."""
+    def take(self, index: int, tensor: Any) -> Tensor:
+        """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32."""
         tensor = self.own_part(index, tensor)
-        elements = None if whole else self._elements.get(index)
+        elements = self._elements.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj()).flatten()
@@ -120,14 +108,7 @@ class ParameterSamples:
 
     def over_ranks(self, norms: Tensor, indices: Sequence[int]) -> Tensor:
         """Combine norms (…, indices) of the ranks' parts of parameters, the same on every rank."""
-        for (mesh, dims), members in self._meshes.items():
-            columns = [column for column, index in enumerate(indices) if index in members]
-            at = move(torch.tensor(columns, dtype=torch.int64, device="cpu"), self.device)
-            part = norms.index_select(-1, at)
-            for dim in dims if columns else ():
-                part = reduce_norm(part, 2.0, partial(all_reduce, group=mesh.get_group(dim)))
-            norms = norms.index_copy(-1, at, part)
-        return norms
+        return over_shards(norms, [self.parameters[index] for index in indices])
 
 
 def is_measurable(parameter: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_monitor.model._torch import has_communication_hook, is_in_join
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, reshard
-from ignite_monitor.model.norms import combine, norms, reduce_norm, whole_norm
+from ignite_monitor.model.norms import combine, norms, reduce_norm, total_norm
 from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
 
 NOT_REDUCED = "DistributedDataParallel ignores parameters, or a communication hook may leave gradients of one rank"
@@ -155,7 +155,7 @@ class Ranks:
         if parts is None and len(gradients) < len(parameters):
             parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if self._have_same(parameters):
-            value = whole_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
+            value = total_norm(gradients, norm_type) if parts is None else combine(parts, norm_type, gradients)
             return value, value if flags is None else flags
         device = device_of(self._models[0])
         norm = torch.zeros((), dtype=wide_dtype(device), device=device)

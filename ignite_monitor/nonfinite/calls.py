@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Collection, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,7 @@ class ModelCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # of tensors among the arguments, nested ones too
-    states: list[tuple[torch.Generator, Tensor]]  # of devices
-    generator_states: dict[
-        tuple[Any, ...], tuple[Any, Any]
-    ]  # place of the model's generators -> generator, and its state
+    states: list[tuple[Any, Any]]  # generators of devices and of the model, and their states
     autocast: dict[str, tuple[torch.dtype, bool]]  # device type -> dtype, and whether it was enabled
     received: dict[str, Sequence[Tensor]]  # place of an output -> extremes of the gradient that it received
     hooked: set[str]  # places of outputs whose hooks may have changed what they received
@@ -64,9 +61,8 @@ class ModelCalls(ModuleHook):
         self._ended = False
         self.device: torch.device | None = None
         self._device: torch.device | None = None  # of the generators
-        self._generators: list[torch.Generator] = []
+        self._generators: list[Any] = []
         self._named = generators
-        self._model_generators: dict[tuple[Any, ...], Any] = {}
         self.calls: deque[ModelCall] = deque(maxlen=MOST_CALLS + 1)
 
     def __enter__(self) -> None:
@@ -112,35 +108,27 @@ class ModelCalls(ModuleHook):
             self.calls.clear()
             self._ended = False
         generators = self._find_generators()
-        if not generators or (len(generators) > 1 and torch.cuda.is_current_stream_capturing()):
+        if not generators or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return None
         tensors = [(item, version(item)) for value in (*args, *kwargs.values()) for _, item in tensors_in(value)]
-        states = [(item, item.get_state()) for item in generators]
-        generator_states = {place: (item, generator_state(item)) for place, item in self._model_generators.items()}
-        kinds = map(attrgetter("device.type"), generators)
+        states = [(item, generator_state(item)) for item in generators]
+        kinds = {item.device.type for item in generators if isinstance(item, torch.Generator)}
         autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
-        self.calls.append(ModelCall(args, kwargs, tensors, states, generator_states, autocast, {}, set()))
+        self.calls.append(ModelCall(args, kwargs, tensors, states, autocast, {}, set()))
         return self.calls[-1]
 
-    def _find_generators(self) -> list[torch.Generator]:
-        """Return the generators of devices; none if reading a state would synchronize."""
+    def _find_generators(self) -> list[Any]:
+        """Return the generators of devices and of the model; none if reading a state would synchronize."""
         device = self.device or device_of(self._called)
         if device != self._device:
-            self._device = device
-            try:
-                self._model_generators = generators_of(unwrapped(self._called), self._named)
-            except Exception:  # noqa: BLE001 - a module may hold objects of any kind, and training continues
-                self._generators = []
-                return []
-            devices = {
-                item.device
-                for item in (*self._called.parameters(), *self._model_generators.values())
-                if hasattr(item, "device")
-            }
-            devices.discard(torch.device("cpu"))
-            is_known = {item.type for item in devices} <= {"cuda"}
-            self._generators = [torch.default_generator] if is_known else []
-            self._generators += [torch.cuda.default_generators[item.index] for item in devices if is_known]
+            self._device, self._generators = device, []
+            with contextlib.suppress(Exception):  # a module may hold objects of any kind, and training continues
+                generators = generators_of(unwrapped(self._called), self._named)
+                devices = {item.device for item in (*self._called.parameters(), *generators) if hasattr(item, "device")}
+                devices.discard(torch.device("cpu"))
+                if {item.type for item in devices} <= {"cuda"}:
+                    on_devices = [torch.cuda.default_generators[item.index] for item in devices]
+                    self._generators = [torch.default_generator, *on_devices, *generators]
         return self._generators
 
 

@@ -77,12 +77,11 @@ def _locate(
     _check(root, calls, generators_of(root, named))
     gradients = _non_finite({name: parameter.grad for name, parameter, _ in named_parameters(root)})
     model = separate_copy(root, named)
-    generators = generators_of(model, named)
     trace = _Trace({module: name for name, module in named_modules(model)})
-    with _isolated(root, model, [generator.device for generator, _ in calls[0].states], named):
+    with _isolated(root, model, [generator for generator, _ in calls[0].states]):
         with before_forward(trace.names, trace.enter, first=True), after_forward(trace.names, trace.leave):
             for call in calls:
-                _call_again(model, generators, call)
+                _call_again(model, call)
         used: list[Tensor] = []
         for call, outputs in zip(calls, trace.outputs, strict=True):
             if not call.received.keys() <= outputs.keys():
@@ -110,15 +109,15 @@ def _locate(
     raise NotLocatedError("forward and backward of a copy of the model are finite on this rank")
 
 
-def _check(root: nn.Module, calls: list[ModelCall], generators: Mapping[Any, Any]) -> None:
-    places = {place: id(item) for place, item in generators.items()}
+def _check(root: nn.Module, calls: list[ModelCall], generators: Iterable[Any]) -> None:
+    ids = {*map(id, generators)}
     reasons = {
         "the model is sharded": any_dtensor(root.parameters()),
         "RNG state is kept for the CPU and CUDA only": any(
             parameter.device.type not in ("cpu", "cuda") for parameter in root.parameters()
         ),
         "a random number generator of the model has been replaced": any(
-            {place: id(item) for place, (item, _) in call.generator_states.items()} != places for call in calls
+            not ids <= {id(generator) for generator, _ in call.states} for call in calls
         ),
         "the model was not called as a whole, or is compiled in place": not calls,
         "the model was called too often": len(calls) > MOST_CALLS,
@@ -174,10 +173,10 @@ def _ancestors(tensors: Iterable[Tensor]) -> set[Any]:
 
 
 @contextlib.contextmanager
-def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device], named: Iterable[Any]) -> Iterator[None]:
+def _isolated(root: nn.Module, model: nn.Module, generators: Iterable[Any]) -> Iterator[None]:
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     with (
-        isolated_pass(model, devices, named),
+        isolated_pass(model, generators),
         forbid_calls_to(root, model),
         eager(),
         torch.enable_grad(),
@@ -191,11 +190,9 @@ def _isolated(root: nn.Module, model: nn.Module, devices: list[torch.device], na
             raise NotLocatedError("the model draws from Python's or NumPy's generators")
 
 
-def _call_again(model: nn.Module, generators: Mapping[Any, Any], call: ModelCall) -> None:
+def _call_again(model: nn.Module, call: ModelCall) -> None:
     for generator, state in call.states:
-        generator.set_state(state)
-    for place, (_, own_state) in call.generator_states.items():
-        set_generator_state(generators[place], own_state)
+        set_generator_state(generator, state)
     with contextlib.ExitStack() as contexts:
         for kind, (dtype, enabled) in call.autocast.items():
             contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
@@ -229,7 +226,7 @@ class _Trace:
         self._claim(tensors, self.names[self._open[-1][0]] if self._open else "")
         self._open.append((module, all(map(has_local_data, tensors)) and _are_finite(tensors)))
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         _, finite_inputs = self._open.pop()
         is_bad = finite_inputs and not all(_is_finite(item, may_mask=True) for _, item in tensors_in(output))
         tensors = dict(tensors_in(output))

@@ -193,7 +193,7 @@ class ReferencePasses:
             if not any_dtensor(parameters):
                 current.weights.update(map(id, parameters))
 
-    def _after_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after_root(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         current = self._pass
         if current is None or in_second_pass() or in_backward():
             return

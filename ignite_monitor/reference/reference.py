@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ from torch.overrides import TorchFunctionMode
 from ignite_monitor.model._torch import buffers_in, known_forward_hooks, parameters_in, remove_hooks
 from ignite_monitor.model.forward import before_forward
 from ignite_monitor.model.isolation import (
-    generator_state,
     generators_of,
     generators_used_by,
     in_second_pass,
     isolated_pass,
     preserved_rng_state,
-    set_generator_state,
 )
 from ignite_monitor.model.modes import eager, without_dispatch_modes, without_saved_tensors_hooks
 from ignite_monitor.model.names import first_difference, modules_by_name, shapes, structure, unwrapped
@@ -66,7 +64,6 @@ class Reference:
             raise error_kind(f"Argument reference should be 'init' or a module, but given {reference!r}")
         self.modules = modules_by_name(self.module)
         self._model_modules = modules_by_name(self.root)
-        self._draws = bool(generators_of(self.module))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Weights of a copy; None for a module that was given."""
@@ -104,19 +101,22 @@ class Reference:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the reference's output for inputs of the model, which are copied.
 
-        Training flags, states of generators, autocast, grad mode and RNG state are the model's: the last bits depend on
-        all of them.
+        Training flags, generators, autocast, grad mode and RNG state are the model's: the last bits depend on all of
+        them.
+
+        Raises:
+            NotComparableError: if the reference has another generator than the model.
         """
-        isolated = isolated_pass(self.module, generators=self._generators)
+        generators, own = (generators_of(item, self._generators) for item in (self.module, self.root))
+        if not {*map(id, generators)} <= {*map(id, own)}:
+            raise NotComparableError("the reference has a random number generator that is not the model's")
+        isolated = isolated_pass(self.module, generators)
         # Checkpointing counts the tensors that its block saves and, if it is selective, its operations.
         with isolated, without_saved_tensors_hooks(), without_dispatch_modes(), forbid_calls_to(self.root, self.module):
             for name, module in self.modules.items():
                 training = self._model_modules[name].training
                 if module.training != training:
                     module.training = training
-            generators, sources = (generators_of(it) if self._draws else {} for it in (self.module, self.root))
-            for place in generators.keys() & sources.keys():
-                set_generator_state(generators[place], generator_state(sources[place]))
             args, kwargs = detached_copy((args, kwargs))
             return self.module(*args, **kwargs)
 
@@ -146,10 +146,10 @@ class _DetachedTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def separate_copy(model: nn.Module, generators: Collection[Any]) -> nn.Module:
-    """Deep copy of a model without the users' hooks, which shares generators; ValueError if it can't be made."""
+def separate_copy(model: nn.Module, generators: Iterable[Any]) -> nn.Module:
+    """Deep copy of a model that shares generators, without the users' hooks; ValueError if it can't be made."""
     hooks = [hook for registry in user_forward_hooks(model.modules()).values() for hook in registry.values()]
-    memo = {id(item): item for item in (*hooks, *generators)}
+    memo = {id(item): item for item in (*hooks, *generators_of(model, generators))}
     # The empty dictionaries of modules take most of the time of a deep copy.
     members = [item for module in model.modules() for item in vars(module).values()]
     memo |= {id(item): type(item)() for item in members if type(item) in (dict, OrderedDict) and not item}
@@ -172,7 +172,7 @@ def isolated_copy(model: nn.Module, loss: Callable[..., Any], generators: Iterab
     """A copy of a model, on which a loss of the user's is evaluated and differentiated apart from the training run."""
     shared = [*generators, *generators_used_by(loss)]
     separate = separate_copy(model, shared)
-    isolated = isolated_pass(separate, generators=shared)
+    isolated = isolated_pass(separate, generators_of(separate, shared))
     with isolated, forbid_calls_to(model, separate), eager(), torch.enable_grad():
         yield separate
 

@@ -13,7 +13,13 @@ from ignite_monitor.keys import REPLAY
 from ignite_monitor.model._torch import version
 from ignite_monitor.model.devices import device_of, move
 from ignite_monitor.model.hashes import hashes_of
-from ignite_monitor.model.isolation import generator_states, generators_used_by, is_from_signal_handler
+from ignite_monitor.model.isolation import (
+    capture_rng_state,
+    generator_state,
+    generators_of,
+    generators_used_by,
+    is_from_signal_handler,
+)
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import listed, named_parameters, unwrapped
 from ignite_monitor.model.tensors import bits_of
@@ -134,7 +140,9 @@ class ReplayCheckHandler(Monitor, schema=REPLAY):
             trainable = {name: item for name, item in parameters.items() if item.requires_grad}
             gradients = torch.autograd.grad(loss, [*trainable.values()], allow_unused=True)
             state = {f"buffer {name}": item for name, item in model.named_buffers() if has_local_data(item)}
-            states = generator_states(model, [*self._generators, *generators_used_by(self.loss)])
+            generators = generators_of(model, [*self._generators, *generators_used_by(self.loss)])
+            states = (rng_state := capture_rng_state()) | rng_state.pop("devices")
+            states |= {f"{i} of the model or loss": generator_state(item) for i, item in enumerate(generators, 1)}
         reached = {name: item for name, item in zip(trainable, gradients, strict=True) if item is not None}
         if not reached:
             raise RuntimeError("the loss reaches no parameter of the model that it is given")

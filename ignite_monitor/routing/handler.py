@@ -13,7 +13,7 @@ from ignite_monitor.checks import check_count, check_pattern
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.keys import ROUTING
 from ignite_monitor.model.devices import device_of, move
-from ignite_monitor.model.forward import outputs_to
+from ignite_monitor.model.forward import after_forward
 from ignite_monitor.model.modes import eager
 from ignite_monitor.model.names import Pattern, hookable, modules_by_name, tags, unwrapped
 from ignite_monitor.monitor.base import Handlers, Monitor
@@ -84,7 +84,7 @@ class RoutingHandler(Monitor, schema=ROUTING):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         routers = self._routers()
         self._decisions = RouterDecisions(unwrapped(self.model), routers, self.top_k)
-        return [eager(), outputs_to(routers, self._decisions)]
+        return [eager(), after_forward(routers, self._decisions)]
 
     def _routers(self) -> dict[nn.Module, str]:
         """Routers, and their names for loggers."""

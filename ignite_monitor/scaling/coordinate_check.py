@@ -142,7 +142,7 @@ def _train(
     outputs: dict[str, list[tuple[int, float]]] = defaultdict(list)  # numbers of features, and mean squares
     records: list[Record] = []
 
-    def keep_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def keep_output(module: nn.Module, args: Any, output: Any) -> None:
         tensor = next((item.detach() for _, item in floating_tensors(output) if item.ndim), None)
         if tensor is not None:
             dim = feature_dim(module)

@@ -50,7 +50,7 @@ def exported_graph(model: nn.Module, inputs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # the graph of a model that torch refuses
-        stack.enter_context(preserved_rng_state(cuda_devices(), generators_of(model).values()))
+        stack.enter_context(preserved_rng_state(cuda_devices(), generators_of(model)))
         warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
         try:
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)

@@ -21,7 +21,7 @@ from ignite_monitor.model.devices import device_of, move_like
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, learning_rates, parameters_of, tags
-from ignite_monitor.model.norms import total_norm, whole_norm
+from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
 from ignite_monitor.model.tensors import count_items, floating_tensors
 from ignite_monitor.monitor.arguments import check_optimizer
@@ -165,7 +165,7 @@ class StepStatsHandler(Monitor, schema=STEP_STATS):
         values = self._values
         values["data_wait_ms"] = 1e3 * self._data_wait
         if parameters := [parameter for parameter in self.model.parameters() if is_measurable(parameter)]:
-            values["parameter_norm"] = whole_norm(parameters)
+            values["parameter_norm"] = total_norm(parameters)
         if device.type == "cuda":
             values["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
             values["reserved_memory_mb"] = torch.cuda.memory_reserved(device) / 2**20

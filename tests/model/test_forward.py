@@ -14,7 +14,6 @@ from ignite_monitor.model.forward import (
     ModuleHook,
     after_forward,
     before_forward,
-    outputs_to,
     running_module,
 )
 from ignite_monitor.model.modes import in_backward
@@ -51,7 +50,7 @@ def test_sees_what_others_get_with_keyword_arguments_and_leaves_as_it_came():
     assert [given[0] for given in seen] == [model, model.inner, model]
     torch.testing.assert_close(seen[0][1][0], x * 2)
     assert seen[0][2] == {"scale": 3.0}
-    assert seen[2][3] is output
+    assert seen[2][2] is output
     model(x)
     assert len(seen) == 3
 
@@ -64,7 +63,7 @@ def test_copies_made_meanwhile_have_hooks_that_do_nothing():
             seen.append(given[0])
 
     model, seen, x = Scaled(), [], torch.ones(2, 3)
-    with before_forward([model], Seen()), after_forward([model, model.inner], Seen()), outputs_to([model], Seen()):
+    with before_forward([model], Seen()), after_forward([model, model.inner], Seen()):
         saved = pickle.dumps(model)
         copied = copy.deepcopy(model)
     assert b"ignite" not in saved.replace(__name__.encode(), b"")

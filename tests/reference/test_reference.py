@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ignite_monitor.reference.reference import Reference
+from ignite_monitor.reference.reference import NotComparableError, Reference
 from tests._helpers import assert_same, same
 
 
@@ -63,7 +63,8 @@ def seed():
 def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     seed()
     model = Awkward()
-    reference = Reference(model, "init" if given == "init" else copy.deepcopy(model).eval())
+    shared = {id(model.generator): model.generator}
+    reference = Reference(model, "init" if given == "init" else copy.deepcopy(model, shared).eval())
     before, of_reference = snapshot(model), snapshot(reference.module)
     model.generator.set_state(torch.Generator().manual_seed(5).get_state())  # has drawn meanwhile
     x = torch.randn(8, 4)
@@ -81,6 +82,16 @@ def test_runs_as_the_model_is_about_to_and_changes_nothing(given):
     references = model(x, cache=cache)
     assert_same(actual, references)
     assert_same(x, untouched * 2)  # by the model alone
+
+
+@pytest.mark.parametrize("given", ["init", "module"])
+def test_a_reference_with_another_generator_is_not_run(given):
+    model = Awkward()
+    reference = Reference(model, "init" if given == "init" else copy.deepcopy(model))
+    if given == "init":
+        model.generator = torch.Generator().manual_seed(1)
+    with pytest.raises(NotComparableError, match="has a random number generator that is not the model's"):
+        reference.run((torch.randn(8, 4),), {})
 
 
 def test_numbers_that_are_scheduled_are_those_of_the_model():
