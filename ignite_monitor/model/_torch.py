@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,11 +120,10 @@ def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
 
 # Modules
 
-# What is a module's own: parameters, without those that a parametrization computes, buffers, and submodules.
+# What is a module's own: parameters, without those that a parametrization computes, and buffers.
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 # The code of the frame in which a module is called.
 module_call = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
@@ -215,12 +216,16 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Run compiled functions eagerly, except FlexAttention, which would need memory for all attention weights.
 
-    ``ran`` is called with the name of each function, other than a module's, that would have run compiled.
+    Hooks registered after the first compiled call would not run otherwise. Nothing is compiled again. One line is
+    logged for each function other than a module's.
     """
-    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    if frames is None:  # nothing is compiled yet
+        yield
+        return
     decide, is_forced = frames._callback_from_stance, frames._stance.stance == "force_eager"
 
     @untraced
@@ -230,7 +235,7 @@ def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
         if module.startswith("torch.nn.attention"):
             return callback
         if callback and not isinstance(getattr(function, "__self__", function), nn.Module):
-            ran(f"{module}.{getattr(function, '__qualname__', '')}")
+            _log_function(f"{module}.{getattr(function, '__qualname__', '')}")
         return decide(callback)
 
     with torch.compiler.set_stance("force_eager"):
@@ -239,6 +244,13 @@ def eager_functions(ran: Callable[[str], None]) -> Iterator[None]:
             yield
         finally:
             frames._callback_from_stance = decide
+
+
+@functools.cache
+def _log_function(name: str) -> None:
+    logging.getLogger(__name__).info(
+        f"{name} is compiled, and runs eagerly in monitored iterations: results may differ in their last bits"
+    )
 
 
 # Ignite's engines

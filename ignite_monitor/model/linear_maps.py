@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import computes_as, parameters_in, with_weights
 
-LinearMap = Callable[[Tensor, Tensor], Tensor]
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LINEAR = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _OVER_CHANNELS = (*_BATCH_NORMS, nn.GroupNorm, nn.PReLU)
@@ -26,26 +23,18 @@ def is_builtin_layer(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) and computes_as(module, kind) for kind in kinds)
 
 
-def linear_map(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], LinearMap] | None:
-    """A function of a call's arguments that returns the output as a function of input and weight, without bias.
+def is_linear(module: nn.Module) -> bool:
+    """Return True for Linear, convolutions, transposed convolutions, and Conv1D of transformers, computed as theirs."""
+    return is_builtin_layer(module, *([type(module)] if is_conv1d(module) else _LINEAR))
 
-    None for other modules than Linear, convolutions, transposed convolutions, and Conv1D of transformers.
-    """
-    if is_conv1d(module) and is_builtin_layer(module, type(module)):
-        return lambda args, kwargs: torch.matmul
-    if not is_builtin_layer(module, nn.Linear, *CONVOLUTIONS, *TRANSPOSED):
-        return None
 
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LinearMap:
-        options = {name: value for name, value in kwargs.items() if name != "input"}
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            other = with_weights(module, {"weight": weight, "bias": None}, {})
-            return other.forward(x, *args[1:], **options)  # type: ignore[no-any-return]
-
-        return product
-
-    return bind
+def linear_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, weight: Tensor) -> Tensor:
+    """The output of a linear module for the arguments of a call, with another input and weight, without bias."""
+    if is_conv1d(module):
+        return x @ weight
+    options = {name: value for name, value in kwargs.items() if name != "input"}
+    other = with_weights(module, {"weight": weight, "bias": None}, {})
+    return other.forward(x, *args[1:], **options)  # type: ignore[no-any-return]
 
 
 def feature_dim(module: nn.Module) -> int:

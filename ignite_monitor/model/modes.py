@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,12 +12,12 @@ from torch import Tensor
 from ignite_monitor.model._torch import (
     disabled_dispatch_modes,
     dispatch_modes,
-    eager_functions,
     hooks_of_saved_tensors,
     is_functorch_wrapped,
     unseen_by_dispatch,
     unseen_by_functions,
 )
+from ignite_monitor.model._torch import eager as eager
 from ignite_monitor.model._torch import in_backward as in_backward
 
 
@@ -88,20 +85,3 @@ def full_precision(device: torch.device) -> Iterator[None]:
                     backend.fp32_precision = "none"  # inherited, unless that is another value
                     if backend.fp32_precision != value:
                         backend.fp32_precision = value
-
-
-def eager() -> AbstractContextManager[None]:
-    """Run compiled functions eagerly, except FlexAttention.
-
-    Hooks registered after the first compiled call would not run otherwise. Nothing is compiled again. One line is
-    logged for each function.
-    """
-    # Nothing is compiled before this import, which takes seconds.
-    return eager_functions(_log_function) if "torch._dynamo" in sys.modules else nullcontext()
-
-
-@functools.cache
-def _log_function(name: str) -> None:
-    logging.getLogger(__name__).info(
-        f"{name} is compiled, and runs eagerly in monitored iterations: results may differ in their last bits"
-    )

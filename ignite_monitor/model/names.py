@@ -127,31 +127,6 @@ def is_layer(name: str, module: nn.Module) -> bool:
     return any(item is not None for item in parameters_in(module).values()) or hasattr(module, "parametrizations")
 
 
-def structure(model: nn.Module) -> dict[str, str]:
-    """The classes of modules and the shapes of parameters by name, whatever wraps or shards them."""
-    # fully_shard makes a class FSDPLinear out of Linear.
-    modules = modules_by_name(model).items()
-    kinds = {f"module {name!r}": type(module).__name__.removeprefix("FSDP") for name, module in modules}
-    parameters = [(name, *item) for name, module in modules for item in module.named_parameters(recurse=False)]
-    return kinds | shapes({f"{name}.{last}".lstrip("."): parameter for name, last, parameter in parameters})
-
-
-def shapes(state: Mapping[str, Any]) -> dict[str, str]:
-    """The shapes of the tensors in a state_dict, and the types of its other entries, by name."""
-    return {
-        f"entry {name!r}": str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        for name, value in state.items()
-    }
-
-
-def first_difference(model: Mapping[str, str], reference: Mapping[str, str]) -> str | None:
-    """The first name whose :func:`structure` or :func:`shapes` differ; None if they are the same."""
-    for name in (*model, *reference):
-        if model.get(name) != reference.get(name):
-            return f"{name} is {reference.get(name, 'missing')} in it, not {model.get(name, 'missing')}"
-    return None
-
-
 def hookable(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Select those of a model's modules on which a forward hook does not change the model's result."""
     # In evaluation mode the layer leaves its fast path, whose results differ, where a module inside has a hook.

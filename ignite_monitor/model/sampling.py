@@ -1,21 +1,25 @@
-"""Sampled elements of a model's parameters, and norms estimated from them."""
+"""Sampled elements of a model's parameters before and after a train step, and norms estimated from them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_monitor.model.devices import device_of, move, wide_dtype
-from ignite_monitor.model.dtensor import is_dtensor, local, local_elements
-from ignite_monitor.model.names import named_parameters
+from ignite_monitor.model.dtensor import is_dtensor, local, local_elements, reshard
+from ignite_monitor.model.names import held_by, is_from_torch, named_parameters
 from ignite_monitor.model.norms import over_shards, wide_norms
+from ignite_monitor.model.updated_parameters import UpdatedParameters
 
 NARROW = (torch.bfloat16, torch.float16)
 _MEASURABLE = (*NARROW, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_FEW = 32  # elements of a sample that are not 0, from which its norm has an error of about 15 %
 
 
 def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor | None:
@@ -36,48 +40,83 @@ def sample_indices(name: str, shape: Sequence[int], count: int | None) -> Tensor
 
 
 class ParameterSamples:
-    """The sampled elements of all parameters of a model; of a DTensor those that this rank holds.
+    """The sampled elements of all parameters of a model, before and after each train step; of a DTensor this rank's.
+
+    Without an optimizer, the parameters of every optimizer count.
 
     Attributes:
-        measurable: indices of the parameters with data of a dtype to compute with.
         counts: the sizes of the samples, on all ranks together: (parameters,).
         factors: the norm of a parameter over the norm of its sample, as estimated: (parameters,).
+        min_nonzero: number of non-zero elements below which the norm of a sample is no estimate; 0 without a sample.
+        indices: indices of the parameters that count in this train step.
+        sizes: the number of elements that this rank has in each of their samples, by index.
+        stepped: the parameters that steps were to move.
     """
 
-    def __init__(self, model: nn.Module, sample_size: int | None) -> None:
-        self._model, self._kinds = model, _kinds(model)
+    def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None = None) -> None:
+        reshard(model)
+        self._model, self._optimizer, self._kinds = model, optimizer, _kinds(model)
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet([] if optimizer is None else [optimizer])
+        self._before: dict[int, Tensor] = {}  # samples by index, of the start of the last measured train step
         self.names = [name for name, _, _ in named_parameters(model)]
         self.parameters: list[Any] = [parameter for _, parameter, _ in named_parameters(model)]
-        self.measurable = [index for index, parameter in enumerate(self.parameters) if is_measurable(parameter)]
         self.device = device_of(model)
         self.dtype = wide_dtype(self.device)
-        self._elements: dict[int, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
         counts = torch.tensor([item.numel() for item in self.parameters], dtype=self.dtype, device="cpu")
         numels = counts.clone()
-        for index in self.measurable:
+        self._measurable = [index for index, parameter in enumerate(self.parameters) if is_measurable(parameter)]
+        for index in self._measurable:
             parameter = self.parameters[index]
             elements = sample_indices(self.names[index], parameter.shape, sample_size)
             if elements is not None:
                 counts[index] = len(elements)
                 held = local_elements(parameter, elements) if is_dtensor(parameter) else elements
-                self._elements[index] = move(held, local(parameter).device)
+                self._places[index] = move(held, local(parameter).device)
         self.counts = move(counts, self.device)
         self.factors = move((numels / counts).sqrt(), self.device)
+        self.min_nonzero = (self.counts / _FEW).clamp(max=_FEW) * (self.factors > 1)
 
     def fits(self) -> bool:
         """Return True if the model's parameters are still those that are sampled."""
+        reshard(self._model)
         return _kinds(self._model) == self._kinds
 
     def is_sampled(self, index: int) -> bool:
         """Return True unless all elements of a parameter are taken."""
-        return index in self._elements
+        return index in self._places
 
     def take_whole(self, names: Collection[str]) -> None:
         """Take all elements of some parameters from now on; of a DTensor those of this rank."""
         for index, name in enumerate(self.names if names else ()):
-            if name in names and self._elements.pop(index, None) is not None:
+            if name in names and self._places.pop(index, None) is not None:
                 self.counts[index] = self.parameters[index].numel()
                 self.factors[index] = 1.0
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Keep the samples of the weights, before a train step."""
+        self.indices = self._measurable
+        if self._optimizer is not None:
+            held = held_by(self._optimizer)
+            self.indices = [index for index in self.indices if id(self.parameters[index]) in held]
+        self.stepped = UpdatedParameters({id(self.parameters[index]): index for index in self.indices})
+        parts = [self.take(index, self.parameters[index]) for index in self.indices]
+        self.sizes = {index: part.numel() for index, part in zip(self.indices, parts, strict=True)}
+        self._flat_before = torch.cat(parts) if parts else self.factors[:0]
+        self._before = dict(zip(self.indices, self.split(self._flat_before, self.indices), strict=True))
+
+    def step_started(self, optimizer: Optimizer, made: bool | Tensor) -> list[int]:
+        """Note an optimizer's step that starts, and is made or not; return the indices of its parameters."""
+        indices = self.stepped.started(optimizer, made)
+        if indices:
+            self._optimizers.add(optimizer)
+        return indices
+
+    @property
+    def keeps_no_copies(self) -> bool:
+        """True if only torch's own optimizers have made steps: they keep no copies of low-precision weights."""
+        return all(map(is_from_torch, self._optimizers))
 
     def own_part(self, index: int, tensor: Any) -> Tensor:
         """This rank's part of a tensor of a parameter's shape."""
@@ -90,7 +129,7 @@ class ParameterSamples:
     def take(self, index: int, tensor: Any) -> Tensor:
         """This rank's sampled elements of a tensor of a parameter's shape: 1-D, real, at least float32."""
         tensor = self.own_part(index, tensor)
-        elements = self._elements.get(index)
+        elements = self._places.get(index)
         values: Tensor = tensor.reshape(-1) if elements is None else torch.take(tensor, elements)
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj()).flatten()
@@ -101,6 +140,15 @@ class ParameterSamples:
     def flat(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
         """Copies of the sampled elements of some parameters, one parameter after the other."""
         return torch.cat([self.take(*pair) for pair in zip(indices, tensors, strict=True)])
+
+    def split(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
+        """Split samples of some parameters, one parameter after the other, by parameter."""
+        return flat.split([self.sizes[index] for index in indices])  # type: ignore[no-any-return]
+
+    def changes(self, indices: Sequence[int]) -> Tensor:
+        """The changes of sampled weights since the iteration started, one parameter after the other."""
+        after = self.flat(indices, [self.parameters[index] for index in indices])
+        return after.sub_(torch.cat([self._before[index] for index in indices]))
 
     def norms(self, samples: Sequence[Tensor]) -> Tensor:
         """The l2 norm of each of some 1-D tensors, at least one, in the widest dtype."""

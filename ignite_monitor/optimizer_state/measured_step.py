@@ -14,7 +14,7 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model._torch import foreach_norm
 from ignite_monitor.model.devices import move, move_like
 from ignite_monitor.model.names import is_from_torch
-from ignite_monitor.model.sampled_step import StepMeasurement
+from ignite_monitor.model.sampling import ParameterSamples
 
 _MOMENTUM = ("exp_avg", "momentum_buffer")
 _SQUARE = ("max_exp_avg_sq", "exp_avg_sq")  # AMSGrad divides by the largest so far
@@ -29,7 +29,7 @@ class MomentStatistics(NamedTuple):
     update_norm: Tensor | float  # the l2 norm of the change of all parameters; NaN if one is not measured
 
 
-class MomentMeasurement(StepMeasurement):
+class MomentMeasurement(ParameterSamples):
     """Measures the steps of an optimizer of torch, one after the other."""
 
     def start(self) -> None:
@@ -40,8 +40,8 @@ class MomentMeasurement(StepMeasurement):
     @torch.no_grad()
     def keep_gradients(self, step: OptimizerStep) -> None:
         """Keep samples of the gradients that a step uses: unscaled, negated where they are maximized, with decay."""
-        self.step_started(step.optimizer)
-        self._made, parameters = step.made, self.samples.parameters
+        self.step_started(step.optimizer, step.made)
+        self._made, parameters = step.made, self.parameters
         gradients = {id(item): item.grad for item in step.parameters if item.grad is not None and item.numel()}
         self._members = [
             index
@@ -53,7 +53,7 @@ class MomentMeasurement(StepMeasurement):
         self._all_measured = len(self._members) == len(gradients)
         if not self._members:
             return
-        self._gradient = self.samples.flat(self._members, [parameters[index].grad for index in self._members])
+        self._gradient = self.flat(self._members, [parameters[index].grad for index in self._members])
         if step.loss_scale is not None:
             self._gradient /= move_like(step.loss_scale, self._gradient)
         groups = {id(item): group for group in step.optimizer.param_groups for item in group["params"]}
@@ -64,15 +64,15 @@ class MomentMeasurement(StepMeasurement):
             if group.get("maximize"):
                 part.neg_()
             if adds_decay and group.get("weight_decay") and not group.get("decoupled_weight_decay"):
-                part.add_(self.samples.take(index, parameters[index]), alpha=group["weight_decay"])
+                part.add_(self.take(index, parameters[index]), alpha=group["weight_decay"])
 
     @torch.no_grad()
     def completed(self, optimizer: Optimizer) -> MomentStatistics | None:
         """Measure the step that has returned; None if there is nothing to be measured."""
-        samples, members = self.samples, self._members
+        members = self._members
         if not members:
             return None
-        states = [optimizer.state.get(samples.parameters[index], {}) for index in members]
+        states = [optimizer.state.get(self.parameters[index], {}) for index in members]
         momenta, squares = ([_first(state, names) for state in states] for names in (_MOMENTUM, _SQUARE))
         if all(moment is None for moment in momenta + squares):
             return None
@@ -82,23 +82,23 @@ class MomentMeasurement(StepMeasurement):
         correction = (1 - decay ** self._vector([state.get("step", math.nan) for state in states])).rsqrt()
         correction = correction.nan_to_num(1.0, 1.0)
         lengths = torch.tensor([self.sizes[index] for index in members], device="cpu")
-        min_root = (eps.nan_to_num(0.0) / correction)[move(torch.repeat_interleave(lengths), samples.device)]
+        min_root = (eps.nan_to_num(0.0) / correction)[move(torch.repeat_interleave(lengths), self.device)]
         flats = _compared(self._gradient, self._elements(momenta), self._elements(squares), min_root)
         norms = list[Tensor]()
         for same in (flats[:-2], flats[-2:]):  # one launch on a device takes tensors of one dtype
             parts = [part for flat in same for part in self.split(flat, members)]
-            norms += foreach_norm(parts, 2.0, dtype=samples.dtype)
-        norms += samples.norms(self.split(self.changes(members), members)).unbind()
-        at = move(torch.tensor(members, device="cpu"), samples.device)
-        table = samples.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members)
+            norms += foreach_norm(parts, 2.0, dtype=self.dtype)
+        norms += self.norms(self.split(self.changes(members), members)).unbind()
+        at = move(torch.tensor(members, device="cpu"), self.device)
+        table = self.over_ranks(torch.stack(norms).view(len(flats) + 1, -1), members)
         if isinstance(self._made, Tensor):
-            table = torch.where(move(self._made, samples.device), table, math.nan)
+            table = torch.where(move(self._made, self.device), table, math.nan)
         used, *rows, changes = table.unbind()
         few = used.square() < self.min_nonzero[at]
-        update_norm = (changes * samples.factors[at]).masked_fill(few, math.nan).square().sum().sqrt()
+        update_norm = (changes * self.factors[at]).masked_fill(few, math.nan).square().sum().sqrt()
         return MomentStatistics(
-            [samples.names[index] for index in members],
-            _statistics(rows, eps, correction, samples.counts[at], few),
+            [self.names[index] for index in members],
+            _statistics(rows, eps, correction, self.counts[at], few),
             update_norm if self._all_measured else math.nan,
         )
 
@@ -106,13 +106,13 @@ class MomentMeasurement(StepMeasurement):
         """The sampled elements of moments, one parameter after the other; NaN without a moment."""
         unknown = self.split(torch.full_like(self._gradient, math.nan), self._members)
         return torch.cat([
-            part if moment is None else self.samples.take(index, moment)
+            part if moment is None else self.take(index, moment)
             for index, part, moment in zip(self._members, unknown, moments, strict=True)
         ])  # fmt: skip
 
     def _vector(self, values: Sequence[Any]) -> Tensor:
         """One tensor of numbers and tensors with one element, without synchronization."""
-        device, dtype = self.samples.device, self.samples.dtype
+        device, dtype = self.device, self.dtype
         if not any(isinstance(value, Tensor) for value in values):
             return move(torch.tensor(values, dtype=dtype, device="cpu"), device)
         tensors = [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
 
 from ignite_monitor.model._torch import buffers_in, parameters_in, with_weights
 from ignite_monitor.model.devices import device_of, wide_dtype
-from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, linear_map
+from ignite_monitor.model.linear_maps import feature_dim, is_builtin_layer, is_linear, linear_output
 from ignite_monitor.model.modes import full_precision, has_local_data
 from ignite_monitor.model.tensors import floating_tensors
 from ignite_monitor.monitor.ranks import Ranks
@@ -28,7 +28,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORM
 def is_measured(module: nn.Module) -> bool:
     """Return True for linear layers, convolutions, Embedding and normalization layers that compute as torch's."""
     is_embedding = is_builtin_layer(module, nn.Embedding) and getattr(module, "max_norm", None) is None
-    return is_embedding or linear_map(module) is not None or is_builtin_layer(module, *_NORMS)
+    return is_embedding or is_linear(module) or is_builtin_layer(module, *_NORMS)
 
 
 class LayerChanges(Comparison):
@@ -73,10 +73,10 @@ class LayerChanges(Comparison):
         initial: Weights = {key: getattr(reference, key).to(item.dtype) for key, item in weights.items()}
         inputs = [x for x in (self.keep(call), kept) if x is not None]
         _check([*inputs[:1], *weights.values()], [*inputs[1:], *initial.values()])
-        device, product_of = weights["weight"].device, linear_map(module)
+        device, is_product = weights["weight"].device, is_linear(module)
         with full_precision(device):
             dtype = _wide([*inputs, *weights.values()])
-            if inputs and product_of is None:
+            if inputs and not is_product:
                 dtype = wide_dtype(device)
             weights, initial = _converted(weights, dtype), _converted(initial, dtype)
             if not inputs:  # Embedding
@@ -85,7 +85,7 @@ class LayerChanges(Comparison):
                 return norm_sums(update, update, [], dim)
             x, x0 = (item.to(dtype) for item in inputs)
             moved = x - x0
-            if product_of is None:
+            if not is_product:
                 runs = ((x, weights), (x, initial), (x0, initial))
                 owners = module, reference, reference  # of the running statistics
                 output, initial_on_input, reference_output = (
@@ -93,7 +93,7 @@ class LayerChanges(Comparison):
                 )
                 update, drift = output - initial_on_input, initial_on_input - reference_output
             else:
-                product = product_of(call.args, call.kwargs)
+                product = partial(linear_output, module, call.args, call.kwargs)
                 update = product(x, weights["weight"] - initial["weight"])
                 drift = product(moved, initial["weight"])
                 if "bias" in weights:

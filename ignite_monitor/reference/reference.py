@@ -22,7 +22,7 @@ from ignite_monitor.model.isolation import (
     preserved_rng_state,
 )
 from ignite_monitor.model.modes import eager, without_dispatch_modes, without_saved_tensors_hooks
-from ignite_monitor.model.names import first_difference, modules_by_name, shapes, structure, unwrapped
+from ignite_monitor.model.names import modules_by_name, unwrapped
 from ignite_monitor.monitor.arguments import check_generators
 
 
@@ -52,7 +52,7 @@ class Reference:
             self.module = unwrapped(reference)
             if self.module is self.root:
                 raise ValueError("Argument reference should be another module than model, but given the same")
-            _refuse(first_difference(structure(self.root), structure(self.module)))
+            _check_same(_structure(self.root), _structure(self.module), "reference")
         elif self.is_copy:
             try:
                 self.module = separate_copy(self.root, self._generators)
@@ -75,7 +75,7 @@ class Reference:
             saved = "no reference, since it was saved with a module" if state is None else "that of reference='init'"
             raise ValueError(f"Argument state_dict holds {saved}: give the same again, or resume without this state")
         if self.is_copy:
-            _refuse(first_difference(shapes(self.module.state_dict()), shapes(state)), "state_dict")
+            _check_same(_shapes(self.module.state_dict()), _shapes(state), "state_dict")
             self.module.load_state_dict(state)
 
     def match_model(self) -> None:
@@ -121,9 +121,28 @@ class Reference:
             return self.module(*args, **kwargs)
 
 
-def _refuse(difference: str | None, argument: str = "reference") -> None:
-    if difference is not None:
-        raise ValueError(f"Argument {argument} should be of the model's structure, but {difference}")
+def _check_same(model: dict[str, str], other: dict[str, str], argument: str) -> None:
+    for name in (*model, *other):
+        if model.get(name) != other.get(name):
+            difference = f"{name} is {other.get(name, 'missing')} in it, not {model.get(name, 'missing')}"
+            raise ValueError(f"Argument {argument} should be of the model's structure, but {difference}")
+
+
+def _structure(model: nn.Module) -> dict[str, str]:
+    """The classes of modules and the shapes of parameters by name, whatever wraps or shards them."""
+    modules = modules_by_name(model).items()
+    # fully_shard makes a class FSDPLinear out of Linear.
+    kinds = {f"module {name!r}": type(module).__name__.removeprefix("FSDP") for name, module in modules}
+    parameters = [(name, *item) for name, module in modules for item in module.named_parameters(recurse=False)]
+    return kinds | _shapes({f"{name}.{last}".lstrip("."): parameter for name, last, parameter in parameters})
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
+    """The shapes of the tensors in a state_dict, and the types of its other entries, by name."""
+    return {
+        f"entry {name!r}": str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        for name, value in state.items()
+    }
 
 
 def detached_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -159,7 +178,7 @@ def separate_copy(model: nn.Module, generators: Iterable[Any]) -> nn.Module:
     except Exception as error:
         raise ValueError(f"it can't be copied ({type(error).__name__}: {error})") from error
     model_ids, others = ({*map(id, item.modules()), *map(id, item.parameters())} for item in (model, separate))
-    if structure(model) != structure(separate) or model_ids & others:
+    if _structure(model) != _structure(separate) or model_ids & others:
         raise ValueError("its __deepcopy__ returns the same modules, the same parameters, or another structure")
     hooked = user_forward_hooks(separate.modules())
     for module in separate.modules():

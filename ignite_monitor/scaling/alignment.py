@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ignite_monitor.checks import check_count, check_type
 from ignite_monitor.keys import ALIGNMENT
 from ignite_monitor.model.devices import device_of, move, move_like, wide_dtype
-from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, linear_map
+from ignite_monitor.model.linear_maps import CONVOLUTIONS, TRANSPOSED, feature_dim, is_linear, linear_output
 from ignite_monitor.model.modes import full_precision, has_local_data, hidden_from_user_modes
 from ignite_monitor.model.names import Pattern, Selection, modules_by_name, tags
 from ignite_monitor.monitor.ranks import Group, Ranks
@@ -149,8 +149,8 @@ class AlignmentCalls(Comparison):
     def compare(self, call: Call, kept: Tensor | None) -> None:
         module: Any = call.module
         reference: Any = self._reference.modules[call.name]
-        bound, weight, x0, x = linear_map(module), module.weight, kept, self.keep(call)
-        if bound is None or x is None or x0 is None or x.shape != x0.shape:
+        weight, x0, x = module.weight, kept, self.keep(call)
+        if not is_linear(module) or x is None or x0 is None or x.shape != x0.shape:
             raise NotComparableError("its forward was replaced, or its input is no dense tensor as in the reference")
         if not isinstance(weight, Tensor) or not has_local_data(weight):
             raise NotComparableError("its weight is sharded while it runs")
@@ -160,7 +160,7 @@ class AlignmentCalls(Comparison):
             w0 = reference.weight.to(weight.dtype).to(wide)
             z0, dw = x0.to(wide), weight.to(wide) - w0
             dz = x.to(wide) - z0
-            product, n = bound(call.args, call.kwargs), fan_in(module)
+            product, n = functools.partial(linear_output, module, call.args, call.kwargs), fan_in(module)
             rows = torch.stack([row_alignment(product, n, *pair) for pair in ((z0, dw), (dz, w0), (dz, dw))])
             self._sums.append((call.name, torch.stack([rows.nansum(1), (~rows.isnan()).sum(1, dtype=rows.dtype)])))
 
@@ -202,5 +202,5 @@ def measurable_layers(model: nn.Module, parametrization: Parametrization | None)
     if parametrization is not None:
         layers = [layer for layer in parametrization.layers.values() if layer.role != "embedding"]
         modules = {layer.module: modules[layer.module] for layer in layers if layer.module in modules}
-    linear: dict[str, Any] = {name: module for name, module in modules.items() if linear_map(module) is not None}
+    linear: dict[str, Any] = {name: module for name, module in modules.items() if is_linear(module)}
     return [name for name, module in linear.items() if module.weight.numel() and fan_in(module) > 1]

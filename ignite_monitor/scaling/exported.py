@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ignite_monitor.model.linear_maps import is_builtin_layer, linear_map
+from ignite_monitor.model.linear_maps import is_builtin_layer, is_linear
 from ignite_monitor.model.names import named_modules, named_parameters, unwrapped
 from ignite_monitor.scaling import operations
 from ignite_monitor.scaling.operations import ExportError, Fans, Operation, TracingError, role_by_fans
@@ -238,8 +238,8 @@ class ExportedModels:
             for key, held in module.named_parameters(recurse=False):
                 if held is parameter:
                     owner = self._names[module]
-                    is_linear = linear_map(module) is not None or is_builtin_layer(module, nn.Embedding)
-                    return owner if key == "weight" else f"{owner}.{key}".lstrip("."), owner if is_linear else None
+                    is_layer = is_linear(module) or is_builtin_layer(module, nn.Embedding)
+                    return owner if key == "weight" else f"{owner}.{key}".lstrip("."), owner if is_layer else None
         return weight.removesuffix(".weight"), None
 
     def _settled(self, infos: Iterable[Info], op: Operation, *, is_relative: bool = False) -> list[Info]:

@@ -16,7 +16,7 @@ from ignite_monitor.model.devices import move
 from ignite_monitor.model.dtensor import any_dtensor, reshard
 from ignite_monitor.model.names import Pattern, Selection, listed, tags, top
 from ignite_monitor.model.norms import order_statistics
-from ignite_monitor.model.sampled_step import UpdatedParameters
+from ignite_monitor.model.updated_parameters import UpdatedParameters
 from ignite_monitor.monitor.base import Handlers, Monitor
 from ignite_monitor.monitor.ranks import Group
 from ignite_monitor.monitor.transfer import DeferredFlag
@@ -115,7 +115,7 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self._before, self._stepped = [], UpdatedParameters({})
 
     def _on_step_decided(self, engine: Engine, step: OptimizerStep) -> None:
-        self._stepped.started(step.optimizer)
+        self._stepped.started(step.optimizer, step.made)
 
     @torch.no_grad()
     def _on_train_step_completed(self, engine: Engine) -> None:

@@ -196,12 +196,12 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
             self.reset_run_state()
         if self._step is None:
             self._step = UpdateMeasurement(self.model, self.sample_size, self.optimizer, self.eps)
-            names = self._step.samples.names
+            names = self._step.names
             if names != self._names:
                 self._names, self._table = names, _unknown(names)
                 self._counts, self._hashes = (it.new_zeros(len(names)) for it in (self._counts, self._hashes))
-            self._counts = move_like(self._counts, self._step.samples.factors)
-        self._step.samples.take_whole(self._fully_measured)
+            self._counts = move_like(self._counts, self._step.factors)
+        self._step.take_whole(self._fully_measured)
         self._step.start_from(self._hashes)
 
     def reset_run_state(self) -> None:
@@ -261,7 +261,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
         values = top("topk_grad", names, norms, self.top_k) | top("largest_weight", names, weights, self.top_k)
         values |= top("smallest_grad", names, norms, self.top_k, least=True)
         if self.optimizer is not None and self._step is not None:
-            indices = {id(parameter): index for index, parameter in enumerate(self._step.samples.parameters)}
+            indices = {id(parameter): index for index, parameter in enumerate(self._step.parameters)}
             for number, group in enumerate(self.optimizer.param_groups):
                 members = [indices[id(item)] for item in group["params"] if id(item) in indices]
                 of_group = [names[i] for i in members], [ratios[i] for i in members]

@@ -14,8 +14,7 @@ from ignite_monitor.events.gradient_tracker import OptimizerStep
 from ignite_monitor.model.devices import move
 from ignite_monitor.model.hashes import hashes_of
 from ignite_monitor.model.norms import norms
-from ignite_monitor.model.sampled_step import StepMeasurement
-from ignite_monitor.model.sampling import NARROW
+from ignite_monitor.model.sampling import NARROW, ParameterSamples
 
 _ROWS = 9  # of norms to combine over ranks
 
@@ -34,7 +33,7 @@ class MeasuredUpdates(NamedTuple):
     lost: Tensor | None  # fraction of the elements with a gradient whose update was lost to rounding
 
 
-class UpdateMeasurement(StepMeasurement):
+class UpdateMeasurement(ParameterSamples):
     """Measures the train steps of a run, one after the other.
 
     The gradient norm of a parameter is that of the last backward before its own last step, or without a step of the
@@ -45,10 +44,10 @@ class UpdateMeasurement(StepMeasurement):
     def __init__(self, model: nn.Module, sample_size: int | None, optimizer: Optimizer | None, eps: float) -> None:
         super().__init__(model, sample_size, optimizer)
         self._eps = eps
-        self._narrow = [parameter.dtype in NARROW for parameter in self.samples.parameters]
+        self._narrow = [parameter.dtype in NARROW for parameter in self.parameters]
         # Updates of low-precision weights that rounding loses are no reason to copy the weights.
         is_narrow = torch.tensor(self._narrow, dtype=torch.bool, device="cpu")
-        self._min_moved = self.min_nonzero.masked_fill(move(is_narrow, self.samples.device), 1.0)
+        self._min_moved = self.min_nonzero.masked_fill(move(is_narrow, self.device), 1.0)
         self._distances: Tensor | None = None  # of all indices, from start to start since the last results; None for 0
 
     @torch.no_grad()
@@ -59,14 +58,14 @@ class UpdateMeasurement(StepMeasurement):
         self._add_distances(before, hashes)
         self._after_backward: dict[int, Tensor] = {}  # norms of gradients
         self._of_last_step: dict[int, Tensor | None] = {}
-        self._between_steps = torch.zeros_like(self.samples.factors)  # norms of changes before further steps, added
+        self._between_steps = torch.zeros_like(self.factors)  # norms of changes before further steps, added
         self._had_gradient: dict[int, Tensor] = {}  # the elements of low-precision parameters that had a gradient
-        self._weights = self._norms({index: self.samples.parameters[index] for index in self.indices}, math.nan)
+        self._weights = self._norms({index: self.parameters[index] for index in self.indices}, math.nan)
 
     def hashes(self) -> Tensor:
         """Hash all parameters as they were when the last results were known; 0 for those that have moved since."""
-        hashes = torch.zeros(len(self.samples.parameters), dtype=torch.int64, device=self.samples.device)
-        values = hashes_of({self.samples.names[i]: copy for i, copy in self._before.items()}, hashes.device)
+        hashes = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.device)
+        values = hashes_of({self.names[i]: copy for i, copy in self._before.items()}, hashes.device)
         kept = values if self._distances is None else values * (self._distances == 0)
         return hashes.index_copy(0, self._to_device(self.indices), kept)
 
@@ -76,53 +75,55 @@ class UpdateMeasurement(StepMeasurement):
         if not after:
             self._distances = None
         elif not before:
-            is_same = self.hashes() == move(hashes, self.samples.device)
+            is_same = self.hashes() == move(hashes, self.device)
             self._distances = torch.where(is_same[self._to_device(self.indices)], 0.0, math.inf)
         else:
             known = [
                 before[i] if i in before and len(before[i]) == len(it) else math.inf + it for i, it in after.items()
             ]
             changes = torch.cat(known).sub_(self._flat_before)
-            self._distances = self.samples.norms(self.split(changes, self.indices))
+            self._distances = self.norms(self.split(changes, self.indices))
             if unread is not None:
                 self._distances += unread if [*before] == [*after] else math.inf
 
     def _to_device(self, indices: Iterable[int]) -> Tensor:
-        return move(torch.tensor([*indices], dtype=torch.int64, device="cpu"), self.samples.device)
+        return move(torch.tensor([*indices], dtype=torch.int64, device="cpu"), self.device)
 
     def gradients_ready(self, reached: Set[int], scale: Tensor | None) -> None:
         """Measure the gradients that a backward may have changed, by ids of parameters; they are scaled."""
-        self._measure((index for index in self.indices if id(self.samples.parameters[index]) in reached), scale)
+        self._measure((index for index in self.indices if id(self.parameters[index]) in reached), scale)
 
     def measured_step_started(self, step: OptimizerStep) -> None:
         """Note an optimizer's step that is about to be made, and keep the norms of the gradients that it uses."""
-        parameters = self.samples.parameters
-        indices = [index for index in self.step_started(step.optimizer) if parameters[index].grad is not None]
+        parameters = self.parameters
+        indices = [
+            index for index in self.step_started(step.optimizer, step.made) if parameters[index].grad is not None
+        ]
         if step.tracker.reduced:  # else it is another gradient on each rank
             self._measure((index for index in indices if index not in self._after_backward), step.loss_scale)
         if again := [index for index in indices if index in self._of_last_step]:
-            changes = self.samples.norms(self.split(self.changes(again), again))
+            changes = self.norms(self.split(self.changes(again), again))
             self._between_steps.index_add_(0, self._to_device(again), changes)
         self._of_last_step |= {index: self._after_backward.get(index) for index in indices}
 
     @torch.no_grad()
     def completed(self) -> MeasuredUpdates | None:
         """Measure the train step that has returned; None if there was neither a gradient nor a step."""
-        samples, members = self.samples, self.indices
+        members = self.indices
         gradients = self._after_backward | self._of_last_step
         known = {index: norm for index, norm in gradients.items() if norm is not None}
         if not known and not self.stepped:
             return None
-        unknown = torch.full((), math.nan, dtype=samples.dtype, device=samples.device)
+        unknown = torch.full((), math.nan, dtype=self.dtype, device=self.device)
         at = self._to_device(members)
-        factors = samples.factors[at]
+        factors = self.factors[at]
         distances = torch.zeros_like(factors) if self._distances is None else self._distances * factors
         rows, self._distances = [torch.stack([known.get(i, unknown) for i in members]), self._weights, distances], None
         has_rounded = bool(self._had_gradient) and self.keeps_no_copies
         if self.stepped:
             flat = self.changes(members)
             # Each rank scales its own part: another one may have learned already that the parameter needs no sample.
-            rows += [samples.norms(self.split(flat, members)) * factors, self._counts(flat != 0)]
+            rows += [self.norms(self.split(flat, members)) * factors, self._counts(flat != 0)]
             rows += [factors - 1, self._between_steps[at]]
             if has_rounded:
                 parts = zip(members, self.split(torch.zeros_like(flat, dtype=torch.bool), members), strict=True)
@@ -130,10 +131,10 @@ class UpdateMeasurement(StepMeasurement):
                 rows += [self._counts(had & (flat == 0)), self._counts(had)]
         # A rank that made no step takes part with as many rows as one that did.
         rows += [torch.zeros_like(rows[0])] * (_ROWS - len(rows))
-        measured = samples.over_ranks(torch.stack(rows), members)
-        table = torch.full((7, len(samples.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
+        measured = self.over_ranks(torch.stack(rows), members)
+        table = torch.full((7, len(self.parameters)), math.nan, dtype=measured.dtype, device=measured.device)
         norms, weights, distances, changes, roots, sampled, _ = table.index_copy_(1, at, measured[:7]).unbind()
-        stepped, moved, is_sampled = self.stepped.mask(len(roots), samples.device), roots.square(), sampled > 0
+        stepped, moved, is_sampled = self.stepped.mask(len(roots), self.device), roots.square(), sampled > 0
         few = stepped & is_sampled & (moved < self._min_moved)
         sizes = weights + self._eps
         ratios = changes / sizes
@@ -145,11 +146,11 @@ class UpdateMeasurement(StepMeasurement):
 
     def _counts(self, flags: Tensor) -> Tensor:
         """Roots of the numbers of True by parameter: norms, so that ranks are combined as they are for norms."""
-        return self.samples.norms(self.split(flags.to(torch.float32), self.indices))
+        return self.norms(self.split(flags.to(torch.float32), self.indices))
 
     @torch.no_grad()
     def _measure(self, indices: Iterable[int], scale: Tensor | None) -> None:
-        candidates = {index: self.samples.parameters[index] for index in indices}
+        candidates = {index: self.parameters[index] for index in indices}
         gradients = {i: item.grad for i, item in candidates.items() if item.requires_grad and item.grad is not None}
         if not gradients:
             return
@@ -158,10 +159,10 @@ class UpdateMeasurement(StepMeasurement):
         self._after_backward |= zip(gradients, values.unbind(), strict=True)
         for index, gradient in gradients.items():
             if self._narrow[index] and index not in self._of_last_step and gradient.layout == torch.strided:
-                self._had_gradient[index] = self.samples.take(index, gradient) != 0
+                self._had_gradient[index] = self.take(index, gradient) != 0
 
     def _norms(self, tensors: Mapping[int, Tensor], nonfinite: float) -> Tensor:
         """Norms of tensors by index of a parameter, of all elements on this rank; ``nonfinite`` if they are not."""
-        parts = [self.samples.own_part(*pair) for pair in tensors.items()]
-        values = move(norms(parts), self.samples.device) if parts else self.samples.factors[:0]
+        parts = [self.own_part(*pair) for pair in tensors.items()]
+        values = move(norms(parts), self.device) if parts else self.factors[:0]
         return values.nan_to_num(nonfinite, nonfinite)

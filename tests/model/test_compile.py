@@ -14,7 +14,7 @@ from ignite_monitor import (
     StaticThreshold,
     WeightUpdateHandler,
 )
-from ignite_monitor.model.modes import _log_function
+from ignite_monitor.model._torch import _log_function
 from tests._helpers import assert_same, grad_norm, make_step
 
 # Dynamo itself looks at the gradient of whatever a compiled function goes on with after a backward.
@@ -152,7 +152,7 @@ MONITORS = {
 @pytest.mark.parametrize(("kind", "fullgraph"), [*((kind, False) for kind in MONITORS), ("two", True)])
 def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgraph, caplog):
     counting = {name: Counting() for name in ("model", "function", "attention")}
-    caplog.set_level("INFO", "ignite_monitor.model.modes")
+    caplog.set_level("INFO", "ignite_monitor.model._torch")
     _log_function.cache_clear()
 
     def attention(x):
@@ -191,7 +191,7 @@ def test_only_flex_attention_stays_compiled_in_monitored_iterations(kind, fullgr
     monitored = [iteration % 2 == 0 for iteration in range(1, len(BATCHES) + 1)]
     assert [item["attention"] for item in runs] == [1] * len(monitored)
     assert [item["model"] for item in runs] == [item["function"] for item in runs] == [int(not i) for i in monitored]
-    (logged,) = [it.getMessage() for it in caplog.records if it.name == "ignite_monitor.model.modes"]
+    (logged,) = [it.getMessage() for it in caplog.records if it.name == "ignite_monitor.model._torch"]
     assert logged.startswith("tests.model.test_compile.test_only")
     assert "<lambda> is compiled, and runs eagerly in monitored iterations" in logged
     assert_same([*model.parameters()], [*plain.parameters()])  # this backend computes what is written
