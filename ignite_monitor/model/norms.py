@@ -127,9 +127,10 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         next(of_short) if tensor.numel() <= _LONGEST_SUM else _long_norm(tensor.view(-1), norm_type)
         for tensor in tensors
     ])  # fmt: skip
-    unsafe = (values != values.clamp(*_SAFE)).nonzero().flatten().tolist()
-    if unsafe:
-        values[unsafe] = wide_norms([tensors[i] for i in unsafe], norm_type)
+    is_safe = values == values.clamp(*_SAFE)
+    if not torch.is_nonzero(is_safe.all()):
+        unsafe = [tensor for tensor, flag in zip(tensors, is_safe, strict=True) if not torch.is_nonzero(flag)]
+        values[~is_safe] = wide_norms(unsafe, norm_type)
     return values
 
 
