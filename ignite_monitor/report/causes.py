@@ -44,11 +44,8 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
     loss = run.loss if run.judges_loss else Series()
     # Parameters that begin at 0, as those of adapters, move by their own size without harm.
-    from_zero = bool((ratios.values[:1] > limits.FROM_ZERO).any())
-    course = smoothed(loss) if loss and from_zero else loss
-    falls = loss.head.median - loss.tail.median > limits.FLAT * abs(loss.head.median)
-    is_harmless = bool((course.values <= loss.values[0] + abs(loss.values[0])).all() if loss else False)
-    is_harmless &= from_zero or falls
+    course = smoothed(loss) if loss and (ratios.values[:1] > limits.FROM_ZERO).any() else loss
+    is_harmless = bool(loss) and bool((course.values <= loss.values[0] + abs(loss.values[0])).all())
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
@@ -172,9 +169,6 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
     places = monitor.items("batch_rms/{}")
     falls = 0 < run.loss.tail.median < limits.UNFITTED * run.loss.head.median
-    # Large inputs do not enlarge the steps of Adam.
-    is_scaled = bool(run.sibling(monitor, "optimizer").get("rms_median"))
-    has_large_steps = is_scaled and any(it.kind == "large_updates" and not it.onset for it in findings)
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         far &= index == 0 or run.loss.values[:1].sum() > limits.LARGE_INPUT  # else these are no targets
@@ -183,8 +177,7 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
             what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "
             what += f"{number(rms, 3)} ({name}); networks expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
-            # The model may normalize them.
-            is_harmless = index == 0 and (has_large_steps or (falls and not _damage(findings)))
+            is_harmless = index == 0 and falls and not _damage(findings)  # the model may normalize them
             severity = "note" if is_harmless else "warning"
             yield Finding(kind, severity, what, (name,), series.iterations[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
