@@ -124,7 +124,10 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         (
             *("input_scale", "Inputs are not normalized, or 0", "step_stats"),
-            *("root mean square at most {LARGE_INPUT:g}; a note where the loss falls and nothing is damaged", ""),
+            *(
+                "root mean square at most {LARGE_INPUT:g}; a note if the loss falls or modules have usual outputs",
+                "",
+            ),
         ),
         (
             *("bounded_outputs", "The outputs are probabilities, and the loss expects logits", "activation"),

@@ -9,7 +9,6 @@ import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number
-from ignite_monitor.report.losses import smoothed
 from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series
 
 
@@ -42,10 +41,7 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
     norm, growth = monitor.get("parameter_norm").finite, _growth(monitor, run)
     moved = run.sibling(monitor, "optimizer").get("update_norm").finite
     ratios = run.sibling(monitor, "weights").get("update_ratio_median").finite
-    loss = run.loss if run.judges_loss else Series()
-    # Parameters that begin at 0, as those of adapters, move by their own size without harm.
-    course = smoothed(loss) if loss and (ratios.values[:1] > limits.FROM_ZERO).any() else loss
-    is_harmless = bool(loss) and bool((course.values <= loss.values[0] + abs(loss.values[0])).all())
+    is_harmless = run.judges_loss and _has_fallen(run.loss)
     measured = "in {0} a step moved the parameters by {1} of their norm"
     median = "in {0} a step moved the median parameter by {1} of its norm"
     grown = "by {0} the parameters' norm had changed by {1} of itself per step since the measurement before"
@@ -76,6 +72,13 @@ def large_updates(monitor: MonitorSeries, run: Run, findings: Iterable[Finding])
         values = {"size": float(part.values.max())}
         yield Finding("large_updates", "problem", what, names, part.iterations, values, onset=0 if is_first else -1)
         return
+
+
+def _has_fallen(loss: Series) -> bool:
+    """Return True for a loss that ended below its first value, and was never twice as high as that and its end."""
+    first, last = loss.values[:1].sum(), loss.last_quarter.finite.values
+    most = last.max(initial=first)  # of a noisy loss far above the first value
+    return bool(loss.tail.median < first and (~(loss.values <= most + abs(most))).sum() < MIN_ONSET)
 
 
 def _growth(monitor: MonitorSeries, run: Run) -> Series:
@@ -169,6 +172,8 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
     places = monitor.items("batch_rms/{}")
     falls = 0 < run.loss.tail.median < limits.UNFITTED * run.loss.head.median
+    first_outputs = [it.values[0] for it in run.sibling(monitor, "activation").items("activation/{}/std").values()]
+    is_normalized = 0 < max(first_outputs, default=0.0) < limits.USUAL_ACTIVATION  # by the model
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         far &= index == 0 or run.loss.values[:1].sum() > limits.LARGE_INPUT  # else these are no targets
@@ -177,13 +182,13 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
             what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "
             what += f"{number(rms, 3)} ({name}); networks expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
-            is_harmless = index == 0 and falls and not _damage(findings)  # the model may normalize them
+            is_harmless = index == 0 and (falls or (is_normalized and rms > 1)) and not _damage(findings)
             severity = "note" if is_harmless else "warning"
             yield Finding(kind, severity, what, (name,), series.iterations[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and (loss := run.loss) and len(places) <= 1:
         begin, size = float(loss.values[0]), float(outputs.values[0])
-        if begin > limits.LARGE_LOSS * np.square(1 + size):
+        if np.inf > begin > limits.LARGE_LOSS * np.square(1 + size):
             what = f"The loss begins at {number(begin)} ({loss.name}), while the model's outputs are at most "
             what += f"{number(size, 2)} at the beginning, as with large targets or rewards, or a loss that is a sum."
             yield Finding("loss_scale", "warning", what, (loss.name,), loss.iterations[:1], {"loss": begin}, onset=0)

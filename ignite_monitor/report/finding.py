@@ -171,6 +171,8 @@ class Finding:
 def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
     """Sort findings: unexplained problems, then warnings, by iteration, causes first; what they explain; notes last.
 
+    If the first of them is a symptom, the unexplained symptoms come first, by iteration: the cause is before them.
+
     Of several causes of a finding the one of the same iteration is named, otherwise the first.
     """
     ordered = sorted(findings, key=lambda it: it.place)
@@ -184,7 +186,8 @@ def in_order(findings: Iterable[Finding], slack: int) -> list[Finding]:
             cause = next((it for it in causes if it.onset == finding.onset), causes[0])
             relation = "related to" if finding.about.is_cause else "a consequence of"
             explained.append(replace(finding, advice=f"Probably {relation} {cause.kind} above."))
-    roots.sort(key=lambda it: it.severity != "problem")
+    is_unknown = any(it.is_symptom for it in sorted(roots, key=lambda it: it.severity != "problem")[:1])
+    roots.sort(key=lambda it: not it.is_symptom if is_unknown else it.severity != "problem")
     return [*roots, *sorted(explained, key=lambda it: it.is_symptom), *notes]
 
 

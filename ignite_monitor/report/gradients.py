@@ -41,7 +41,7 @@ class Norms:
         return f"Of these steps {listed(parts)}.", bool(len(rest))
 
     def described(self, at: Array) -> str:
-        """Name iterations, and their period in optimizer steps."""
+        """Name iterations, and their period."""
         return f"{iterations(at)}{period(self.norm, at)}"
 
 
@@ -80,7 +80,8 @@ def _counted(flags: Series, counts: Series) -> tuple[Array, int]:
 def gradient_findings(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
     """Findings about gradient norms."""
     norms = norms_of(monitor)
-    steps = [*_steps(monitor, norms)]
+    is_reported = any(it.kind == "no_step" and it.severity != "note" for it in run.reports)
+    steps = [it for it in _steps(monitor, norms) if it.severity != "warning" or not is_reported]
     yield from steps
     if norms is not None:
         yield from _nonfinite(monitor, norms)
@@ -103,8 +104,9 @@ def _steps(monitor: MonitorSeries, norms: Norms | None) -> Iterator[Finding]:
     stepped = monitor.get("stepped")
     made = stepped.values > 0
     since = stepped.iterations[stepped.iterations > stepped.iterations[made][-1]] if made.any() else stepped.iterations
-    skipped = norms is not None and np.isin(since, norms.spikes).all()
-    if len(since) and not skipped and (len(since) >= limits.STEPLESS or not made.any()):
+    is_skipped = norms is not None and np.isin(since, norms.spikes).all()
+    is_known = (np.diff(since) == 1).all()  # otherwise steps may be in iterations that are not in the file
+    if len(since) and is_known and not is_skipped and (len(since) >= limits.STEPLESS or not made.any()):
         count = plural(len(since), "monitored iteration")
         what, values = f"The optimizer made no step in {count} ({stepped.name}), to the end.", {"count": len(since)}
         advice = "Call step() of the optimizer that GradMonitor was given."
@@ -169,7 +171,7 @@ def _spikes(monitor: MonitorSeries, norms: Norms, run: Run) -> Iterator[Finding]
     advice = "" if unhandled or norms.missing else "Inspect these batches."
     names: tuple[str, ...] = norm.name, norms.threshold.name
     if len(outliers := np.intersect1d(at, high := loss_outliers(run))):
-        every = period(loss, high).replace("optimizer steps", "iterations")
+        every = period(loss, high)
         what += f" The loss is far above its usual value in {iterations(high) if every else iterations(outliers)}"
         what, names = f"{what}{every} ({loss.name}).", (*names, loss.name)
     if 0 < factor < limits.SPIKE_FACTOR and rate <= allowed and not len(outliers) and not norms.missing:
@@ -196,7 +198,7 @@ def _passes(norms: Norms, at: Array) -> bool:
 
 
 def period(series: Series, at: Array) -> str:
-    """Describe the period of values that are far above those between, one per optimizer step, from a spike on."""
+    """Describe the period of values that are far above those between, from a spike on."""
     if len(at) < limits.PERIODIC:  # more values than spikes are needed: a threshold that adapts hides some of them
         return ""
     values = np.nan_to_num(series.values[series.iterations >= at[0]][: limits.PERIODIC_VALUES], posinf=limits.HUGE)
@@ -207,7 +209,7 @@ def period(series: Series, at: Array) -> str:
         phase = int(usual.argmax())
         often = (rows.argmax(1) == phase).mean() >= limits.PERIODIC_SHARE
         if often and usual[phase] - np.median(rows) > np.log(limits.SPIKE_FACTOR):
-            return f", every {distance} optimizer steps"
+            return f", every {np.median(series.iterations[distance:] - series.iterations[:-distance]):g} iterations"
     return ""
 
 

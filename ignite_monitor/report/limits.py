@@ -28,7 +28,7 @@ UNEXPLAINED = 0.2  # squared standard deviation of the outputs to the loss; of t
 SATURATED, BINARY, UNFITTED = 0.9, 0.5, 0.5  # outputs of a softmax: largest, standard deviation; loss: end to beginning
 RISING, RISE = 8, 0.5  # of nine tenths of the run that are above the former; rise of a loss of the wrong sign
 NEGATIVE = 3.0  # times its size at the beginning, of a loss that is negative and falls
-OUTLIER, OUTLIER_WINDOW = 20.0, 51  # times the distance from median to 80th percentile, among so many values
+OUTLIER, OUTLIER_WINDOW = 60.0, 51  # times the distance from median to 80th percentile, among so many: healthy ones 53
 SMALL_GRADIENT = 1e-6  # learning rate times the gradient's norm, in shares of the parameters' norm
 OVERFIT = 1.2  # held-out loss at the end to the best
 
@@ -45,7 +45,6 @@ GROUP_RATE = 30.0  # times the other groups' median learning rate; those of heal
 GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
-FROM_ZERO = 1e3  # times the size of the median parameter that the first step moves it, if it begins at 0
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
 
 # Weights.

@@ -51,7 +51,14 @@ def deviations(*sizes):
 
 def trained_loss(high):
     """A loss that is high in some of 200 iterations."""
-    return {"train/loss": series(falling()[:200] + 5 * np.isin(np.arange(1, 201), [*high]))}
+    return {"train/loss": series(falling()[:200] + 9 * np.isin(np.arange(1, 201), [*high]))}
+
+
+def heavy_tail(place):
+    """Noise whose largest value is 30 times as far from the median as the 80th percentile."""
+    noise = np.abs(runs.noise(200, 4)) / 2
+    noise[place - 1] = np.median(noise) + 30 * (np.quantile(noise, 0.8) - np.median(noise))
+    return noise
 
 
 def returned(**numbers):
@@ -99,6 +106,20 @@ CASES = {
         trained(2.4 - falling(), monitor__update_ratio_median=at(np.where(STEPS == 1, 4e9, 0.8 / STEPS))),
         *("problem", "in iterations 1-3 a step moved the median parameter by 4e+09, 0.4 and 0.27 of its norm"),
     ),
+    "large_updates: a noisy loss that falls": (
+        trained(
+            2.0 + 6.0 * (runs.noise(300) > 0.8) - np.linspace(0, 1, 300),
+            monitor__update_ratio_median=at(0.8 / STEPS),
+        ),
+        *(None, ""),
+    ),
+    "large_updates: a loss as noisy that does not fall": (
+        trained(
+            2.0 + 6.0 * (runs.noise(300) > 0.8) + np.linspace(0, 1, 300),
+            monitor__update_ratio_median=at(0.8 / STEPS),
+        ),
+        *("problem", "in iterations 1-3 a step moved the median parameter by 0.8, 0.4 and 0.27 of its norm"),
+    ),
     "large_updates: of the median parameter, twice": (
         trained(monitor__update_ratio_median=at(np.where(STEPS < 3, 0.16, 0.08))),
         *(None, ""),
@@ -141,6 +162,14 @@ CASES = {
         trained(step__batch_rms__0=at(500.0)) | deviations(90.0, 1.0, 1.0),
         *("note", "large from the first measurement on"),
     ),
+    "input_scale: 300, outputs of modules are usual, and the loss can't fall": (
+        trained(FLAT, step__batch_rms__0=at(300.0)) | deviations(1.0, 0.6, 2.0),
+        *("note", "its root mean square is 300"),
+    ),
+    "input_scale: 300, and so are outputs of modules": (
+        trained(FLAT, step__batch_rms__0=at(300.0)) | deviations(170.0, 60.0, 2.0),
+        *("warning", "its root mean square is 300"),
+    ),
     "input_scale: 500, and damage": (
         trained(step__batch_rms__0=at(500.0)) | deviations(110.0, 1.0, 1.0),
         *("warning", "large from the first measurement on"),
@@ -172,6 +201,10 @@ CASES = {
     "loss_scale: the loss begins at 4,000": (
         trained(falling(4000, 10)) | outputs(0.1, 0.5),
         *("warning", "begins at 4000 (train/loss), while the model's outputs are at most 0.5"),
+    ),
+    "loss_scale: a loss of infinity": (
+        trained(np.where(np.arange(300) < 4, np.inf, falling())) | outputs(0.1, 0.5),
+        *(None, ""),
     ),
     "loss_scale: cross-entropy": (trained() | outputs(0.1, 0.5), None, ""),
     "weight_changed: times 50": (
@@ -271,7 +304,7 @@ CASES = {
             [105, 112, 119, 126],
             thresholds=np.repeat([6.0, 99.0], [126, 174]),
         ),
-        *("warning", "every 7 optimizer steps"),
+        *("warning", "every 7 iterations"),
     ),
     "bad_batches: the next norm is as usual": (
         runs.grad(runs.with_spike([120]), [120]),
@@ -281,6 +314,10 @@ CASES = {
     "bad_batches: a small spike where the loss is high": (
         runs.grad(runs.with_spike([120], 7.0), [120]) | trained_loss([120]),
         *("warning", "The loss is far above its usual value in iteration 120 (train/loss)"),
+    ),
+    "spikes: a small one where the loss is one of a heavy tail": (
+        runs.grad(runs.with_spike([120], 7.0), [120]) | {"train/loss": series(falling()[:200] + heavy_tail(120))},
+        *("note", "Healthy runs have as many of this size"),
     ),
     "periodic_spikes: of the loss": (
         runs.grad(runs.with_spike([120], 7.0), [120]) | trained_loss(range(120, 201, 10)),
@@ -332,6 +369,22 @@ def test_what_a_report_explains_comes_after_it():
     summary = reported(ZEROED, run=run)
     assert [finding.kind for finding in summary.findings] == ["gradients_not_zeroed", "dead_units"]
     assert summary.findings[1].action == "Probably a consequence of gradients_not_zeroed above."
+
+
+def test_without_a_cause_the_first_sign_comes_first():
+    norms = np.append(np.ones(150), 2.0 ** np.arange(50))
+    norms[170:] = np.inf
+    run = runs.grad(norms, range(154, 201), skipped=False)
+    summary = summarise("run.h5", make_run(run))
+    assert [it.kind for it in summary.findings] == ["spikes", "nonfinite_gradients"]
+    assert [it.severity for it in summary.findings] == ["warning", "problem"]
+    assert summary.assessment.endswith("Cause unknown; the first sign was spikes in iteration 155.")
+
+
+def test_a_report_that_no_step_was_made_is_not_repeated():
+    report = (100, "SetupCheck (setup)", "no_step", "problem", "Adam made no step", (), 1)
+    summary = reported(report, run=runs.grad(runs.calm_norms(400), made=()))
+    assert [it.what for it in summary.findings] == ["SetupCheck (setup), iteration 100: Adam made no step."]
 
 
 def test_of_two_causes_the_one_of_the_same_iteration_is_named():

@@ -41,7 +41,12 @@ SPIKES = {
         "Of these steps 1 was skipped, 1 was clipped, 1 was not made by the train step and 2 were made.|on_spike=",
     ),
     "not handled": (grad(with_spike([50]), [50], skipped=False), ["warning"], "No step was skipped or clipped"),
-    "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 optimizer steps"),
+    "periodic": (grad(with_spike(range(25, 200, 25)), range(25, 200, 25)), ["warning"], "every 25 iterations"),
+    "periodic in one of 3 iterations": (
+        grad(with_spike(range(20, 200, 8)), range(20, 200, 8), every=3),
+        ["warning"],
+        "every 24 iterations",
+    ),
     "not periodic": (grad(with_spike([50, 90, 97, 160]), [50, 90, 97, 160]), ["warning"], "-every"),
     "prefix": (grad(with_spike([120]), [120], root="a/b/generator"), ["warning"], "(a/b/generator/norm)"),
     "reset counter": (
@@ -159,6 +164,15 @@ def test_an_optimizer_that_makes_no_step(made, kind, severity, words):
     findings = found(grad(calm_norms(500), made=made))
     assert [(finding.kind, finding.severity) for finding in findings] == [(kind, severity)] * bool(kind)
     assert all(word in findings[0].text for word in words.split("|") if findings)
+
+
+@pytest.mark.parametrize("accumulated", [4, 6])
+def test_steps_in_iterations_that_are_not_in_the_file_are_not_denied(accumulated):
+    """Steps are made in odd iterations, and every tenth iteration is in the file."""
+    run = grad(calm_norms(1500), made=range(accumulated - 1, 1501, accumulated))
+    part = {name: (at[9::10], values[9::10]) for name, (at, values) in run.items()}
+    assert not part["grad/stepped"][1].any()
+    assert found(part) == []
 
 
 def test_norms_of_a_sum_that_no_step_uses_are_no_spikes():
