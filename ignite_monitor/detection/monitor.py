@@ -55,7 +55,11 @@ class CountingMonitor(Monitor):
         return state
 
     def restore_threshold(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`threshold_state` returned; an error changes nothing. Counts are kept."""
+        """Continue from earlier statistics of the threshold; an error changes nothing. Counts are kept.
+
+        Args:
+            state: what :meth:`threshold_state` returned.
+        """
         self._detector.load_state_dict(state)
 
     def state_dict(self) -> OrderedDict[str, Any]:

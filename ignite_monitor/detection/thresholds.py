@@ -87,7 +87,12 @@ class ThresholdRule:
         return {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in _MOMENTS}
 
     def include(self, state: State, value: Tensor) -> State:
-        """Return the state after one more value, 0-dim, as new tensors."""
+        """Return the state after one more value, as new tensors.
+
+        Args:
+            state: the state before the value.
+            value: the value, 0-dim.
+        """
         return self._moments(state, value, value - state["mean"])
 
     def _moments(self, state: State, value: Tensor, delta: Tensor) -> State:
@@ -100,7 +105,11 @@ class ThresholdRule:
         return dict(zip(_MOMENTS, (count, weight, mean, spread), strict=True))
 
     def entry(self, limit: Tensor) -> Tensor:
-        """Return the value that updates the statistics in place of a spike: by default the threshold ``limit``."""
+        """Return the value that updates the statistics in place of a spike.
+
+        Args:
+            limit: the threshold that the spike exceeds, 0-dim; returned by default.
+        """
         return limit
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +122,13 @@ class ThresholdRule:
         return limit.masked_fill(count < self.warmup, math.nan), mean, std
 
     def observe(self, value: Tensor, when: Tensor | None = None, reset: Tensor | None = None) -> None:
-        """Update the statistics with a value if ``when`` is True, after a reset if ``reset`` is True: 0-dim bools."""
+        """Update the statistics with one value.
+
+        Args:
+            value: the value, 0-dim; if it is used, its powers are finite.
+            when: 0-dim bool: do so only if it is True; None for True.
+            reset: 0-dim bool: discard all earlier values first; None for False.
+        """
         rows = self._rows if reset is None else torch.where(reset, self._initial, self._rows)
         after = self.include(dict(zip(self._names, rows.unbind(), strict=True)), value)
         new = torch.stack([after[name] for name in self._names])
@@ -124,7 +139,11 @@ class ThresholdRule:
         self._rows = self._initial.expand_as(self._rows)
 
     def to(self, reference: Tensor) -> None:
-        """Move the state to the device and dtype of a tensor, and if it is 0-dim, to its shape."""
+        """Move the state to another device.
+
+        Args:
+            reference: tensor of the device and dtype, and if the state is 0-dim, of the shape.
+        """
         self._initial, rows = move_like(self._initial, reference), move_like(self._rows, reference)
         if rows.ndim == 1:
             self._initial = self._initial.view(-1, *[1] * reference.ndim)
@@ -136,7 +155,11 @@ class ThresholdRule:
         return dict(zip(self._names, self._rows.clone().unbind(), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule."""
+        """Continue from a saved state; a ValueError if its names or shapes differ from those of this rule.
+
+        Args:
+            state_dict: the :meth:`state_dict` of a rule of the same kind.
+        """
         self._rows = torch.stack([*loaded(self.state, state_dict).values()])
 
 

@@ -69,5 +69,6 @@ class SpikeAction:
                 step.skip(lost)
                 asked["skipped_count"] = lost
         for name, flag in asked.items():
-            self.counts[name] = self.counts[name] + (float(flag) if flag.is_cpu else flag.to(wide_dtype(flag.device)))
+            number = float(torch.is_nonzero(flag)) if flag.is_cpu else flag.to(wide_dtype(flag.device))
+            self.counts[name] = self.counts[name] + number
         return asked

@@ -22,7 +22,7 @@ from ignite_monitor.detection.spikes import Detection, SpikeDetector, may_be_tru
 from ignite_monitor.detection.thresholds import ThresholdRule
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientTracker
-from ignite_monitor.model.devices import device_of
+from ignite_monitor.model.devices import device_of, move_like
 from ignite_monitor.model.names import named_parameters
 from ignite_monitor.model.norms import norms
 from ignite_monitor.monitor.ranks import Ranks
@@ -157,7 +157,8 @@ class GradientDetector:
 
     def observe_provisionally(self, detection: GradientDetection, when: Tensor | None) -> None:
         """Observe a spike that no step has used."""
-        self.provisional = ProvisionalUpdate((self._snapshot(), [*self._counts]))
+        counts = [move_like(item, detection.norm.value) for item in self._counts]
+        self.provisional = ProvisionalUpdate((self._snapshot(), counts))
         self.observe(detection, when)
 
     def contexts(self, tracker: GradientTracker, optimizer: Optimizer | None) -> list[AbstractContextManager[Any]]:

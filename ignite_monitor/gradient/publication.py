@@ -18,9 +18,8 @@ from ignite_monitor.model.names import tags
 
 _ACTIONS = {"skipped_count": "optimizer step skipped", "clipped_count": "gradient scaled to its threshold"}
 _RECURRING = (
-    "isolated spikes of a similar size in iterations {}; from now on such spikes are not skipped, since rare data "
+    "isolated spikes of a similar size in iterations {}; from now on steps at such spikes, as of rare data, are made"
 )
-_RECURRING += "cause them too"
 
 
 @dataclass
