@@ -8,9 +8,8 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 
-_WIDTH, _LEAST_WIDTH = 114, 40  # of a table, which a docstring indents by 4; of its meanings
+_WIDTH = 114  # of lines that a docstring indents by 4
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,12 @@ class Schema:
                     names.add(name)
         return names
 
-    def table(self) -> str:
-        """Return the keys and their meanings as a table in reStructuredText."""
-        rows = {}
+    def listing(self) -> str:
+        """Return the keys and their meanings as a list in reStructuredText."""
+        start = f"{self.prefix}/" if self.prefix else ""
+        items = []
         for key in self.keys:
             unit, when = f" ({key.unit})" if key.unit else "", f"; {key.when}" if key.when else ""
-            rows[f"``{self.prefix}/{key.pattern}``".replace("``/", "``")] = f"{key.meaning}{unit}{when}"
-        header = "in ``engine.state.metrics``"
-        left = max(map(len, [header, *rows]))
-        right = max(_WIDTH - left - 2, _LEAST_WIDTH)
-        rule = f"{'=' * left}  {'=' * right}"
-        lines = [rule, f"{header:{left}}  meaning", rule]
-        for name, meaning in rows.items():
-            wrapped = textwrap.wrap(meaning, right, break_long_words=False, break_on_hyphens=False)
-            lines += [f"{first:{left}}  {line}" for first, line in zip_longest([name], wrapped, fillvalue="")]
-        return "\n".join([*lines, rule])
+            text = f"- ``{start}{key.pattern}``: {key.meaning}{unit}{when}"
+            items += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        return "\n".join(["Keys in ``engine.state.metrics``:", "", *items])

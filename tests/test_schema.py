@@ -197,7 +197,7 @@ def test_help_lists_every_key(kind):
     assert "{keys}" not in text
     for key in kind.schema.keys:
         full = f"{kind.schema.prefix}/{key.pattern}" if kind.schema.prefix else key.pattern
-        assert re.search(rf"^``{re.escape(full)}`` +\S", text, re.MULTILINE), full
+        assert re.search(rf"^- ``{re.escape(full)}``: \S", text, re.MULTILINE), full
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -221,16 +221,16 @@ def test_numbers_that_represent_missing_values(nonfinite, present):
         assert ("b" in absent) is ("unknown" in absent) is (number != 1)
 
 
-def test_a_key_of_any_length_has_a_table():
+def test_a_key_of_any_length_is_listed():
     long = Key("x" * 150, "a meaning")
-    assert long.pattern in Schema("long", "long", (long,)).table()
+    assert long.pattern in Schema("long", "long", (long,)).listing()
 
 
-def test_a_key_that_is_renamed_is_renamed_in_the_table():
+def test_a_key_that_is_renamed_is_renamed_in_help():
     schema = GradMonitor.schema
     keys = tuple(replace(key, pattern=key.pattern.replace("norm", "length")) for key in schema.keys)
     renamed = replace(schema, keys=keys)
-    assert "``grad/length``" in renamed.table()
+    assert "``grad/length``" in renamed.listing()
     assert renamed.find("norm") is None
 
 

@@ -16,7 +16,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from ignite_monitor.checks import check_function, check_type
-from ignite_monitor.events.monitor_events import MonitorEvents, Phase
 from ignite_monitor.events.source import EventSource
 from ignite_monitor.model.dtensor import any_dtensor
 from ignite_monitor.model.isolation import generator_kinds
@@ -30,7 +29,12 @@ class NoModel(nn.Module):
 def check_model(model: nn.Module) -> None:
     """Refuse an object that is no module, a module without initialized parameters that have data, and FSDP1."""
     check_type("model", model, nn.Module, "torch.nn.Module")
-    check_whole(model)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # no model is sharded before this import
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "Argument model should not be sharded by FullyShardedDataParallel, which leaves flattened parts of "
+            "parameters: shard it with torch.distributed.fsdp.fully_shard"
+        )
     parameters = list(model.parameters())
     if not parameters:
         raise ValueError("Argument model should have parameters, but it has none")
@@ -93,17 +97,11 @@ def check_attachable(monitor: Any, engine: Engine) -> None:
 
 
 def check_handlers(monitor: Any, handlers: Any, engine_handlers: Any) -> None:
-    """Refuse handlers for other events, or that are no methods of the monitor: its events hold it weakly."""
-    for event, handler in engine_handlers:
-        # Where a handler listens to EXCEPTION_RAISED, Ignite 0.5.5 swallows the error.
-        if not isinstance(event, CallableEventWithFilter) or event == Events.EXCEPTION_RAISED or not callable(handler):
-            text = "engine_handlers() should return other events than EXCEPTION_RAISED, with functions, but returned"
-            raise ValueError(f"{text} {event!r}, {handler!r}")
-    for event, handler in handlers:
-        if not isinstance(event, (MonitorEvents, Phase)):
-            raise ValueError(f"handlers() should return events of MonitorEvents, but returned {event!r}")
-        if getattr(handler, "__self__", None) is not monitor:
-            raise TypeError(f"handlers() should return methods of the monitor, but returned {handler!r}")
+    """Refuse what would silently go wrong: errors that Ignite swallows, and methods of another object."""
+    if any(event == Events.EXCEPTION_RAISED for event, _ in engine_handlers):  # where Ignite 0.5.5 swallows the error
+        raise ValueError("engine_handlers() should return other events than EXCEPTION_RAISED")
+    if any(getattr(handler, "__self__", None) is not monitor for _, handler in handlers):  # which events hold weakly
+        raise TypeError(f"handlers() should return methods of the monitor, but returned {handlers}")
 
 
 def events_of(event: Any, only: Events | None = None) -> list[CallableEventWithFilter]:
@@ -124,13 +122,3 @@ def check_optimizer(optimizer: Any, model: nn.Module | None = None, *, optional:
     check_type("optimizer", optimizer, Optimizer, "torch.optim.Optimizer" + " or None" * optional)
     if model is not None and held_by(optimizer).isdisjoint(map(id, model.parameters())):
         raise ValueError("Argument optimizer should hold parameters of model, but it holds none of them")
-
-
-def check_whole(model: nn.Module) -> None:
-    """Refuse, with a ValueError, a model that FullyShardedDataParallel (FSDP1) has flattened and sharded."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # no model is sharded before this import
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "Argument model should not be sharded by FullyShardedDataParallel, which leaves flattened parts of "
-            "parameters: shard it with torch.distributed.fsdp.fully_shard"
-        )

@@ -41,7 +41,7 @@ class Monitor(Reporter, Serializable):
 
     A subclass overrides :meth:`handlers` and calls :meth:`publish`. Values on a device are 0-dim tensors until a logger
     or :meth:`on_host` reads them. A non-finite number is not reported, unless the schema allows it. ``{keys}`` in a
-    docstring is replaced by the table of the schema.
+    docstring is replaced by the list of the schema.
 
     Args:
         model: the model, as the train step uses it (wrapped, if it is wrapped), or a :class:`NoModel`.
@@ -72,7 +72,7 @@ class Monitor(Reporter, Serializable):
         super().__init_subclass__(**kwargs)
         if schema is not None:
             cls.schema = schema
-            cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.table())
+            cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{keys}", schema.listing())
 
     def __init__(self, model: nn.Module, prefix: str, families: Sequence[str] = (), *, group: Group = None) -> None:
         if not isinstance(model, NoModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from ignite_monitor.model._torch import has_communication_hook, is_in_join
 from ignite_monitor.model.devices import device_of, move, wide_dtype
 from ignite_monitor.model.dtensor import all_reduce, is_dtensor, reshard
 from ignite_monitor.model.norms import combine, norms, reduce_norm, total_norm
-from ignite_monitor.monitor.transfer import DeferredFlag, NamedValues
+from ignite_monitor.monitor.transfer import NamedValues
 
 NOT_REDUCED = "DistributedDataParallel ignores parameters, or a communication hook may leave gradients of one rank"
 
@@ -213,60 +214,52 @@ def _union(groups: Iterable[Any]) -> list[Any]:
 
 Rows = dict[Any, NamedValues]  # kind -> names and their rows; the rows of a kind have one length
 
-Table = tuple[str, Any, int]  # reduction, kind, length of the rows
-Tables = dict[Table, NamedValues]
+Table = tuple[bool, Any, int]  # whether the maximum is taken, kind, length of the rows
 
 
 class RankReduction:
     """Sum or maximum over ranks of rows that not every rank has.
 
-    The ranks agree on the names in the first iteration, and where a rank has new ones, in the next: every other
-    iteration has two collectives, whatever a rank has. Missing rows count as 0 and minus infinity.
+    The ranks exchange the names of their rows in the calls 1, 2, 4 and 8 and in every 16th. Until then the rows of new
+    names are left out, and no rank waits for one that has others. Missing rows count as 0 and minus infinity.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._names: dict[Table, dict[str, None]] = {}
-        self._has_news = DeferredFlag()
-        self._has_news.set(torch.tensor(True, device="cpu"))
+        self._ranks, self._calls = ranks, 0
+        self._own: dict[tuple[Table, str], None] = {}  # names that this rank has had
+        self._exchanged: dict[tuple[Table, str], None] = {}  # the same on all ranks, in one order
 
     def __call__(self, sums: Rows, maxima: Rows, device: torch.device) -> tuple[Rows, Rows]:
         """Return the sums and maxima of all ranks' rows on a device."""
-        tables = {("sum", kind, rows.values.shape[1]): rows for kind, rows in sums.items()}
+        tables = {(False, kind, rows.values.shape[1]): rows for kind, rows in sums.items()}
         for kind, (names, values) in maxima.items():  # the maximum of NaN depends on the order of ranks
             rows = NamedValues(names, values.nan_to_num(math.inf, math.inf, -math.inf))
-            tables["max", kind, values.shape[1]] = rows
-        if self._has_news.take(wait=True):
-            self._add([self._ranks.value_of_first_rank(self._news(tables))])  # most often those of all
-            self._add(self._ranks.gather(self._news(tables)))
-        flag = torch.full((1,), float(bool(self._news(tables))), dtype=wide_dtype(device), device=device)
-        reduced = list[Rows]()
-        for reduction, over_ranks, missing in (("sum", self._ranks.sum, 0.0), ("max", self._ranks.max, -math.inf)):
-            known = {table: list(names) for table, names in self._names.items() if table[0] == reduction}
-            parts = [_in_order(tables.get(table), table, names, missing, device) for table, names in known.items()]
-            *parts, flag = over_ranks(torch.cat([*parts, flag])).split([*map(len, parts), 1])
-            both = zip(known.items(), parts, strict=True)
-            reduced.append({kind: NamedValues(names, part.view(-1, n)) for ((_, kind, n), names), part in both})
-        self._has_news.set(flag[0] > 0)
-        return reduced[0], reduced[1]
+            tables[True, kind, values.shape[1]] = rows
+        self._own |= {(table, name): None for table, rows in tables.items() for name in rows.names}
+        self._calls += 1
+        if self._calls in (1, 2, 4, 8) or self._calls % 16 == 0:
+            self._exchanged |= dict.fromkeys(self._ranks.value_of_first_rank(self._news()))  # most often those of all
+            self._exchanged |= dict.fromkeys(chain.from_iterable(self._ranks.gather(self._news())))
+        known: dict[Table, list[str]] = {}
+        for table, name in self._exchanged:
+            known.setdefault(table, []).append(name)
+        reduced = Rows(), Rows()
+        for is_max, over_ranks, missing in ((False, self._ranks.sum, 0.0), (True, self._ranks.max, -math.inf)):
+            chosen = [table for table in known if table[0] == is_max]
+            default = torch.full((1, 1), missing, dtype=wide_dtype(device), device=device)
+            parts = [_in_order(tables.get(table), known[table], default.expand(1, table[2])) for table in chosen]
+            whole = over_ranks(torch.cat(parts)).split([*map(len, parts)]) if parts else ()
+            for table, part in zip(chosen, whole, strict=True):
+                reduced[is_max][table[1]] = NamedValues(known[table], part.view(-1, table[2]))
+        return reduced
 
-    def _add(self, parts: Iterable[dict[Table, list[str]]]) -> None:
-        for table, names in (item for part in parts for item in part.items()):
-            self._names.setdefault(table, {}).update(dict.fromkeys(names))
-
-    def _news(self, tables: Tables) -> dict[Table, list[str]]:
-        """Return the names that the ranks have not gathered yet, of the tables that have some."""
-        known = self._names
-        news = {key: [name for name in rows.names if name not in known.get(key, ())] for key, rows in tables.items()}
-        return {table: names for table, names in news.items() if names}
+    def _news(self) -> list[tuple[Table, str]]:
+        return [item for item in self._own if item not in self._exchanged]
 
 
-def _in_order(
-    rows: NamedValues | None, table: Table, names: Sequence[str], missing: float, device: torch.device
-) -> Tensor:
-    """Return this rank's rows of a table in the order of names, flat, with a value for what is missing."""
-    values = torch.full((1, table[2]), missing, dtype=wide_dtype(device), device=device)  # of -1
+def _in_order(rows: NamedValues | None, names: Sequence[str], missing: Tensor) -> Tensor:
+    """Return this rank's rows in the order of names, flat; ``missing`` is the row of a name that it does not have."""
     place = {} if rows is None else {name: index for index, name in enumerate(rows.names)}
-    values = values if rows is None else torch.cat([rows.values.to(values), values])
+    values = missing if rows is None else torch.cat([rows.values.to(missing), missing])
     index = torch.tensor([place.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
-    return values[move(index, device)].flatten()
+    return values[move(index, missing.device)].flatten()

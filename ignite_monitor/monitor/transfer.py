@@ -27,15 +27,10 @@ class NamedValues(NamedTuple):
 
 
 def joined(parts: Sequence[NamedValues]) -> NamedValues:
-    """Concatenate at least one part on the device of the first; the last value of a name replaces earlier ones."""
-    if len(parts) == 1:
-        return parts[0]
-    names = [name for part in parts for name in part.names]
+    """Concatenate parts on the device of the first."""
     device = parts[0].values.device
     values = [part.to(device, wide_dtype(device), non_blocking=device.type != "cpu") for _, part in parts]
-    together = NamedValues(names, torch.cat(values))
-    last = {name: index for index, name in enumerate(names)}
-    return together if len(last) == len(names) else together.rows([*last.values()])
+    return NamedValues([name for names, _ in parts for name in names], torch.cat(values))
 
 
 def is_cpu(values: Tensor) -> bool:

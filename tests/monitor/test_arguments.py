@@ -101,7 +101,7 @@ REFUSED = [
                                        "prefix": [""]}),
     (attach_monitors, TypeError, {"trainer": [None], "model": [3], "optimizer": [None], "scaler": [1], "every": [2.0],
                                   "threshold": ["3"], "on_spike": [1], "prefix": [None], "extra": [[1]]}),
-    (attach_monitors, ValueError, {"every": [0], "flag": ["no flag"], "extra": ["all", ["all"]]}),
+    (attach_monitors, ValueError, {"every": [0], "extra": ["all", ["all"]]}),
 ]  # fmt: skip
 
 
