@@ -140,10 +140,10 @@ class DetectionMonitor(CountingMonitor):
         is_new, self._reported_resets = count > self._reported_resets, count
         if is_new:
             text = "spikes in a short time; assuming a regime change, resetting threshold statistics."
-            self._warn(f"{self.max_consecutive_spikes} {text}")
+            self.warn(f"{self.max_consecutive_spikes} {text}")
         return is_new
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Log a line that is not recorded: the values say the same."""
         engine = self._attached_to()
         iteration = 0 if engine is None else engine.state.iteration

@@ -133,7 +133,8 @@ class GradientDetector:
         if not all(map(is_not, gradients, repeat(None))):
             zero = torch.zeros(1, device=device_of(self._model))
             gradients = [zero if gradient is None else gradient for gradient in gradients]
-        parts = _unscaled(norms(gradients, self._norm_type), scale)
+        parts = norms(gradients, self._norm_type)
+        parts = parts if scale is None else _unscaled(parts, scale)
         parameter = self._of_parameters.detect(self._names(parameters), parts)
         flags = torch.stack((parameter.spike, parameter.threshold_reset)).any(1)
         value, flags = self._ranks.norm(parameters, self._norm_type, parts, flags)
@@ -143,7 +144,8 @@ class GradientDetector:
 
     def norm(self, parameters: Sequence[nn.Parameter], scale: Tensor | None) -> Tensor:
         """The norm of the gradients of parameters over all ranks, divided by 0-dim ``scale``."""
-        return _unscaled(self._ranks.norm(parameters, self._norm_type)[0], scale)
+        norm = self._ranks.norm(parameters, self._norm_type)[0]
+        return norm if scale is None else _unscaled(norm, scale)
 
     def observe(self, detection: GradientDetection, when: Tensor | None = None) -> None:
         """Update statistics and counts, if a 0-dim bool tensor is True; None for True."""
@@ -239,5 +241,5 @@ class GradientDetector:
         return self._named[1]
 
 
-def _unscaled(norms: Tensor, scale: Tensor | None) -> Tensor:
-    return norms if scale is None else norms / scale.to(norms.device)
+def _unscaled(norms: Tensor, scale: Tensor) -> Tensor:
+    return norms / scale.to(norms.device)

@@ -191,7 +191,7 @@ class GradMonitor(DetectionMonitor, ScaledMonitor, schema=GRADIENT):
         # Optimizers that step inside of backward never have a whole gradient.
         is_whole = step.tracker.reduced and not (self.optimizer is None and in_backward())
         parameters = step.tracker.parameters if self.optimizer is None else step.parameters
-        if not (is_whole and (self.ranks.exceed_wrappers or has_gradients(parameters))):
+        if not (is_whole and (has_gradients(parameters) or self.ranks.exceed_wrappers)):
             self._window.close()
             self.clear(engine)
             if self._window.last_step is not None:
@@ -207,7 +207,8 @@ class GradMonitor(DetectionMonitor, ScaledMonitor, schema=GRADIENT):
         if not (taken.of_backward and taken.updates):  # else the backward has
             report = taken.updates and bool(self._known(taken.detection.spike))
             self._set_flag(engine, taken.detection, report)
-        self._now.actions |= self._action.ask(self, step, taken, parameters)
+        if self._action.kind is not None:
+            self._now.actions |= self._action.ask(self, step, taken, parameters)
 
     def _on_step_completed(self, engine: Engine, step: OptimizerStep) -> None:
         taken = self._window.step_completed() if step.is_of(self.optimizer) else None

@@ -38,7 +38,8 @@ class IterationState:
 
     def publish(self, monitor: Any, detection: GradientDetection | None) -> None:
         """Publish a detection; None for nothing but that no step was made with the iteration's gradient."""
-        monitor.clear_metrics()  # of an earlier gradient of this iteration
+        if monitor.metrics:  # of an earlier gradient of this iteration
+            monitor.clear_metrics()
         self.published = detection
         if detection is None:
             self.is_published = None
@@ -91,7 +92,7 @@ class IterationState:
                 monitor.report(name.removesuffix("_count"), f"{describe(spike)}; {text}", severity="note")
         if detection.names and not self.is_described:
             self.is_described = True
-            monitor._warn(f"{describe(spike)}.")
+            monitor.warn(f"{describe(spike)}.")
         tag_of = dict(zip(detection.names, tags(detection.names), strict=True))
         return {f"culprit/{tag_of[name]}": share for name, share in spike.culprits.items()}
 

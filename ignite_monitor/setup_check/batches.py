@@ -13,7 +13,7 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.tensors import bits_of
 
 
-def hash_batch(batch: Any) -> list[int] | None:
+def hash_batch(batch: Any) -> Tensor | None:
     """Return None for a batch with objects of unknown equality, and for constants, which may be placeholders."""
     leaves = _leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu and has_local_data(leaf)]
@@ -21,7 +21,7 @@ def hash_batch(batch: Any) -> list[int] | None:
     bits = [bits_of(tensor).flatten() for tensor in tensors]
     if len(tensors) + len(others) < len(leaves) or all(torch.equal(item, item[:1].expand_as(item)) for item in bits):
         return None
-    return hashes_of({str(i): leaf for i, leaf in enumerate(leaves)}, torch.device("cpu")).tolist()
+    return hashes_of({str(i): leaf for i, leaf in enumerate(leaves)}, torch.device("cpu"))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -35,7 +35,7 @@ class Evidence:
     stepped: set[int] = field(default_factory=set)  # iterations with a step of the optimizer
     seen: set[int] = field(default_factory=set)  # ids of the parameters that had a gradient
     calls: list[bool] = field(default_factory=list)  # True for one of DistributedDataParallel, False for its module
-    batches: list[Any] = field(default_factory=list)  # hashes of the first ones; None for one that is not compared
+    batches: list[Tensor | None] = field(default_factory=list)  # hashes of the first ones
     steps_of_torch: bool = True  # all steps are those of optimizers of torch
     others_stepped: bool = False  # another optimizer made a step
     uses_gradients: bool = False  # a step started with a gradient

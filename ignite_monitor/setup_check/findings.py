@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer, RMSprop
 
@@ -153,8 +154,8 @@ def _large_momentum(evidence: Evidence, report: Report) -> None:
 
 
 def _batch_repeats(evidence: Evidence, report: Report) -> None:
-    first, *others = evidence.batches or [None]
-    if first and others == [first] * (COMPARED - 1):
+    hashes = [hashed for hashed in evidence.batches if hashed is not None]
+    if len(hashes) == COMPARED and all(torch.equal(hashes[0], hashed) for hashed in hashes):
         text = f"the first {COMPARED} batches are bitwise equal: check the data loader"
         report("batch_repeats", text, "warning")
 

@@ -170,7 +170,7 @@ MONITORS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
     "RCCHandler": (lambda m, _: im.RCCHandler(m), (1, 2 * 80)),
     "AlignmentHandler": (lambda m, _: AlignmentHandler(m), (1, 2 * 48)),
     "StepStatsHandler": (im.StepStatsHandler, (0, 0)),
-    "GradientNoiseScaleHandler": (partial(im.GradientNoiseScaleHandler, items=len), (1, 40)),
+    "GradientNoiseScaleHandler": (partial(im.GradientNoiseScaleHandler, items=len), (1, 48)),
     "CurvatureHandler": (partial(im.CurvatureHandler, lanczos_steps=5, **_SQUARES), (7, 7 * 4 * 76)),
     "ReplicaCheckHandler": (im.ReplicaCheckHandler, (2, 24)),
     "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, **_SQUARES), (1, 4)),
