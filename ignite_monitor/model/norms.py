@@ -54,6 +54,7 @@ def over_shards(norms: Tensor, tensors: Sequence[Any], norm_type: float = 2.0) -
     return norms
 
 
+@torch.no_grad()
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements of all tensors, as :func:`norms`, 0-dim."""
     parts = list(tensors)
@@ -62,19 +63,17 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     devices, layouts, dtypes = _kinds(parts)
     if len(devices) == 1 and layouts == {torch.strided} and dtypes <= _NARROW and not any_dtensor(parts):
         # The norm of one vector of all short tensors takes a third of the time of their norms.
-        with torch.no_grad():
-            short = [tensor.flatten() for tensor in parts if tensor.numel() <= _LONGEST_SUM]
-            long = [tensor for tensor in parts if tensor.numel() > _LONGEST_SUM]
-            parts = [*long, torch.cat(short)] if short else long
-            return combine(_strided_norms(parts, norm_type), norm_type, parts)
+        short = [tensor.flatten() for tensor in parts if tensor.numel() <= _LONGEST_SUM]
+        long = [tensor for tensor in parts if tensor.numel() > _LONGEST_SUM]
+        parts = [*long, torch.cat(short)] if short else long
     return combine(norms(parts, norm_type), norm_type, parts)
 
 
 def combine(norms: Sequence[Tensor] | Tensor, norm_type: float = 2.0, tensors: Sequence[Tensor] = ()) -> Tensor:
     """The norm of a vector from the norms of its parts: 0-dim tensors on one device and of one dtype, or a vector."""
+    if len(norms) == 1:
+        return norms[0]
     values = norms if isinstance(norms, Tensor) else torch.stack([*norms])
-    if values.numel() == 1:
-        return values.view(())
     wide = {torch.float64, torch.complex128}  # squares of the norms of other tensors fit in float64
     fits = values.dtype == torch.float64 and tensors and wide.isdisjoint(map(attrgetter("dtype"), tensors))
     if norm_type != 2.0 or fits:
@@ -111,24 +110,19 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[set[Any], set[Any], set[Any]]:
 
 def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     devices, layouts, dtypes = _kinds(tensors)
-    if layouts != {torch.strided} or any(map(attrgetter("is_complex"), dtypes)):
+    if layouts != {torch.strided} or any(dtype.is_complex for dtype in dtypes):
         return _local_norms([_as_dense_real(tensor, norm_type) for tensor in tensors], norm_type)
     first = tensors[0].device
     if len(devices) > 1:
         unjoined = [_local_norms([tensor], norm_type) for tensor in tensors]
         return torch.cat([norm.to(first, wide_dtype(first)) for norm in unjoined])
-    return _strided_norms(tensors, norm_type) if dtypes <= _NARROW else wide_norms(tensors, norm_type)
-
-
-def _strided_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norms of strided tensors of float32 or narrower on one device."""
     # Devices other than the CPU read memory slower than they add in float64, and no branch may depend on a value there.
-    if not tensors[0].is_cpu:
+    if first.type != "cpu" or not dtypes <= _NARROW:
         return wide_norms(tensors, norm_type)
     # Sums of tensors in another order take another way, with fewer digits.
     tensors = [tensor.contiguous() if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     short = [tensor for tensor in tensors if tensor.numel() <= _LONGEST_SUM]
-    of_short = iter(torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double().unbind() if short else ())
+    of_short = iter(torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double() if short else ())
     values = torch.stack([
         next(of_short) if tensor.numel() <= _LONGEST_SUM else _long_norm(tensor.view(-1), norm_type)
         for tensor in tensors
