@@ -112,7 +112,7 @@ def test_combining_norms_of_parts(norm_type, factor):
     whole = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = [torch.linalg.vector_norm(part, norm_type) * factor for part in whole.split([5, 20, 5])]
     expected = torch.linalg.vector_norm(whole, norm_type) * factor
-    torch.testing.assert_close(combine(parts, norm_type), expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(combine(torch.stack(parts), norm_type), expected, rtol=1e-12, atol=0.0)
 
 
 def test_the_norm_of_each_of_mixed_ones():
