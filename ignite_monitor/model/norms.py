@@ -117,12 +117,12 @@ def _local_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return wide_norms(tensors, norm_type)
     if not all(map(Tensor.numel, tensors)):
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    vectors = list(map(torch.ravel, tensors))  # sums in another order than that of memory have fewer digits
-    short = [vector[:_LONGEST_SUM] for vector in vectors]
+    tensors = list(map(Tensor.contiguous, tensors))  # sums of others take another way, with fewer digits
+    short = [tensor if tensor.numel() <= _LONGEST_SUM else tensor.new_zeros(1) for tensor in tensors]
     values = torch.stack(foreach_norm(short, norm_type, dtype=torch.float32)).double()
-    for i, vector in enumerate(vectors):
-        if vector.numel() > _LONGEST_SUM:
-            values[i] = _long_norm(vector, norm_type)
+    for i, tensor in enumerate(tensors):
+        if tensor.numel() > _LONGEST_SUM:
+            values[i] = _long_norm(tensor.view(-1), norm_type)
     is_safe = values == values.clamp(*_SAFE)
     if not torch.is_nonzero(is_safe.all()):
         unsafe = [tensor for tensor, flag in zip(tensors, is_safe, strict=True) if not torch.is_nonzero(flag)]
