@@ -84,23 +84,21 @@ def _runs_on_cudnn(module: nn.RNNBase) -> bool:
     return torch.backends.cudnn.enabled and any(parameter.is_cuda for parameter in module.parameters())
 
 
-def cuda_devices() -> list[torch.device]:
-    """CUDA devices of this process; none before CUDA is initialized."""
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-
-
 def capture_rng_state(devices: Iterable[torch.device] | None = None) -> dict[str, Any]:
     """RNG state of torch, Python, NumPy and devices, None for the CUDA devices in use; no device is synchronized.
 
     It holds only what ``torch.load(weights_only=True)`` reads.
     """
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cuda", i) for i in range(count)]
     version, internal_state, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
         "python": [version, list(internal_state), gauss],
         "devices": {
             str(item): torch.get_device_module(item).get_rng_state(*_index_of(item))
-            for item in set(cuda_devices() if devices is None else devices)
+            for item in set(devices)
             if item.type not in ("cpu", "meta")
         },
     }

@@ -20,7 +20,7 @@ from torch import nn
 from ignite_monitor.checks import check_count, check_function, check_type
 from ignite_monitor.model.devices import wide_dtype
 from ignite_monitor.model.forward import after_forward
-from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
+from ignite_monitor.model.isolation import preserved_rng_state
 from ignite_monitor.model.linear_maps import feature_dim
 from ignite_monitor.model.names import is_layer, modules_by_name, tags
 from ignite_monitor.model.tensors import floating_tensors
@@ -72,7 +72,7 @@ def coordinate_check(
     check_function("train_step", train_step, "model", "optimizer", "batch")
     records: list[Record] = []
     expected: dict[tuple[str, str], tuple[float, float]] = {}
-    with preserved_rng_state(cuda_devices()):
+    with preserved_rng_state():
         for width, seed in itertools.product(widths, range(seeds)):
             _seed(seed, 0)
             made: Any = make_model(width)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ignite_monitor.model._torch import pytree
-from ignite_monitor.model.isolation import cuda_devices, generators_of, preserved_rng_state
+from ignite_monitor.model.isolation import generators_of, preserved_rng_state
 from ignite_monitor.model.names import unwrapped
 
 OLDEST = (2, 7)
@@ -50,7 +50,7 @@ def exported_graph(model: nn.Module, inputs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # the graph of a model that torch refuses
-        stack.enter_context(preserved_rng_state(cuda_devices(), generators_of(model)))
+        stack.enter_context(preserved_rng_state(generators=generators_of(model)))
         warnings.simplefilter("ignore")  # torch.export uses deprecated parts of torch
         try:
             exported = torch.export.export(_TensorOutputs(unwrapped(model).eval()), args, kwargs, strict=False)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ignite_monitor.checks import check_choice, check_count, check_real, check_type
-from ignite_monitor.model.isolation import cuda_devices, preserved_rng_state
+from ignite_monitor.model.isolation import preserved_rng_state
 from ignite_monitor.model.names import named_modules, named_parameters
 from ignite_monitor.scaling.exported import NEGLIGIBLE, ExportedModels, mark_relative
 from ignite_monitor.scaling.operations import TracingError
@@ -99,7 +99,7 @@ def parametrize(
     check_choice("preset", preset, *PRESETS)
     check_type("initialize", initialize, bool, "bool")
 
-    with preserved_rng_state(cuda_devices()):
+    with preserved_rng_state():
         small = make_model(widths[0])
     with RandomTensors() as random:
         model = make_model(widths[1])
