@@ -14,18 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
 from ignite_monitor.checks import check_count
-from ignite_monitor.curvature.hessian import (
-    Hessian,
-    Product,
-    flat_dtype,
-    lanczos,
-    largest_eigenvalue,
-    length,
-    start_vector,
-)
+from ignite_monitor.curvature.hessian import Hessian, Product, curvatures, flat_dtype, largest_eigenvalue
 from ignite_monitor.keys import CURVATURE
 from ignite_monitor.model.devices import move
-from ignite_monitor.model.isolation import is_from_signal_handler
 from ignite_monitor.model.names import parameters_of, unwrapped
 from ignite_monitor.monitor import transfer
 from ignite_monitor.monitor.arguments import check_generators, check_loss, check_optimizer
@@ -116,25 +107,18 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
         if not self.ranks.reduces(parameters):
             self.report("not_measured", f"nothing is reported: {NOT_REDUCED}")
             return
-        try:
+        with self._training_continues("not_measured", "nothing is reported, since the curvature can't be measured"):
             with rank_mean(self.ranks, parameters, 2 + self.lanczos_steps) as mean:
                 along_gradient, tridiagonal = self._measure(engine.state.batch, parameters, mean)
-        except Exception as error:
-            if is_from_signal_handler(error):
-                raise
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            self.report("not_measured", f"nothing is reported, since the loss can't be measured: {reason}")
-            return
-        self.publish(along_gradient=along_gradient)
-        if type(self.optimizer) is SGD:
-            self.publish(stability_threshold=stability_threshold(self.optimizer, parameters))
-        if transfer.is_cpu(tridiagonal):
-            self.publish(**self.resolve_deferred([tridiagonal.tolist()]))
-        else:
-            self._tridiagonal = tridiagonal
+            self.publish(along_gradient=along_gradient)
+            if type(self.optimizer) is SGD:
+                self.publish(stability_threshold=stability_threshold(self.optimizer, parameters))
+            if transfer.is_cpu(tridiagonal):
+                self.publish(**self.resolve_deferred([tridiagonal.tolist()]))
+            else:
+                self._tridiagonal = tridiagonal
 
     def _measure(self, batch: Any, parameters: Sequence[Tensor], mean: Product) -> tuple[Tensor, Tensor]:
-        """Return the curvature along the gradient, and what :func:`lanczos` returns, flat."""
         root = unwrapped(self.model)
         for module in user_forward_hooks(root.modules()):
             raise RuntimeError(f"a {type(module).__name__} has a forward hook, which a copy of the model does not run")
@@ -144,14 +128,7 @@ class CurvatureHandler(Monitor, schema=CURVATURE):
             if not copies.keys() >= set(map(id, parameters)):
                 raise RuntimeError("the optimizer holds parameters of another model")
             hessian = Hessian(evaluate(self.loss, model, batch), [copies[id(item)] for item in parameters])
-            gradient = mean(hessian.gradient())
-
-            def product(vector: Tensor) -> Tensor:
-                return mean(hessian.times(vector))
-
-            unit = gradient / length(gradient)
-            along_gradient = unit @ product(unit)
-            return along_gradient, lanczos(product, start_vector(gradient, seed=0), self.lanczos_steps).flatten()
+            return curvatures(mean(hessian.gradient()), lambda vector: mean(hessian.times(vector)), self.lanczos_steps)
 
     def deferred_tensors(self) -> list[Tensor]:
         return [] if self._tridiagonal is None else [self._tridiagonal]

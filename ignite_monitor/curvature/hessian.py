@@ -59,6 +59,12 @@ def length(vector: Tensor) -> Tensor:
     return wide_norms([vector])[0].to(vector.dtype)
 
 
+def curvatures(gradient: Tensor, product: Product, steps: int) -> tuple[Tensor, Tensor]:
+    """Return the curvature along the gradient, and what :func:`lanczos` returns, flat."""
+    unit = gradient / length(gradient)
+    return unit @ product(unit), lanczos(product, start_vector(gradient, seed=0), steps).flatten()
+
+
 def start_vector(direction: Tensor, seed: int) -> Tensor:
     """Unit vector along a direction plus a random one, which has a part along every eigenvector."""
     generator = torch.Generator(direction.device).manual_seed(seed)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ignite.engine import Engine
 
 from ignite_monitor.checks import check_choice
+from ignite_monitor.model.isolation import is_from_signal_handler
 
 LEVELS = {"problem": logging.WARNING, "warning": logging.WARNING, "note": logging.INFO}
 """Severity of a report -> level of its log line."""
@@ -98,10 +99,12 @@ class Reporter:
 
     @contextmanager
     def _training_continues(self, kind: str, text: str) -> Iterator[None]:
-        """Report an error of the user's objects with a text before it."""
+        """Report an error of the user's objects with a text before it; those of signal handlers are raised."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            if is_from_signal_handler(error):
+                raise
             reason = str(error).partition("\n")[0]
             self.report(kind, f"{text}: {type(error).__name__}: {reason}")
 

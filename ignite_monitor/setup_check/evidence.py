@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -20,7 +20,7 @@ from ignite_monitor.model.modes import has_local_data
 from ignite_monitor.model.names import held_by, is_from_torch, learning_rates, named_parameters
 from ignite_monitor.model.norms import total_norm
 from ignite_monitor.model.sampling import is_measurable
-from ignite_monitor.setup_check.batches import hash_batch
+from ignite_monitor.model.tensors import bits_of
 
 COMPARED = 3  # batches
 
@@ -109,3 +109,19 @@ class Evidence:
         followed = [(norm, initial) for norm, initial in zip(norms, rest, strict=True) if initial]
         # The first backward after each step finds its gradients, and no other one finds zeros.
         self.followed, self.keeps_gradients = len(followed), all(it[0] == n and all(it) for n, it in followed)
+
+
+def hash_batch(batch: Any) -> Tensor | None:
+    """Return None for a batch with objects of unknown equality, and for constants, which may be placeholders."""
+    leaves = _leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu and has_local_data(leaf)]
+    others = [leaf for leaf in leaves if isinstance(leaf, (str, bytes, int, float, type(None)))]
+    bits = [bits_of(tensor).flatten() for tensor in tensors]
+    if len(tensors) + len(others) < len(leaves) or all(torch.equal(item, item[:1].expand_as(item)) for item in bits):
+        return None
+    return hashes_of({str(i): leaf for i, leaf in enumerate(leaves)}, torch.device("cpu"))
+
+
+def _leaves(value: Any) -> list[Any]:
+    members = tuple(value.items()) if isinstance(value, Mapping) else value
+    return [leaf for item in members for leaf in _leaves(item)] if isinstance(members, (list, tuple)) else [value]

@@ -154,8 +154,8 @@ def _large_momentum(evidence: Evidence, report: Report) -> None:
 
 
 def _batch_repeats(evidence: Evidence, report: Report) -> None:
-    hashes = [hashed for hashed in evidence.batches if hashed is not None]
-    if len(hashes) == COMPARED and all(torch.equal(hashes[0], hashed) for hashed in hashes):
+    batches = [batch for batch in evidence.batches if batch is not None]
+    if len(batches) == COMPARED and all(torch.equal(batch, batches[0]) for batch in batches):
         text = f"the first {COMPARED} batches are bitwise equal: check the data loader"
         report("batch_repeats", text, "warning")
 

@@ -88,7 +88,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         self.per_parameter = per_parameter
         self._selection = Selection(include, exclude)
         self._nonfinite = DeferredFlag()  # a weight or an update
-        self._special: set[str] = set()  # names that were reported
         if not self._weights():
             text = "real weights of two dimensions or more that are selected, and not computed by their modules"
             raise ValueError(f"Argument model should have {text}")
@@ -159,8 +158,6 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
         at = torch.tensor([indices[label.weight] for label in labels], device="cpu")
         moved = self._stepped.mask(len(indices), device)[move(at, device)]
         norm, error, scale, _ = self._order_statistics(labels, measured, moved)
-        if not self._stepped:
-            return {}
         return {
             "update_norm_max": norm[3],
             "update_error_max": error[3],
@@ -186,14 +183,12 @@ class SpectralNormHandler(Monitor, schema=SPECTRAL):
             self.report("nonfinite", "weights or updates that are not finite are not reported")
 
     def _weights(self) -> list[MatrixWeight]:
-        """Return the weights to measure, and report each of the others once, whenever it becomes special."""
+        """Return the weights to measure, and report the first others."""
         reshard(self.model)
         weights, special = matrix_weights(self.model, self._selection)
-        new = [name for name in special if name not in self._special]
-        self._special.update(new)
-        if new:
-            text = f"complex and computed weights are not measured: {listed(new, 5)}"
-            self.report("special_weights", text, names=new, once=False)
+        if special:
+            text = f"complex and computed weights are not measured: {listed(special, 5)}"
+            self.report("special_weights", text, names=special)
         return weights
 
     def deferred_tensors(self) -> list[Tensor]:

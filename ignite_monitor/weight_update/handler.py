@@ -142,6 +142,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
         Synchronizes with the device.
         """
+        rows = self._learn(self._table.tolist()) if isinstance(self._table, Tensor) else self._table
         return {
             name: ParameterDiagnostics(
                 norm,
@@ -150,7 +151,7 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
                 norm > self.exploding_grad_threshold,
                 count >= self.frozen_patience_steps,
             )
-            for name, norm, ratio, count, *_ in zip(self._names, *self._rows(), strict=True)
+            for name, norm, ratio, count, *_ in zip(self._names, *rows, strict=True)
         }
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -167,15 +168,13 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
         Raises:
             TypeError: if it holds something else than names, counts and hashes.
-            ValueError: if it was saved by a monitor of another kind, or of another model.
+            ValueError: if it was saved by a monitor of another kind.
         """
         super().load_state_dict(state_dict)
         names, *values = state_dict["names"], state_dict["counts"], state_dict["hashes"]
         if not isinstance(names, list) or any(getattr(value, "shape", None) != (len(names),) for value in values):
             text = "Argument state_dict should hold a list in 'names' and tensors of as many elements in 'counts' and "
             raise TypeError(f"{text}'hashes', but it holds {names!r} and {values!r}")
-        if set(names).isdisjoint(self._names):
-            raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
         saved = dict(zip(names, zip(*(value.tolist() for value in values), strict=True), strict=True))
         counts, hashes = zip(*(saved.get(name, (0, 0)) for name in self._names), strict=True)
         self._counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
@@ -267,9 +266,6 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
                 of_group = [names[i] for i in members], [ratios[i] for i in members]
                 values |= top(f"largest_update_ratio/group_{number}", *of_group, min(self.top_k, 1))
         return values
-
-    def _rows(self) -> list[list[float]]:
-        return self._learn(self._table.tolist()) if isinstance(self._table, Tensor) else self._table
 
     def _learn(self, rows: list[list[float]]) -> list[list[float]]:
         """Keep and return the table, now on the host; report frozen parameters, and choose those to measure whole."""

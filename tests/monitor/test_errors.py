@@ -11,6 +11,7 @@ from torch import nn
 
 from ignite_monitor import (
     ActivationHandler,
+    GradientNoiseScaleHandler,
     GradMonitor,
     HistogramHandler,
     Monitor,
@@ -214,20 +215,34 @@ def test_errors_of_on_spike_end_training():
         trained(lambda m, o: GradMonitor(m, o, threshold=StaticThreshold(1e-9), on_spike=stop))
 
 
+def raise_signal(*_):
+    return signal.raise_signal(signal.SIGUSR1)
+
+
+class Signalled(Failing):
+    def fails_at(self, place):
+        if place == "TRAIN_STEP_COMPLETED":
+            raise_signal()
+
+
 @pytest.mark.allows_failed_monitors
-def test_errors_of_signal_handlers_end_training():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, _: Signalled(model, None),
+        lambda *both: StepStatsHandler(*both, items=raise_signal),
+        lambda *both: GradientNoiseScaleHandler(*both, micro_batches=2, items=raise_signal),
+    ],
+    ids=["monitor", "items", "items of the noise scale"],
+)
+def test_errors_of_signal_handlers_end_training(make):
     def interrupted(signal_number, frame):
         raise TimeoutError("preempted")
-
-    class Signalled(Failing):
-        def fails_at(self, place):
-            if place == "TRAIN_STEP_COMPLETED":
-                signal.raise_signal(signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, interrupted)
     try:
         with pytest.raises(TimeoutError, match="preempted"):
-            trained(lambda m, _: Signalled(m, None))
+            trained(make)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
