@@ -58,7 +58,10 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ("gradients_not_zeroed", "Gradients are not zeroed", "setup_check", NO_REPORT, ""),
         (
             *("loss_scale", "Targets or rewards are large, or the loss is a sum", "step_stats"),
-            *("loss at the first step at most {LARGE_LOSS:g} × the square of the outputs", ""),
+            *(
+                "loss at the first step at most {LARGE_LOSS:g} × the square of the outputs; a note if the loss falls",
+                "",
+            ),
         ),
         ("large_momentum", "The momentum multiplies the steps", "setup_check", "at most 0.99", ""),
         ("overfitting", "The model overfits", "loss", "held-out loss at most {OVERFIT:g} × its best", ""),
@@ -74,7 +77,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         (
             *("group_rate", "One parameter group has a far larger learning rate", "step_stats"),
-            *("at most {GROUP_RATE:g} × the other groups' median", ""),
+            *("at most {GROUP_RATE:g} × the other groups' median, or {GROUP_UPDATE:.0%} of the weights per step", ""),
         ),
         (
             *("large_updates", "A step changes the weights too much: the learning rate", "step_stats"),
@@ -82,7 +85,7 @@ SYMPTOMS = {  # symptom -> kind of finding, cause, page of the monitor, healthy 
         ),
         (
             *("exploding_gradients", "Gradients of some parameters explode", "weight_update"),
-            *("`monitor/exploding_count` is 0", PAPER("1211.5063")),
+            *("`monitor/exploding_count` is 0; a note if the loss falls and is larger", PAPER("1211.5063")),
         ),
     ),
     "The loss does not fall": (

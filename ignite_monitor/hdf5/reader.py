@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +31,19 @@ class Recording(dict[str, Series]):
     Attributes:
         reports: what monitors reported, in the order of writing: iteration, monitor, kind, severity, text, names, run.
         settings: versions, torch's seed, and the arguments that each monitor was given, in the same form.
+        restarts: iterations after which the trainer was run again from the beginning.
     """
 
-    def __init__(self, rows: NDArray[np.void], parts: dict[Name, Part], reports: list[RecordedReport]) -> None:
+    def __init__(
+        self, rows: NDArray[np.void], parts: dict[Name, Part], reports: list[RecordedReport], restarts: Iterable[int]
+    ) -> None:
         super().__init__({name.name: Series(rows["step"][which], values) for name, (which, values) in parts.items()})
         self._rows = rows
         self._which = {name.name: which for name, (which, _) in parts.items()}
         self._monitors = {name.name: (name.kind, name.root) for name in parts}
         self.reports = [it for it in reports if it.kind != SETTINGS]
         self.settings = [it for it in reports if it.kind == SETTINGS]
+        self.restarts = sorted(restarts)
 
     def iterations(self, name: str) -> NDArray[np.int64]:
         """Return the iterations of a name's values; of an evaluator's values, those of the trainer.
@@ -108,7 +113,8 @@ def read_hdf5(path: str | os.PathLike[str], metrics: str | re.Pattern[str] | Non
             parts[name] = which[part], contents.values["value"][part]
     reports = [it for it in contents.reports if it.iteration <= limits[it.run]]
     last_run = {it[:6]: it.run for it in reports}  # that has made it
-    return Recording(rows, parts, [it for it in reports if last_run[it[:6]] == it.run])
+    restarts = {run.offset for run in contents.runs} - {0}
+    return Recording(rows, parts, [it for it in reports if last_run[it[:6]] == it.run], restarts)
 
 
 def _newest(rows: NDArray[np.void], which: NDArray[np.intp], is_between: NDArray[np.bool_]) -> NDArray[np.bool_]:

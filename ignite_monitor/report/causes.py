@@ -9,6 +9,7 @@ import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import SETUP, SEVERITIES, Finding, iterations, listed, number
+from ignite_monitor.report.losses import fell
 from ignite_monitor.report.run import MIN_ONSET, Array, MonitorSeries, Run, Series
 
 
@@ -93,7 +94,13 @@ def _growth(monitor: MonitorSeries, run: Run) -> Series:
     distances = np.diff(norm.iterations)
     sizes = np.abs(np.diff(norm.values)) / norm.values[:-1] / np.where(known == distances, made, distances)
     sizes[[place for place, _ in _changes(monitor, run)]] = 0
+    sizes[_restarted(norm, run)] = 0
     return Series(norm.iterations[1:], sizes).finite
+
+
+def _restarted(series: Series, run: Run) -> Array:
+    """Between which values the trainer was run again from the beginning, maybe with another model."""
+    return np.diff(np.searchsorted(run.restarts, series.iterations)) > 0
 
 
 def rate_rises(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -146,7 +153,8 @@ def group_rates(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
             continue
         for item, ratios in weights.items(f"largest_update_ratio/{group}/{{}}").items():
             factors, name = ratios.over(weights.get("update_ratio_median")), groups[group].name
-            if len(factors.iterations) >= MIN_ONSET and factors.median >= limits.GROUP_RATIO:
+            is_far = factors.median >= limits.GROUP_RATIO and ratios.median >= limits.GROUP_UPDATE
+            if len(factors.iterations) >= MIN_ONSET and is_far:
                 what = f"Parameter {group.replace('_', ' ')} has a learning rate of {number(rate, 3)} ({name}), "
                 what += f"{number(rate / usual, 2)} times that of the other groups, and moves {item} "
                 what += f"{number(factors.median, 2)} times as far for its size as the median parameter."
@@ -171,9 +179,9 @@ def clipped_away(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Inputs, or other numbers of the batch, that are far from 1; and losses far above what the outputs explain."""
     places = monitor.items("batch_rms/{}")
-    falls = 0 < run.loss.tail.median < limits.UNFITTED * run.loss.head.median
+    is_harmless = fell(run.loss) and not _damage(findings)
     first_outputs = [it.values[0] for it in run.sibling(monitor, "activation").items("activation/{}/std").values()]
-    is_normalized = 0 < max(first_outputs, default=0.0) < limits.USUAL_ACTIVATION  # by the model
+    is_normalized = 0 < max(first_outputs, default=0.0) < limits.USUAL_ACTIVATION and not _damage(findings)
     for index, (place, series) in enumerate(places.items()):
         far = (series.values > limits.LARGE_INPUT) | ((series.values < limits.SMALL_INPUT) & (index == 0))
         far &= index == 0 or run.loss.values[:1].sum() > limits.LARGE_INPUT  # else these are no targets
@@ -182,8 +190,8 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
             what = f"batch[{place}] is {'large' if rms > 1 else '0'} {since}: its root mean square is "
             what += f"{number(rms, 3)} ({name}); networks expect about 1."
             kind, onset = "loss_scale" if index else "input_scale", 0 if far.all() else onset
-            is_harmless = index == 0 and (falls or (is_normalized and rms > 1)) and not _damage(findings)
-            severity = "note" if is_harmless else "warning"
+            is_known = is_harmless or (is_normalized and index == 0 and rms > 1)  # or normalized by the model
+            severity = "note" if is_known else "warning"
             yield Finding(kind, severity, what, (name,), series.iterations[:1], {"rms": rms}, onset=onset)
     outputs = run.sibling(monitor, "activation").get("activation/_root_/max_abs").finite
     if outputs and (loss := run.loss) and len(places) <= 1:
@@ -191,7 +199,8 @@ def input_scale(monitor: MonitorSeries, run: Run, findings: Iterable[Finding]) -
         if np.inf > begin > limits.LARGE_LOSS * np.square(1 + size):
             what = f"The loss begins at {number(begin)} ({loss.name}), while the model's outputs are at most "
             what += f"{number(size, 2)} at the beginning, as with large targets or rewards, or a loss that is a sum."
-            yield Finding("loss_scale", "warning", what, (loss.name,), loss.iterations[:1], {"loss": begin}, onset=0)
+            severity = "note" if is_harmless else "warning"
+            yield Finding("loss_scale", severity, what, (loss.name,), loss.iterations[:1], {"loss": begin}, onset=0)
 
 
 def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
@@ -212,7 +221,8 @@ def weight_changed(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
 def _changes(monitor: MonitorSeries, run: Run) -> list[tuple[int, float]]:
     """Changes by other means: places in the norms, and what steps move there; unknown before the first update norm."""
     norm, changes = monitor.get("parameter_norm").finite, []
-    jumps = np.flatnonzero(np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:]))
+    far = np.abs(np.diff(norm.values)) > limits.JUMP * np.minimum(norm.values[:-1], norm.values[1:])
+    jumps = np.flatnonzero(far & ~_restarted(norm, run))
     # Unlike Adam's, other steps may grow with the gradient.
     is_scaled = bool(run.sibling(monitor, "optimizer").get("rms_median"))
     least = limits.OTHER_MEANS if is_scaled else limits.OTHER_MEANS_SGD

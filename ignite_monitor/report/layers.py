@@ -8,6 +8,7 @@ import numpy as np
 
 from ignite_monitor.report import limits
 from ignite_monitor.report.finding import KINDS, Finding, listed, number
+from ignite_monitor.report.losses import fell
 from ignite_monitor.report.run import MIN_ONSET, MonitorSeries, Run, Series
 
 
@@ -51,6 +52,14 @@ def _beyond(
     severity = "problem" if worst >= limit.problem else limit.severity
     values, onset = {"count": len(far), "farthest": worst}, 0 if initially else at[0]
     yield Finding(limit.kind, severity, what, tuple(names), at, values, onset=onset, initially=initially)
+
+
+def exploding(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:
+    """Large gradients; a note if the loss falls and is larger still, as one that is a sum."""
+    loss, counts = run.loss if run.judges_loss else Series(), monitor.get("exploding_count").finite
+    is_harmless = fell(loss) and monitor.get("grad_max").over(loss).median <= 1
+    limit = limits.EXPLODING._replace(severity="note" if is_harmless else "warning")
+    yield from _beyond(monitor, run, limit, {"": counts})
 
 
 def vanishing(monitor: MonitorSeries, run: Run) -> Iterator[Finding]:

@@ -43,6 +43,7 @@ RATE_RISE_START = 1.5  # the same where the rise begins
 RATE_EFFECT = 50  # iterations after a rise in which damage is its consequence
 GROUP_RATE = 30.0  # times the other groups' median learning rate; those of healthy runs differ by up to 20
 GROUP_RATIO = 4.0  # times the median update ratio that the largest of this group is; healthy groups of Muon stay below
+GROUP_UPDATE = 0.02  # of its size that it moves by in a step; 0.007 where only the head of a model is trained fast
 VANISHED_RATE, VANISHED_SHARE = 1e-3, 0.4  # of the largest rate, and of the run: three step decays end at 1e-3
 LARGE_UPDATE = 0.1  # norm of a step over that of the parameters: they would be replaced within ten steps
 CLIPPED_SHARE = 1e-3  # of the norm that is left; clipping to 1 leaves 0.05 and more
@@ -85,7 +86,6 @@ _EXPECTED = "Gradients are {:.3g} times what second moments expect"
 _WAITING = "Waiting for data takes {:.0%} of the time"
 _DEAD = "Fractions of units that are 0 over the whole batch"
 PERSISTENT = (
-    Persistent("exploding_gradients", "weights", "exploding_count", 0, _EXPLODING, largest="topk_grad/{}"),
     # Rounding takes 0.3 to 0.4 of bfloat16 updates at a learning rate of 1e-3, and 0.9 at 1e-4.
     Persistent("lost_updates", "weights", "lost_update_fraction", 0.5, "Rounding takes {:.0%} of the updates"),
     Persistent("no_gradients", "grad", "norm", 1e-30, "The gradient's norm is {:.2g}", below=True, severity="problem"),
@@ -102,6 +102,7 @@ PERSISTENT = (
     # QK-clip (arXiv:2507.20534) rescales queries and keys there: rounding, and one key, decide.
     Persistent("large_logits", "activation", "attention_logit_max/{}", 100.0, "Attention logits above 100"),
 )
+EXPLODING = Persistent("exploding_gradients", "weights", "exploding_count", 0, _EXPLODING, largest="topk_grad/{}")
 VANISHING = Persistent(  # biases that a normalization or softmax cancels have less
     *("vanishing_gradients", "weights", "smallest_grad/{}", 1e-7),
     "Gradients vanish: the smallest of weights, as shares of the largest gradient, are",

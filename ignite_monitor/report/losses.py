@@ -59,6 +59,11 @@ def _course(series: Series, has_to_fall: bool) -> Iterator[Finding]:
     yield Finding(kind, severity, what, (series.name,), (rise,), {"first": begin, "best": best, "end": end})
 
 
+def fell(loss: Series) -> bool:
+    """Return True for a loss that has fallen to less than half."""
+    return 0 < loss.tail.median < limits.UNFITTED * loss.head.median
+
+
 def smoothed(series: Series) -> Series:
     """Running medians over a tenth of the series, at most 51 values; of a long series about 2,000 of them."""
     half = min(25, len(series.values) // 20)

@@ -148,6 +148,7 @@ class Run:
                 monitors.setdefault((kind, root), MonitorSeries(kind, root)).series[key] = series
         self.reports: list[Any] = list(getattr(recording, "reports", ()))
         self.settings: list[Any] = list(getattr(recording, "settings", ()))
+        self.restarts: list[int] = list(getattr(recording, "restarts", ()))
         self.monitors = sorted(monitors.values(), key=lambda monitor: (_ORDER.get(monitor.kind, 99), monitor.root))
 
     def of(self, kind: str) -> list[MonitorSeries]:

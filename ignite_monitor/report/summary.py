@@ -24,7 +24,7 @@ RUN_RULES = (  # rules for the whole run
 RULES: dict[str, tuple[Callable[[MonitorSeries, Run], Iterator[Finding]], ...]] = {  # by the kind of monitor
     "grad": (gradients.gradient_findings,),
     "spike": (gradients.value_spikes,),
-    "weights": (layers.vanishing,),
+    "weights": (layers.exploding, layers.vanishing),
     "activation": (layers.outliers,),
     "step": (
         *(causes.rate_vanished, causes.group_rates, causes.clipped_away, causes.weight_changed, causes.shrinking),

@@ -222,6 +222,7 @@ def test_a_run_from_the_beginning_supersedes_nothing(path):
         engine.state.max_epochs = None
         engine.run(range(5), max_epochs=2)
     assert as_lists(path)["train/loss"][0] == [*range(1, 21), *range(1, 11)]
+    assert read_hdf5(path).restarts == [20]
 
 
 @pytest.mark.parametrize("same_logger", [True, False])

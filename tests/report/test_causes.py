@@ -11,6 +11,7 @@ from ignite_monitor.cli import FAILED, main
 from ignite_monitor.hdf5.reader import RecordedReport
 from ignite_monitor.report import summary as summary_module
 from ignite_monitor.report.finding import KINDS
+from ignite_monitor.report.run import Run
 from ignite_monitor.report.summary import summarise
 from tests.report import _runs as runs
 from tests.report._runs import found, make_run, series
@@ -194,12 +195,25 @@ CASES = {
     ),
     "input_scale: every other": (trained(step__batch_rms__0=at(np.where(STEPS % 40, 1.0, 500.0))), None, ""),
     "loss_scale: targets": (
-        trained(60 * falling(), step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)),
+        trained(60 * falling(2.3, 1.5), step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)),
         "warning",
         "batch[2] is large",
     ),
+    "loss_scale: targets that the model fits": (
+        trained(60 * falling(), step__batch_rms__1=at(1.0), step__batch_rms__2=at(90.0)),
+        "note",
+        "batch[2] is large",
+    ),
     "loss_scale: the loss begins at 4,000": (
-        trained(falling(4000, 10)) | outputs(0.1, 0.5),
+        trained(falling(4000, 3000)) | outputs(0.1, 0.5),
+        *("warning", "begins at 4000 (train/loss), while the model's outputs are at most 0.5"),
+    ),
+    "loss_scale: a sum that begins at 4,000 and falls": (
+        trained(falling(4000, 700)) | outputs(0.1, 0.5),
+        *("note", "begins at 4000 (train/loss), while the model's outputs are at most 0.5"),
+    ),
+    "loss_scale: a sum that begins at 4,000, falls and does damage": (
+        trained(falling(4000, 700)) | outputs(0.1, 0.5) | {"attention_logit_max/a/head_0": at(300.0)},
         *("warning", "begins at 4000 (train/loss), while the model's outputs are at most 0.5"),
     ),
     "loss_scale: a loss of infinity": (
@@ -369,6 +383,17 @@ def test_what_a_report_explains_comes_after_it():
     summary = reported(ZEROED, run=run)
     assert [finding.kind for finding in summary.findings] == ["gradients_not_zeroed", "dead_units"]
     assert summary.findings[1].action == "Probably a consequence of gradients_not_zeroed above."
+
+
+@pytest.mark.parametrize("restarts", [[], [140]])
+def test_what_changes_weights_between_two_runs_is_no_fault(restarts):
+    """The trainer is run again with other weights, which are smaller by a factor of 40."""
+    norms = np.where(STEPS > 140, 1.0, 40.0)
+    moved = {"optimizer/update_norm": at(0.01), "optimizer/rms_median": at(1.0)}
+    recording = runs.Recording(trained(step__parameter_norm=at(norms)) | moved)
+    recording.restarts = restarts
+    kinds = {it.kind for it in summarise("run.h5", Run(recording)).findings}
+    assert ("weight_changed" in kinds, "large_updates" in kinds) == (not restarts, False)
 
 
 def test_without_a_cause_the_first_sign_comes_first():

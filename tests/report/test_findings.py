@@ -37,15 +37,15 @@ def vanishing(share, name="0.weight"):
     return {"monitor/grad_max": every(2.0), f"monitor/smallest_grad/{name}": every(np.where(HALF, 1.0, 2 * share))}
 
 
-def largest(factors):
-    run = weights()
+def largest(factors, median=1e-3):
+    run = weights(median=median)
     steps, median = run["monitor/update_ratio_median"]
     return run | {"monitor/update_ratio_max": (steps, factors * median)}
 
 
-def groups(rate, factor, fast=1):
+def groups(rate, factor, fast=1, median=5e-3):
     """Two groups; the largest update ratio is that of the second one's parameter, or else the first one's."""
-    run = largest(factor / np.linspace(1, 3, 40))
+    run = largest(factor / np.linspace(1, 3, 40), median)
     steps, ratios = run["monitor/update_ratio_max"]
     run |= {f"monitor/largest_update_ratio/group_{fast}/fast.w": (steps, ratios)}
     run |= {f"monitor/largest_update_ratio/group_{1 - fast}/slow.w": (steps, ratios / factor)}
@@ -65,6 +65,12 @@ def steady(end):
 
 def nan_from(place, name="train/loss", count=100):
     return {name: series(np.where(np.arange(1, count + 1) < place, np.linspace(3, 1, count), math.nan))}
+
+
+def summed_loss(size):
+    """A loss that falls from 3,000 to 700, and gradients of the same size throughout."""
+    run = {"train/loss": series(np.linspace(3e3, 7e2, 200)), "monitor/exploding_count": every(2.0)}
+    return run | {"monitor/grad_max": every(size)}
 
 
 def rate(values, at=101):
@@ -92,10 +98,16 @@ CASES = {
         *("warning", "Parameter group 1 has a learning rate of 0.1|100 times|and moves fast.w 6 times"),
     ),
     "group_rate: 20 times": (groups(0.02, 12.0), None, ""),
+    "group_rate: 100 times, of the head of a model that is fine-tuned": (groups(0.1, 50.0, median=2e-4), None, ""),
     "exploding_gradients: four": (
         weights() | {"monitor/exploding_count": late(0.6, 4), "monitor/topk_grad/a": every(1e9)},
         *("warning", "exploding gradients: 4 (monitor/exploding_count), since iteration 175; largest in a."),
     ),
+    "exploding_gradients: of a loss that is a sum": (
+        summed_loss(40.0),
+        *("note", "exploding gradients: 2 (monitor/exploding_count), from the first measurement on"),
+    ),
+    "exploding_gradients: larger than the loss": (summed_loss(4000.0), "warning", "exploding gradients: 2"),
     "vanishing_gradients: weights": (vanishing(1e-9), "warning", "0.weight (1e-09, since iteration 105)"),
     "vanishing_gradients: among the smallest in 7 of 40 measurements": (
         {"monitor/grad_max": every(5.0), "monitor/smallest_grad/0.weight": (np.arange(170, 201, 5), np.full(7, 1e-12))},
