@@ -48,10 +48,11 @@ class GradientsReady(NamedTuple):
         return scale
 
 
-@dataclass
+@dataclass(eq=False)
 class StepRequests:
     """Requests of monitors to a step during OPTIMIZER_STEP_STARTED, and the decision on it."""
 
+    optimizer: Optimizer
     may_skip: bool
     flags: list[Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
@@ -101,28 +102,28 @@ class OptimizerStep(NamedTuple):
 
 
 class GradientTracker:
-    """The parameters of a model, and the backward passes that reach them."""
+    """The parameters of a model, and what has happened to them since its last step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hook = GradientHook()
         finalize(self, self.hook.remove).atexit = False
         self.parameters: list[nn.Parameter] = []  # when the train step started
-        self.reached: dict[int, set[int]] = {}  # number of a running backward -> ids of the parameters it has reached
-        self.accumulates = False  # whether a backward has reached the model since the last step
-        self.has_own_backward = False  # whether one of these reached no other monitored model
-        self.has_stepped = False  # whether an optimizer of the model has made a step in this train step
+        self.ids: Set[int] = frozenset()  # their ids
         self.reduced = True  # whether the last backward has reduced its gradients, or the train step does so
         self.observers: list[Any] = []  # their ``backward_ended`` is called after each backward that reached the model
-        self.statistics = RunningStatistics()
         self.probe: Any = None  # AccumulationProbe that shows whether the statistics' window continues
+        self.accumulates = False  # whether a backward has reached the model since the last step
+        self.has_own_backward = False  # whether one of these reached no other monitored model
+        self._has_stepped = False  # whether an optimizer of the model has made a step in this train step
+        self._statistics = RunningStatistics()
         self._registries: list[dict[str, Any]] = []
         self._members: list[Any] = []
         self._replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._sharded = [module for module in model.modules() if hasattr(module, "unshard")]  # by fully_shard
         self._held: WeakKeyDictionary[Optimizer, tuple[list[int], list[nn.Parameter]]] = WeakKeyDictionary()
 
-    def refresh(self) -> bool:
+    def _refresh(self) -> bool:
         """Update the parameters; whether modules or parameters have been added, removed or replaced."""
         members = _values(self._registries)
         if 0 < len(members) == len(self._members) and all(map(is_, members, self._members)):
@@ -130,19 +131,20 @@ class GradientTracker:
         self._registries = registries(self.model.modules())
         self._members = _values(self._registries)
         self.parameters = list(self.model.parameters())
+        self.ids = frozenset(map(id, self.parameters))
         self._held.clear()
-        self.statistics.watch(self.model)
+        self._statistics.watch(self.model)
         return True
 
-    def train_step_started(self, start: Callable[[int], set[int]] | None, refresh: bool, may_skip: bool) -> None:
-        """Hook the parameters, with ``start`` of :func:`gradient_hook` or None for no hooks, and keep the buffers."""
-        if (refresh and self.refresh()) or start is None:
+    def start_train_step(self, hook: Callable[[Tensor], None] | None, refresh: bool, may_skip: bool) -> None:
+        """Hook the parameters, unless the hook is None, and keep the buffers that a skipped step restores."""
+        if (refresh and self._refresh()) or hook is None:
             self.hook.remove()
-        if start is not None and not self.hook.places:
-            self.hook.register(self.parameters, gradient_hook(start))
+        if hook is not None and not self.hook.places:
+            self.hook.register(self.parameters, hook)
         self.accumulates &= may_skip
         if may_skip:
-            self.statistics.keep(may_continue=self.accumulates)
+            self._statistics.keep(may_continue=self.accumulates)
 
     def parameters_of(self, optimizer: Optimizer | None) -> list[nn.Parameter]:
         """The model's parameters that an optimizer holds; None for all. The same list while they are the same."""
@@ -156,46 +158,55 @@ class GradientTracker:
             self._held[optimizer] = held, parameters
         return parameters
 
-    def iteration_started(self) -> None:
-        """Forget the backward passes and steps of the previous iteration."""
-        self.reached.clear()
-        self.reduced, self.has_stepped, self.probe = True, False, None
+    def reset(self, run: bool = False) -> None:
+        """Forget the iteration, or the whole run."""
+        self.reduced, self._has_stepped, self.probe = True, False, None
+        if run:
+            self.hook.remove()
+            self.accumulates = self.has_own_backward = False
+
+    def step_skipped(self, flag: Tensor, own: bool) -> None:
+        """Restore the buffers where a flag is True, if the step, its own or another model's, uses what changed them."""
+        # A discriminator that has seen backwards of its generator's loss alone is passed through too.
+        if own or self._is_passed_through or (self.accumulates and not self.has_own_backward):
+            self._statistics.restore(flag)
+
+    def step_completed(self, own: bool, may_skip: bool) -> None:
+        """Start another window after a step of its own, or another model's."""
+        if own or self._is_passed_through:
+            self.accumulates, self.has_own_backward, self._has_stepped = False, False, True
+            if may_skip:
+                self._statistics.keep()
 
     @property
-    def is_passed_through(self) -> bool:
+    def _is_passed_through(self) -> bool:
         """True if its forward passes belong to steps of others, as a discriminator's to those of its generator."""
         if self.has_own_backward:
             return False
-        return self.has_stepped or not any(map(attrgetter("requires_grad"), self.parameters))
-
-    def step_completed(self, may_skip: bool) -> None:
-        """Start another window."""
-        self.accumulates, self.has_own_backward, self.has_stepped = False, False, True
-        if may_skip:
-            self.statistics.keep()
+        return self._has_stepped or not any(map(attrgetter("requires_grad"), self.parameters))
 
     def backward_ended(self, numbers: Set[int], reached: Set[int]) -> Set[int]:
         """Record a backward; return the ids of parameters with other gradients, none before these are reduced."""
         self.accumulates = True
         # DistributedDataParallel gives a rank gradients of parameters that only other ranks have reached.
-        changed = set(map(id, self.parameters)) if self._replicas else reached
+        changed = self.ids if self._replicas else reached
         for observer in list(self.observers):
             observer.backward_ended(numbers, changed)
         if self.probe is not None and self.probe.accumulates is not None:
-            self.statistics.continue_window(self.probe.accumulates)
+            self._statistics.continue_window(self.probe.accumulates)
             self.probe = None
         self.reduced = all(map(attrgetter("require_backward_grad_sync"), self._replicas))
-        if not self.reduced:
-            return set()
-        return set() if any(map(finalizes_manually, (*self._replicas, *self._sharded))) else changed
+        if not self.reduced or any(map(finalizes_manually, (*self._replicas, *self._sharded))):
+            return frozenset()
+        return changed
 
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dictionaries)))
 
 
-def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
-    """A hook for parameters; ``start(number of a backward)`` returns the set that gets the ids of reached ones."""
+def gradient_hook(start: Callable[[int], set[int] | None]) -> Callable[[Tensor], None]:
+    """A hook for parameters; ``start(number of a backward)`` returns the set for the ids of those reached, or None."""
     last, add = -1, set[int]().add
     untraced(_after_backward)  # the compiler would trace into what a compiled train step calls
 
@@ -203,28 +214,30 @@ def gradient_hook(start: Callable[[int], set[int]]) -> Callable[[Tensor], None]:
         nonlocal last, add
         number = backward_number()
         if number != last or number == -1:
-            last, add = number, start(number).add
+            reached = start(number)
+            last, add = number, (set() if reached is None else reached).add
         add(id(parameter))
 
     return untraced(hook)
 
 
-def await_end(number: int, outermost: dict[int, int], end: Callable[[int], None], callback_depth: int) -> None:
+def await_end(number: int, inside: dict[int, set[int]], end: Callable[[int], None], callback_depth: int) -> None:
     """Call a function at the end of the running backward, or of the outermost one in which it is called.
 
-    The callback comes after one that queues so many others. ``outermost`` gets the number of that backward.
+    The callback comes after one that queues so many others. ``inside`` gets the number, by that of the outermost.
     """
     node = calling_node()  # of a reentrant checkpoint: gradients are whole when the outer backward ends
     if node is None:
-        outermost[number] = backward_number()
-        _after_backward(functools.partial(end, outermost[number]), callback_depth)
+        outermost = backward_number()
+        inside.setdefault(outermost, set()).add(number)
+        _after_backward(functools.partial(end, outermost), callback_depth)
         return
     handles: list[Any] = []
 
     def resumed(_: Any) -> None:
         if handles:
             remove_all(handles)
-            await_end(number, outermost, end, callback_depth)
+            await_end(number, inside, end, callback_depth)
 
     handles += [following.register_prehook(untraced(resumed)) for following, _ in node.next_functions if following]
 

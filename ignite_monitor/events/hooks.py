@@ -1,16 +1,37 @@
-"""Hooks on engines, backward passes and optimizer steps."""
+"""Hooks on engines and optimizer steps."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
-from traceback import walk_stack
 from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
+
+
+def weak_method(method: Any) -> Callable[..., Any]:
+    """A function that calls a method while its object exists."""
+    owner_of, function = weakref.ref(method.__self__), method.__func__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = owner_of()
+        return None if owner is None else function(owner, *args, **kwargs)
+
+    return call
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove the handles, last first."""
+    while handles:
+        handles.pop().remove()
+
+
+def register_first(register: Callable[[Any], Any], hook: Callable[..., Any], handles: list[Any]) -> None:
+    """Register a hook of all optimizers before the user's, of which the last in line may remove itself."""
+    handles.append(register(hook))
+    handles[-1].hooks_dict_ref().move_to_end(handles[-1].id, last=False)
 
 
 class Patch:
@@ -43,24 +64,33 @@ class Patch:
             vars(owner).update({} if self._original is None else {self._name: self._original})
 
 
-def weak_method(method: Any) -> Callable[..., Any]:
-    """A function that calls a method while its object exists."""
-    owner_of, function = weakref.ref(method.__self__), method.__func__
+class LastHook:
+    """Takes the place of a step's last pre-hook: puts it back, calls it, then what starts the step.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        owner = owner_of()
-        return None if owner is None else function(owner, *args, **kwargs)
+    torch goes through the dictionary meanwhile: it bears a new value, but no new hook, and none that is removed, except
+    for the last one.
+    """
 
-    return call
+    def __init__(self, optimizer: Optimizer, hooks: dict[int, Any]) -> None:
+        self._optimizer, self._hooks, self._key = optimizer, hooks, next(reversed(hooks))
+        self._hook = hooks[self._key]
+        self.starts: list[Callable[..., Any]] = []  # of the engines whose monitors follow the step
+        hooks[self._key] = self
 
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if optimizer is not self._optimizer:  # its step is made by another hook of this step
+            return self._hook(optimizer, args, kwargs)
+        self.remove()
+        given = self._hook(optimizer, args, kwargs)
+        if given is not None:
+            if not isinstance(given, tuple) or len(given) != 2:
+                return given  # torch raises an error
+            args, kwargs = given[0], kwargs if given[1] is kwargs else {**given[1]}
+        for start in self.starts:
+            args, kwargs = start(optimizer, args, kwargs) or (args, kwargs)
+        return args, kwargs
 
-def remove_all(handles: list[Any]) -> None:
-    """Remove the handles, last first."""
-    while handles:
-        handles.pop().remove()
-
-
-def is_nested(optimizer: Optimizer) -> bool:
-    """Detect a step inside another one, of a wrapped optimizer or base class; else an earlier step raised an error."""
-    hooked = getattr(type(optimizer).step, "__code__", None)  # torch's wrapper of every step, which calls its hooks
-    return sum(frame.f_code is hooked for frame, _ in walk_stack(sys._getframe())) > 1
+    def remove(self) -> None:
+        """Put the hook back."""
+        if self._hooks.get(self._key) is self:
+            self._hooks[self._key] = self._hook

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -19,8 +18,9 @@ from ignite_monitor.events.gradient_tracker import (
     GradientsReady,
     GradientTracker,
     await_end,
+    gradient_hook,
 )
-from ignite_monitor.events.hooks import Patch, remove_all
+from ignite_monitor.events.hooks import Patch, remove_all, weak_method
 from ignite_monitor.events.monitor_events import PHASES, MonitorEvents, NonFiniteSource, Phase, register_events
 from ignite_monitor.events.step_owner import StepOwner
 from ignite_monitor.model._torch import (
@@ -44,9 +44,10 @@ class EventSource:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.trackers: dict[int, GradientTracker] = {}  # of the monitored models, by id of the model
-        self._outermost: dict[int, int] = {}  # number of a backward -> number of the one that it runs in, or its own
-        hooks = (functools.partial(hook, weakref.ref(self)) for hook in (self._start_backward, self._end_backward))
-        self._on_backward, self._on_backward_end = map(torch.compiler.disable, hooks)
+        self._reached: dict[int, set[int]] = {}  # number of a running backward -> ids of the parameters it has reached
+        self._inside: dict[int, set[int]] = {}  # number of a backward -> those of it and the ones that run in it
+        self._gradient_hook = gradient_hook(torch.compiler.disable(weak_method(self._start_backward)))
+        self._on_backward_end = torch.compiler.disable(weak_method(self._end_backward))
         self._steps = StepOwner(self)
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -55,9 +56,10 @@ class EventSource:
         self._reset()
 
     def _reset(self) -> None:
-        self._outermost.clear()
+        self._reached.clear()
+        self._inside.clear()
         for tracker in self.trackers.values():
-            tracker.iteration_started()
+            tracker.reset()
         self.nonfinite_source: NonFiniteSource | None = None  # of this iteration, as far as it has been located
         self.users_error: Exception | None = None  # that a handler of the user's has raised in this iteration
         self.in_train_step = False  # whether one is running that monitors, or handlers of the user's, follow
@@ -122,7 +124,7 @@ class EventSource:
             return
         # All monitors read before anything is changed: the order of attaching must not matter.
         for moment in () if self._has_captured else (event, *PHASES.get(event._name_, ())):
-            if moment is Phase.STEP_DECIDED and not self._steps.act():
+            if moment is Phase.STEP_DECIDED and not self._steps.decide():
                 break
             for reference, handler in self._listeners[moment._name_]:
                 monitor = reference()
@@ -144,48 +146,36 @@ class EventSource:
             self.users_error = error
             raise
 
-    @staticmethod
-    def _start_backward(source_of: weakref.ref[EventSource], model: int, number: int) -> set[int]:
-        """Record a backward that reaches a model, by its id; return the set of its reached parameters."""
-        source = source_of()
-        tracker = None if source is None else source.trackers.get(model)
-        if source is None or tracker is None or not source.in_train_step:
-            return set()
-        # FSDP2 calls hooks outside of a backward where finalize_backward() reduces.
-        if number == -1 or source.sees_capture():
-            return set()
-        if number not in source._outermost:
-            source._outermost[number] = -1
-            await_end(number, source._outermost, source._on_backward_end, source._callback_depth)
-        return tracker.reached.setdefault(number, set())
+    def _start_backward(self, number: int) -> set[int] | None:
+        # FSDP2 calls hooks outside of a backward, without a number, where finalize_backward() reduces.
+        if not self.in_train_step or number == -1 or self.sees_capture():
+            return None
+        if number not in self._reached:
+            self._reached[number] = set()
+            await_end(number, self._inside, self._on_backward_end, self._callback_depth)
+        return self._reached[number]
 
     def sees_capture(self) -> bool:
         """Return True if a CUDA graph is captured: what monitors computed in it would be computed at every replay."""
         self._has_captured |= torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         return self._has_captured
 
-    @staticmethod
-    def _end_backward(source_of: weakref.ref[EventSource], outermost: int) -> None:
+    def _end_backward(self, outermost: int) -> None:
         """Fire GRADIENTS_READY for the models that a backward, with those inside of it, has reached."""
-        source = source_of()
-        if source is None:
-            return
-        numbers = {number for number, other in source._outermost.items() if other == outermost}
-        for number in numbers:
-            del source._outermost[number]
+        numbers = self._inside.pop(outermost, set())
+        reached = set[int]().union(*map(self._reached.pop, numbers))
         changed: dict[GradientTracker, Set[int]] = {}
-        for tracker in source.trackers.values():
-            reached = set[int]().union(*map(tracker.reached.pop, numbers, repeat(())))
-            if reached and (whole := tracker.backward_ended(numbers, reached)):
+        for tracker in self.trackers.values():
+            if (own := reached & tracker.ids) and (whole := tracker.backward_ended(numbers, own)):
                 changed[tracker] = whole
         everything = set[int]().union(*changed.values())
-        about, in_step = {}, source._steps.evaluates_again
+        about = {}
         for tracker, whole in changed.items():
-            shared = len(changed) > 1 and not everything.issubset(map(id, tracker.parameters))
+            shared = not everything <= tracker.ids
             tracker.has_own_backward |= not shared
-            about[id(tracker.model)] = GradientsReady(tracker, whole, shared, in_step)
+            about[id(tracker.model)] = GradientsReady(tracker, whole, shared, self._steps.evaluates_again)
         if about:
-            source.fire(MonitorEvents.GRADIENTS_READY, about)
+            self.fire(MonitorEvents.GRADIENTS_READY, about)
 
     def _has_handlers(self, *names: str) -> bool:
         engine = self._engine()
@@ -220,9 +210,9 @@ class EventSource:
         self.in_train_step, self._awaits_step = bool(monitored) or self.listened, False
         self._steps.acting = acting = set(map(attrgetter("acts_on"), monitored)) - {None}
         has_hooks = self.in_train_step and self.is_awaited(MonitorEvents.GRADIENTS_READY)
-        for key, tracker in self.trackers.items():
-            start = functools.partial(self._on_backward, key) if has_hooks else None
-            tracker.train_step_started(start, refresh=self.in_train_step, may_skip=bool(acting))
+        for tracker in self.trackers.values():
+            hook = self._gradient_hook if has_hooks else None
+            tracker.start_train_step(hook, refresh=self.in_train_step, may_skip=bool(acting))
         for monitor in monitored:
             monitor._guarded(monitor.before_train_step, engine)
         try:
@@ -272,8 +262,7 @@ class EventSource:
     def _uninstall(self) -> None:
         remove_all(self._handles)
         for tracker in self.trackers.values():
-            tracker.hook.remove()
-            tracker.accumulates = tracker.has_own_backward = False
+            tracker.reset(run=True)
         self._steps.uninstall()
         self._reset()
         for monitor in self.monitors:

@@ -1,7 +1,7 @@
-"""The owner of optimizer steps: does once what monitors ask of a step.
+"""The owner of optimizer steps: does once what monitors ask of a step, and undoes it before the user's post-hooks.
 
 - Fused optimizers of ``torch.optim`` skip by their ``found_inf``, as with GradScaler: on the device.
-- From others of ``torch.optim``, which evaluate a closure first, the step is made by an optimizer without parameters.
+- Others of ``torch.optim``, which evaluate a closure first, step while their gradients are taken away.
 - The step of any other is not run: it may update weights without gradients too. A call with a closure, or that bypasses
   ``optimizer.step``, is refused.
 """
@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ignite_monitor.events.gradient_tracker import GradientTracker, OptimizerStep, StepRequests
-from ignite_monitor.events.hooks import Patch, is_nested, remove_all, weak_method
+from ignite_monitor.events.gradient_tracker import OptimizerStep, StepRequests
+from ignite_monitor.events.hooks import LastHook, Patch, register_first, remove_all, weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import (
+    AFTER_STEP,
     foreach_scale,
-    has_pre_hooks,
     has_step_hooks,
     post_hooks,
+    pre_hooks,
+    running_steps,
+    untraced,
     values_of,
 )
 from ignite_monitor.model.devices import move
@@ -33,8 +37,6 @@ from ignite_monitor.model.dtensor import any_dtensor, local
 from ignite_monitor.model.names import is_from_torch, parameters_of, without_accelerate
 
 _FIX = "skip the step in the train step, if engine.state.unhealthy_spike is True after backward"
-
-_REPLACES = "_ignite_monitor_replaces"  # attribute of a found_inf: that of the optimizer before the step
 
 
 def skippable(optimizer: Optimizer) -> Optimizer:
@@ -54,215 +56,231 @@ class SkippedError(Exception):
 class StepOwner:
     """Reports the steps of optimizers by events, and does once what monitors ask of a step."""
 
+    _running: ClassVar[list[StepRequests]] = []  # the steps that run, of all engines
+
     def __init__(self, source: Any) -> None:
         self._source = weakref.proxy(source)  # which owns it
-        methods = self._await_step, self._start_step, self.end_step
+        methods = self._await_step, self._start_step, self._end_step
         self._hooks = [torch.compiler.disable(weak_method(method)) for method in methods]
+        untraced(LastHook.__call__)
         self.acting: Set[Optimizer] = set()  # those that monitors may skip or scale in this train step
-        self._patched: dict[Optimizer, _PatchedStep] = {}
-        self._replaced: tuple[Any, Tensor | None] | None = None  # an optimizer whose found_inf is replaced, and its own
         self._patches: list[Patch] = []
+        self._is_called = False  # whether the replaced step of one runs
         self._installed: list[Any] = []  # hooks of all steps
         weakref.finalize(self, remove_all, self._installed).atexit = False
-        self._handles: list[Any] = []  # hooks of the step that runs
-        self.reset()
+        self._last_hook: LastHook | None = None
+        self._undo: _Undo | None = None
+        self._requests: StepRequests | None = None  # of the step that runs
+        self._forget()
 
-    def reset(self) -> None:
-        """Forget the step that runs."""
-        self._optimizer: Optimizer | None = None
-        self._nested = 0  # steps that run within it: of a wrapped optimizer, or of a base class
-        self._sharing: dict[GradientTracker, list[nn.Parameter]] = {}  # what it holds of the models
-        self._requests: StepRequests | None = None  # once the step is reported
+    def _forget(self, is_over: bool = True) -> None:
+        """Forget the step that runs; if it is over, restore what it has left if it has raised an error."""
+        if is_over:
+            if self._last_hook is not None:
+                self._last_hook.remove()
+            if self._undo is not None:
+                self._undo()
+            self._last_hook = self._undo = None
+        if self._requests is not None:
+            self._running.remove(self._requests)
+        self._requests = None
         self._about: dict[int, OptimizerStep] = {}  # the step, by id of the model
+        self._kwargs: Any = None  # of the call, once it has been started: torch hands the same object to all hooks
+        self._is_reported = False
         self.evaluates_again = False  # whether the closure of a step that has started is evaluated once more
 
     def install(self) -> None:
         """Hook the steps of all optimizers."""
-        self._installed.append(register_optimizer_step_pre_hook(self._hooks[0]))
-        self._installed.append(register_optimizer_step_post_hook(self._hooks[2]))
+        self._depth = running_steps()  # of other engines
+        register_first(register_optimizer_step_pre_hook, self._hooks[0], self._installed)
+        register_first(register_optimizer_step_post_hook, self._hooks[2], self._installed)
+
+    def uninstall(self) -> None:
+        """Forget the step that runs, and remove the hooks, but not within it: its call goes through all hooks."""
+        if self._requests is not None or running_steps() > self._depth:
+            self._forget(is_over=False)
+        else:
+            self._forget()
+            remove_all(self._installed)
 
     def patch(self) -> None:
         """Replace ``step`` of the acting optimizers that can be skipped in no other way, for a train step."""
         for optimizer in self.acting:
             if not allows_closures(optimizer):
-                step = self._patched[optimizer] = _PatchedStep(optimizer)
-                self._patches.append(Patch(optimizer, "step", step.call, is_method=True))
+                self._patches.append(Patch(optimizer, "step", self._call, is_method=True))
 
     def end_train_step(self, is_installed: bool) -> None:
-        """Restore the optimizers; forget a step that has raised an error, and remove hooks that a step has kept."""
-        if self.acting:
+        """Restore the optimizers."""
+        if self._patches:
             remove_all(self._patches)
-            self._patched.clear()
-        if self._optimizer is not None or not is_installed:
-            self.uninstall(keep=is_installed)
+        if self._last_hook is not None or self._undo is not None or self._requests is not None:
+            self._forget()
+        if not is_installed:
+            self.uninstall()
 
-    def _await_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The step is reported after the hooks of the optimizer's own, which may change its gradients.
-        if not self._source.in_train_step:
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self._is_called = self._is_called, True
+        try:
+            return original(*args, **kwargs)
+        except SkippedError as skipped:
+            for hook in post_hooks(skipped.args[0]):  # among them the one that ends the step
+                hook(*skipped.args)
             return None
-        if self._optimizer is not None and is_nested(optimizer):
-            self._nested += 1
-            return None
-        if self._source.sees_capture() or isinstance(args, _SkippedArguments):  # monitors of another engine skip it
-            return None
-        sharing = {}
-        for tracker in self._source.trackers.values():
-            if parameters := tracker.parameters_of(optimizer):
-                sharing[tracker] = parameters
-        if not sharing:
-            return None
-        if self._optimizer is not None:  # its step has raised an error
-            self.release()
-        self._optimizer, self._sharing, self._requests, self._nested = optimizer, sharing, None, 0
-        if has_pre_hooks(optimizer):
-            self._handles.append(optimizer.register_step_pre_hook(self._hooks[1]))
-            return None
-        return self._start_step(optimizer, args, kwargs)
+        finally:
+            self._is_called = before
 
-    def _start_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._optimizer is not optimizer or self._requests is not None:
+    def _await_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        # The step is started after all other pre-hooks, which may change its gradients.
+        if not self._source.in_train_step or (self._requests is not None and running_steps() > 1):
+            return None  # a step inside of another one, of a wrapped optimizer or base class
+        requests = StepRequests(optimizer, may_skip=optimizer in self.acting)
+        about = {}
+        for key, tracker in self._source.trackers.items():
+            about[key] = OptimizerStep(tracker, optimizer, tracker.parameters_of(optimizer), requests)
+        if not any(map(attrgetter("parameters"), about.values())) or self._source.sees_capture():
             return None
+        if self._requests is not None:  # an earlier step has raised an error
+            self._forget()
+        self._about, self._requests = about, requests
+        self._running.append(requests)
+        hooks = pre_hooks(optimizer)
+        key = next(reversed(hooks))
+        if key == self._installed[0].id:
+            return self._start_step(optimizer, args, kwargs)
+        last = hooks[key]  # of another engine's, or the user's
+        self._last_hook = last if isinstance(last, LastHook) else LastHook(optimizer, hooks)
+        self._last_hook.starts.append(self._hooks[1])
+        return None
+
+    def _start_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        requests = self._requests
+        if requests is None or requests.optimizer is not optimizer:
+            return None
+        for other in self._running:  # of other engines
+            if other.optimizer is optimizer and other.made is False:
+                return None
+        self._kwargs = kwargs
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if optimizer in self._patched:
-            self._patched[optimizer].check(closure)
-        skipped = False
-        if not callable(closure):
-            skipped = self._report_step(optimizer)
-        else:
-
-            @functools.wraps(closure)
-            def evaluate(*args: Any, **kwargs: Any) -> Any:
-                nonlocal skipped
-                self.evaluates_again = self._requests is not None
-                try:
-                    loss = closure(*args, **kwargs)
-                finally:
-                    self.evaluates_again = False
-                skipped |= self._report_step(optimizer)  # the step uses the gradients that its closure computes
-                return loss
-
-            replacement: Callable[..., Any] = evaluate
-            if optimizer in self.acting and optimizer not in self._patched:  # it would evaluate it first, and once
+        is_patched = optimizer in self.acting and not allows_closures(optimizer)
+        if is_patched and (callable(closure) or not self._is_called):
+            raise ValueError(
+                f"on_spike can skip a step of {type(optimizer).__name__} only if it is called as optimizer.step() "
+                f"after backward(), without a closure: call it so, or {_FIX}"
+            )
+        if callable(closure):
+            replacement = self._reporting(closure, requests)
+            if optimizer in self.acting:  # it would evaluate it first, and once
                 with torch.enable_grad():
-                    loss = evaluate()
+                    loss = replacement()
                 replacement = lambda: loss  # noqa: E731
             if "closure" in kwargs:
-                kwargs = kwargs | {"closure": replacement}
+                kwargs["closure"] = replacement
             else:
-                args = type(args)((args[0], replacement, *args[2:]))
-        if skipped and optimizer in self._patched:
-            raise SkippedError(args, kwargs)
-        return _SkippedArguments((args[0], *args[1:])) if skipped else args, kwargs
+                args = (args[0], replacement, *args[2:])
+        else:
+            self._report_step(requests)
+        for other in self._running:
+            if other.optimizer is optimizer:
+                other.made = requests.made
+        if is_patched and requests.made is False:
+            raise SkippedError(optimizer, args, kwargs)
+        if requests.made is False:
+            self._undo = _Undo(optimizer)
+            self._undo.take_gradients()
+        return args, kwargs
 
-    def _report_step(self, optimizer: Optimizer) -> bool:
-        """Report the step, once; return True if it is known to be skipped."""
-        if self._optimizer is not optimizer or self._requests is not None:
-            return False
-        self._requests = requests = StepRequests(optimizer in self.acting)
-        for key, tracker in self._source.trackers.items():
-            self._about[key] = OptimizerStep(tracker, optimizer, self._sharing.get(tracker, []), requests)
-        self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
-        return requests.made is False
+    def _reporting(self, closure: Callable[..., Any], requests: StepRequests) -> Callable[..., Any]:
+        """A closure that reports the step once it has computed the gradients that the step uses."""
 
-    def act(self) -> bool:
-        """Do what monitors ask of the step that starts; return False if it is known to be skipped."""
-        optimizer, requests = self._optimizer, self._requests
-        if optimizer is None or requests is None:  # a handler has detached the monitors
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self.evaluates_again = self._is_reported
+            try:
+                loss = closure(*args, **kwargs)
+            finally:
+                self.evaluates_again = False
+            self._report_step(requests)
+            return loss
+
+        return evaluate
+
+    def _report_step(self, requests: StepRequests) -> None:
+        if self._requests is requests and not self._is_reported:  # no handler has detached the monitors
+            self._is_reported = True
+            self._source.fire(MonitorEvents.OPTIMIZER_STEP_STARTED, self._about)
+
+    def decide(self) -> bool:
+        """Decide on the step that starts as monitors have asked; return False if it is known to be skipped."""
+        requests = self._requests
+        if requests is None:  # a handler has detached the monitors
             return True
+        optimizer = requests.optimizer
         if requests.factors:
             gradients = [gradient for item in parameters_of(optimizer) if (gradient := item.grad) is not None]
             scale(gradients, _combined(torch.minimum, requests.factors))
         found_inf = getattr(optimizer, "found_inf", None)  # with which fused optimizers skip
-        requests.made = True if found_inf is None else move(found_inf.reshape(()), _device_of(optimizer)) == 0
+        if found_inf is not None:
+            found_inf = move(found_inf.reshape(()), parameters_of(optimizer)[0].device)
+            requests.made = found_inf == 0
         if not requests.flags:
             return True
         flag = _combined(torch.logical_or, requests.flags)
         if skips_on_device(optimizer):
-            skipped = move(flag.to(torch.float32), _device_of(optimizer))
-            if found_inf is not None:
-                skipped = torch.maximum(skipped, move(found_inf.reshape(()), skipped.device))
-            requests.made = skipped == 0
-            # GradScaler's, for the time of the step; monitors of another engine may have replaced it already.
-            own = getattr(found_inf, _REPLACES, found_inf)
-            setattr(skipped, _REPLACES, own)
-            self._replaced = optimizer, own
-            optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self._undo = _Undo(optimizer)
+            skipped = move(flag.to(torch.float32), parameters_of(optimizer)[0].device)
+            found_inf = skipped if found_inf is None else torch.maximum(skipped, found_inf)
+            vars(optimizer)["found_inf"], requests.made = found_inf, found_inf == 0
         elif torch.is_nonzero(flag):  # read on the host
             requests.made = False
-        for tracker in self._source.trackers.values():
-            # A discriminator that has seen backwards of its generator's loss alone is passed through too.
-            is_shared = tracker.accumulates and not tracker.has_own_backward
-            if tracker in self._sharing or tracker.is_passed_through or is_shared:
-                tracker.statistics.restore(flag)
+        for step in self._about.values():
+            step.tracker.step_skipped(flag, own=bool(step.parameters))
         return requests.made is not False
 
-    def end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Report the completed step, and start another window of its models."""
-        if self._nested:
-            self._nested -= 1
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._requests is None or self._requests.optimizer is not optimizer:
             return
-        if self._optimizer is not optimizer:
+        if self._kwargs is not None and self._kwargs is not kwargs:  # of a step inside of the one that runs
             return
-        self.release()
-        if self._requests is not None:
-            self._source.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, self._about)
-        for tracker in self._source.trackers.values():
-            if tracker in self._sharing or tracker.is_passed_through:
-                tracker.step_completed(may_skip=bool(self.acting))
-        self.reset()
-
-    def uninstall(self, keep: bool = False) -> None:
-        """Forget the step that runs, and remove the hooks; not within a step, where torch goes through all hooks."""
-        is_running = self._optimizer is not None
-        self.release()
-        self.reset()
-        if not (keep or is_running):
-            remove_all(self._installed)
-
-    def release(self) -> None:
-        """Restore the optimizer, also after a step that raised an error, and remove the hooks of the step."""
-        if self._handles:
-            remove_all(self._handles)
-        if self._replaced is not None:
-            (optimizer, found_inf), self._replaced = self._replaced, None
-            optimizer.found_inf = found_inf
-            if found_inf is None:
-                del optimizer.found_inf
+        about = self._about
+        if self._is_reported:
+            self._source.fire(MonitorEvents.OPTIMIZER_STEP_COMPLETED, about)
+        for step in about.values():
+            step.tracker.step_completed(own=bool(step.parameters), may_skip=bool(self.acting))
+        self._forget()
 
 
-class _PatchedStep:
-    """The replaced ``step`` of an optimizer."""
+class _Undo:
+    """Restores an optimizer as soon as its step has returned: torch calls it before all post-hooks."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.is_running = optimizer, False
+        self._optimizer = optimizer
+        self._next = vars(optimizer).get(AFTER_STEP)  # of another engine
+        self._found_inf = getattr(optimizer, "found_inf", None)  # GradScaler's
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        vars(optimizer)[AFTER_STEP] = self
 
-    def check(self, closure: Any) -> None:
-        """Raise a ValueError if the step that starts can't be skipped."""
-        if not self.is_running or callable(closure):
-            raise ValueError(
-                f"on_spike can skip a step of {type(self.optimizer).__name__} only if it is called as optimizer.step() "
-                f"after backward(), without a closure: call it so, or {_FIX}"
-            )
+    def take_gradients(self) -> None:
+        """Take the gradients away, so that the step changes nothing."""
+        for parameter in parameters_of(self._optimizer):
+            if parameter.grad is not None:
+                self._gradients.append((parameter, parameter.grad))
+                parameter.grad = None
 
-    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.is_running = True
-        try:
-            return original(*args, **kwargs)
-        except SkippedError as skipped:
-            for hook in post_hooks(self.optimizer):  # among them the one that ends the step
-                hook(self.optimizer, *skipped.args)
-            return None
-        finally:
-            self.is_running = False
-
-
-class _SkippedArguments(tuple[Any, ...]):
-    """Arguments of a skipped step as its hooks see them; the step, which unpacks them, gets no parameters."""
-
-    def __iter__(self) -> Iterator[Any]:
-        optimizer = object.__new__(type(self[0]))
-        vars(optimizer).update(vars(self[0]), param_groups=[])
-        return iter((optimizer, *self[1:]))
+    def __call__(self) -> None:
+        attributes = vars(self._optimizer)
+        if attributes.get(AFTER_STEP) is not self:
+            return
+        del attributes[AFTER_STEP]
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:  # else the step has raised an error, and there was a backward since
+                parameter.grad = gradient
+        if self._found_inf is not None:
+            attributes["found_inf"] = self._found_inf
+        else:
+            attributes.pop("found_inf", None)
+        if self._next is not None:
+            attributes[AFTER_STEP] = self._next
+            self._next()
 
 
 def allows_closures(optimizer: Optimizer) -> bool:
@@ -300,10 +318,6 @@ def _values(gradient: Tensor) -> Tensor:
     if gradient.layout == torch.sparse_coo:
         return values_of(gradient)
     return gradient if gradient.layout == torch.strided else gradient.values()
-
-
-def _device_of(optimizer: Optimizer) -> torch.device:
-    return parameters_of(optimizer)[0].device  # of all steps
 
 
 def _combined(combine: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:

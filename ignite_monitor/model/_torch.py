@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -33,7 +34,13 @@ try:
     foreach_mul: Callable[..., list[Tensor]] = _torch._foreach_mul
     foreach_scale: Callable[..., None] = _torch._foreach_mul_
     foreach_copy: Callable[..., None] = _torch._foreach_copy_
-    _GLOBAL_POST_HOOKS: dict[int, Any] = vars(sys.modules["torch.optim.optimizer"])["_global_optimizer_post_hooks"]
+    _optimizer: dict[str, Any] = vars(sys.modules["torch.optim.optimizer"])
+    _PRE_HOOKS: dict[int, Any] = _optimizer["_global_optimizer_pre_hooks"]
+    _POST_HOOKS: dict[int, Any] = _optimizer["_global_optimizer_post_hooks"]
+    _STEP: Any = _torch.optim.Optimizer.profile_hook_step(
+        print
+    ).__code__  # of the function that calls a step and its hooks
+    AFTER_STEP: str = _torch.optim.Optimizer._optimizer_step_code.__name__  # which it calls before all post-hooks
     unseen_by_functions: Callable[[], AbstractContextManager[Any]] = _torch._C.DisableTorchFunction
     _BACKWARD = _torch.autograd.graph._engine_run_backward.__code__
 except (AttributeError, KeyError) as error:  # which an import from the package would hide
@@ -109,13 +116,19 @@ def has_step_hooks(optimizer: Any) -> bool:
     return hasattr(type(optimizer).step, "hooked") and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-has_pre_hooks: Callable[[Any], Any] = attrgetter("_optimizer_step_pre_hooks")  # of an optimizer's own
+def pre_hooks(optimizer: Any) -> dict[int, Callable[..., Any]]:
+    """The hooks before a step among which is the last: the optimizer's own, else those of all optimizers."""
+    return optimizer._optimizer_step_pre_hooks or _PRE_HOOKS
 
 
 def post_hooks(optimizer: Any) -> list[Callable[..., Any]]:
-    """The post-hooks of a step: the optimizer's own, then those of all optimizers."""
-    own = getattr(optimizer, "_optimizer_step_post_hooks", {})
-    return [*own.values(), *_GLOBAL_POST_HOOKS.values()]
+    """The hooks after a step, in order."""
+    return [*optimizer._optimizer_step_post_hooks.values(), *_POST_HOOKS.values()]
+
+
+def running_steps() -> int:
+    """The number of steps of optimizers that run, each within the one before."""
+    return sum(frame.f_code is _STEP for frame, _ in walk_stack(sys._getframe(1)))
 
 
 # Modules

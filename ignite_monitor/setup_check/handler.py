@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ignite_monitor.events.accumulation import AccumulationProbe
 from ignite_monitor.events.gradient_tracker import GradientsReady, GradientTracker, OptimizerStep
-from ignite_monitor.events.hooks import weak_method
+from ignite_monitor.events.hooks import register_first, remove_all, weak_method
 from ignite_monitor.events.monitor_events import MonitorEvents
 from ignite_monitor.model._torch import is_compiled_in_place, is_compilers_wrapper
 from ignite_monitor.model.dtensor import reshard
@@ -116,8 +116,11 @@ class SetupCheck(Monitor):
     def train_step_contexts(self) -> list[AbstractContextManager[Any]]:
         if self._evidence is not None and self._source is not None:
             # No event announces the steps of an optimizer that holds no parameter of the model.
-            hook = register_optimizer_step_post_hook(torch.compiler.disable(weak_method(self._on_step)))
-            self._hooks.callback(hook.remove)
+            handles: list[Any] = []
+            self._hooks.callback(remove_all, handles)
+            register_first(
+                register_optimizer_step_post_hook, torch.compiler.disable(weak_method(self._on_step)), handles
+            )
             self._note_calls(self._evidence.calls)
             self._start_probe(self._source.trackers[id(self.model)])
         return [self._hooks]
