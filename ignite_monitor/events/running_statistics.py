@@ -14,10 +14,22 @@ from ignite_monitor.model.modes import has_local_data
 
 
 class _Buffer(NamedTuple):
+    """A buffer when it was copied."""
+
     registry: dict[str, Any]  # of the module
     name: str
-    tensor: Tensor
     tracks: bool  # whether the module tracks running statistics: autograd does not know of all their changes
+    tensor: Tensor
+    copy: Tensor
+    version: int
+
+    def changed(self) -> Tensor | None:
+        """The tensor that is there now, if it may have changed."""
+        now = self.registry.get(self.name)
+        if now is self.tensor:
+            return now if self.tracks or version(now) != self.version else None
+        # The forward pass has put another tensor in its place.
+        return now if isinstance(now, Tensor) and now.shape == self.copy.shape else None
 
 
 class RunningStatistics:
@@ -28,68 +40,53 @@ class RunningStatistics:
 
     def __init__(self) -> None:
         self._modules: list[tuple[dict[str, Any], bool]] = []
-        self._window, self._train_step = _Copies(), _Copies()
+        self._window: list[_Buffer] = []
+        self._train_step: list[_Buffer] = []  # from the start of a train step that may continue the window
 
     def watch(self, model: nn.Module) -> None:
         """Take over the modules of a model."""
         modules = [(buffers_in(module), hasattr(module, "track_running_stats")) for module in model.modules()]
         self._modules = [(registry, tracks) for registry, tracks in modules if registry]
-        self._window, self._train_step = _Copies(), _Copies()
+        self._window, self._train_step = [], []
 
     def keep(self, may_continue: bool = False) -> None:
         """Copy the buffers, at the start of a window or of a train step that may continue it."""
-        buffers = [
-            _Buffer(registry, name, tensor, tracks)
-            for registry, tracks in self._modules
-            for name, tensor in registry.items()
-            if isinstance(tensor, Tensor) and not tensor.is_inference() and has_local_data(tensor)
-        ]
-        (self._train_step if may_continue else self._window).take(buffers)
+        if may_continue:
+            self._train_step = self._copied(self._train_step)
+        else:
+            self._window = self._copied(self._window)
+
+    @torch.no_grad()
+    def _copied(self, former: list[_Buffer]) -> list[_Buffer]:
+        """Copy the buffers that may have changed since earlier copies, in one operation."""
+        known, result, changed = {id(buffer.tensor): buffer for buffer in former}, [], []
+        for registry, tracks in self._modules:
+            for name, tensor in registry.items():
+                if not isinstance(tensor, Tensor) or tensor.is_inference() or not has_local_data(tensor):
+                    continue
+                number, before = version(tensor), known.get(id(tensor))
+                copy = tensor.detach().clone() if before is None else before.copy
+                if before is not None and (tracks or before.version != number):
+                    changed.append((copy, tensor))
+                result.append(_Buffer(registry, name, tracks, tensor, copy, number))
+        if changed:
+            foreach_copy(*map(list, zip(*changed, strict=True)))
+        return result
 
     def continue_window(self, accumulates: Tensor) -> None:
         """Start a new window with the train step, unless a 0-dim bool tensor is True: it accumulates gradients."""
         window, train_step = self._window, self._train_step
-        if [copy.shape for copy in window.copies] != [copy.shape for copy in train_step.copies]:
-            self._window = train_step
+        if [buffer.copy.shape for buffer in window] != [buffer.copy.shape for buffer in train_step]:
+            self._window, self._train_step = train_step, []
             return
-        _copy_where(~accumulates, window.copies, train_step.copies)
-        both = zip(window.versions, train_step.versions, strict=True)
-        window.versions = [number if number == other else -1 for number, other in both]
+        _copy_where(~accumulates, [buffer.copy for buffer in window], [buffer.copy for buffer in train_step])
+        both = zip(window, train_step, strict=True)
+        self._window = [one if one.version == other.version else one._replace(version=-1) for one, other in both]
 
     def restore(self, flag: Tensor) -> None:
         """Restore the buffers where a flag is True, without reading it if it is on a device."""
-        changed = self._window.changed()
-        _copy_where(flag, [tensor for tensor, _ in changed], [copy for _, copy in changed])
-
-
-class _Copies:
-    """Copies of buffers at one time."""
-
-    def __init__(self) -> None:
-        self.buffers: list[_Buffer] = []
-        self.copies: list[Tensor] = []
-        self.versions: list[int] = []
-
-    @torch.no_grad()
-    def take(self, buffers: list[_Buffer]) -> None:
-        """Copy the buffers that may have changed since the last copy, in one operation."""
-        known, self.buffers = self.buffers, buffers
-        if [id(buffer.tensor) for buffer in known] != [id(buffer.tensor) for buffer in buffers]:
-            self.copies = [buffer.tensor.detach().clone() for buffer in buffers]
-        elif changed := self.changed():
-            foreach_copy([copy for _, copy in changed], [tensor for tensor, _ in changed])
-        self.versions = [version(buffer.tensor) for buffer in buffers]
-
-    def changed(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers that may have changed since they were copied, with their copies."""
-        pairs = []
-        for buffer, copy, number in zip(self.buffers, self.copies, self.versions, strict=False):
-            now = buffer.registry.get(buffer.name)  # the forward pass may have put another tensor in its place
-            if now is not buffer.tensor and (not isinstance(now, Tensor) or now.shape != copy.shape):
-                continue
-            if buffer.tracks or now is not buffer.tensor or version(now) != number:
-                pairs.append((now, copy))
-        return pairs
+        changed = [(now, buffer.copy) for buffer in self._window if (now := buffer.changed()) is not None]
+        _copy_where(flag, [now for now, _ in changed], [copy for _, copy in changed])
 
 
 @torch.no_grad()

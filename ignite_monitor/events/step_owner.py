@@ -185,7 +185,7 @@ class StepOwner:
         if is_patched and requests.made is False:
             raise SkippedError(optimizer, args, kwargs)
         if requests.made is False:
-            self._undo = _Undo(optimizer)
+            self._undo = _Undo.of(optimizer)
             self._undo.take_gradients()
         return args, kwargs
 
@@ -226,7 +226,7 @@ class StepOwner:
             return True
         flag = _combined(torch.logical_or, requests.flags)
         if skips_on_device(optimizer):
-            self._undo = _Undo(optimizer)
+            self._undo = _Undo.of(optimizer)
             skipped = move(flag.to(torch.float32), parameters_of(optimizer)[0].device)
             found_inf = skipped if found_inf is None else torch.maximum(skipped, found_inf)
             vars(optimizer)["found_inf"], requests.made = found_inf, found_inf == 0
@@ -254,10 +254,14 @@ class _Undo:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._next = vars(optimizer).get(AFTER_STEP)  # of another engine
         self._found_inf = getattr(optimizer, "found_inf", None)  # GradScaler's
         self._gradients: list[tuple[Tensor, Tensor]] = []
         vars(optimizer)[AFTER_STEP] = self
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Undo:
+        """That of the step that starts, of which monitors of another engine may have made one."""
+        return vars(optimizer).get(AFTER_STEP) or cls(optimizer)
 
     def take_gradients(self) -> None:
         """Take the gradients away, so that the step changes nothing."""
@@ -278,9 +282,6 @@ class _Undo:
             attributes["found_inf"] = self._found_inf
         else:
             attributes.pop("found_inf", None)
-        if self._next is not None:
-            attributes[AFTER_STEP] = self._next
-            self._next()
 
 
 def allows_closures(optimizer: Optimizer) -> bool:
