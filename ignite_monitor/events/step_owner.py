@@ -67,6 +67,7 @@ class StepOwner:
         self._patches: list[Patch] = []
         self._is_called = False  # whether the replaced step of one runs
         self._installed: list[Any] = []  # hooks of all steps
+        self._depth = 0  # number of steps within which they were installed, by another engine's handler
         weakref.finalize(self, remove_all, self._installed).atexit = False
         self._last_hook: LastHook | None = None
         self._undo: _Undo | None = None
@@ -91,7 +92,7 @@ class StepOwner:
 
     def install(self) -> None:
         """Hook the steps of all optimizers."""
-        self._depth = running_steps()  # of other engines
+        self._depth = running_steps()
         register_first(register_optimizer_step_pre_hook, self._hooks[0], self._installed)
         register_first(register_optimizer_step_post_hook, self._hooks[2], self._installed)
 
