@@ -33,7 +33,6 @@ from ignite_monitor.replicas import handler as replicas
 from ignite_monitor.setup_check import handler as setup_check
 
 NEVER = 10**9
-setup_check.ITERATIONS = setup_check.MOST = NEVER  # no check ends
 ITERATIONS = 6
 CLIP, CLOSURES, PASSES, CLONE = "clip_grad_norm_", "three closures per module", "two forward passes", "weight clones"
 NOISE, CURVATURE = "GradientNoiseScaleHandler, two micro-batches", "CurvatureHandler"
@@ -111,6 +110,11 @@ def replica_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.Repl
     return check
 
 
+def endless_check(model: nn.Module, optimizer: torch.optim.Optimizer) -> im.SetupCheck:
+    setup_check.ITERATIONS = setup_check.MOST = NEVER
+    return im.SetupCheck(model, optimizer)
+
+
 def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """The checks of a checkpoint, without its file."""
     handler: Any = im.HealthyCheckpoint({"model": model, "optimizer": optimizer}, lambda *_: None)
@@ -135,7 +139,7 @@ MONITORS: dict[str, tuple[Make, str]] = {
     "ReplicaCheckHandler": (replica_check, CLONE),
     "ReplayCheckHandler": (lambda m, _: im.ReplayCheckHandler(m, loss=loss_of), PASSES),
     "StepStatsHandler": (im.StepStatsHandler, CLIP),
-    "SetupCheck": (im.SetupCheck, CLIP),  # in a run it takes three iterations
+    "SetupCheck": (endless_check, CLIP),  # in a run it takes three iterations
     "SpikeMonitor": (lambda m, _: im.SpikeMonitor(lambda engine: 1.0, prefix="value", flag="value_spike"), CLIP),
     "DriftMonitor": (lambda m, _: im.DriftMonitor(lambda engine: 1.0), CLIP),
     "HealthyCheckpoint": (checkpoint, CLONE),

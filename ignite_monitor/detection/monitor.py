@@ -144,7 +144,11 @@ class DetectionMonitor(CountingMonitor):
         return is_new
 
     def warn(self, text: str) -> None:
-        """Log a line that is not recorded: the values say the same."""
+        """Log a line that is not recorded: the values say the same.
+
+        Args:
+            text: the line without class, prefix and iteration.
+        """
         engine = self._attached_to()
         iteration = 0 if engine is None else engine.state.iteration
         self.logger.warning("%s: iteration %d: %s", self._title, iteration, text)

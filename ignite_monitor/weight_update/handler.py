@@ -168,13 +168,15 @@ class WeightUpdateHandler(ScaledMonitor, schema=WEIGHT_UPDATE):
 
         Raises:
             TypeError: if it holds something else than names, counts and hashes.
-            ValueError: if it was saved by a monitor of another kind.
+            ValueError: if it was saved by a monitor of another kind, or of another model.
         """
         super().load_state_dict(state_dict)
         names, *values = state_dict["names"], state_dict["counts"], state_dict["hashes"]
         if not isinstance(names, list) or any(getattr(value, "shape", None) != (len(names),) for value in values):
             text = "Argument state_dict should hold a list in 'names' and tensors of as many elements in 'counts' and "
             raise TypeError(f"{text}'hashes', but it holds {names!r} and {values!r}")
+        if set(names).isdisjoint(self._names):
+            raise ValueError(f"Argument state_dict should be of this model, but its names are {names[:3]} …")
         saved = dict(zip(names, zip(*(value.tolist() for value in values), strict=True), strict=True))
         counts, hashes = zip(*(saved.get(name, (0, 0)) for name in self._names), strict=True)
         self._counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
