@@ -118,11 +118,9 @@ class Reporter:
 
 
 def _described(value: Any) -> str:
-    """Describe a value: numbers, texts and what holds them as they are, other objects by their class."""
+    """Describe a value: numbers and texts as they are, mappings by their keys, other objects by their class."""
     if isinstance(value, (bool, int, float, str)) or value is None:
         return repr(value)[:200]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_described(item)}' for key, item in [*value.items()][:20])}}}"
-    if isinstance(value, (list, tuple, set)):
-        return f"[{', '.join(_described(item) for item in [*value][:20])}]"
+        return repr([*map(str, value)])[:200]
     return str(getattr(value, "__qualname__", type(value).__qualname__))
